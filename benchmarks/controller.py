@@ -1,0 +1,159 @@
+"""What the controller costs: CPU per trajectory, trajectories alive at once, memory per live trajectory.
+
+    python benchmarks/controller.py [--json]
+
+Three measurements, one process each so that none warms another's caches. The ledger is the real one (SQLite, WAL,
+synchronous FULL, its own thread), everything is on a real loop, and CPU seconds are those of the whole process.
+
+throughput   no-op engine and environment, 3 turns: finished trajectories per CPU-second (target: at least 2,000)
+live         20,000 trajectories alive at once, each waiting in an environment: resident bytes per live trajectory
+frozen_lake  128 FrozenLake environments (Gymnasium), turn limit 10, a mocked model that answers at random: CPU-ms per
+             trajectory of all processes (open ROLL: 70-85 on its own scheduler, same shape; target: at most 3)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rollart.ledger.store import Ledger
+from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
+from rollart.runtime.domain import Domain
+from rollart.sim.run import SimulatedRun, make
+
+
+def cpu() -> float:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def timed(run: SimulatedRun, directory: str) -> tuple[float, int]:
+    """CPU seconds of the run with a real ledger, and how many trajectories ended."""
+    loop = asyncio.get_running_loop()
+    with Ledger(directory, clock=loop.time) as ledger:
+        run.journal = run.recorder = ledger
+        began = cpu()
+        await run.run()
+        await ledger.flush()
+    return cpu() - began, sum(len(batch) for _, batch in run.trainer.batches)
+
+
+def throughput() -> dict[str, float]:
+    run = make(quotas={"noop": (512, 1)}, alpha=1, steps=24, engines=4, turns=3, tokens=1, engine_s=lambda _: 0.0)
+    with tempfile.TemporaryDirectory() as directory:
+        seconds, trained = asyncio.run(timed(run, directory))
+    return {"trajectories": trained, "cpu_s": seconds, "trajectories_per_cpu_s": trained / seconds}
+
+
+def live() -> dict[str, float]:
+    count = 20_000
+    run = make(quotas={"wait": (count, 1)}, alpha=0, steps=1, engines=8, turns=3, env_s=lambda r: 2.0 + r.random())
+    peak: list[int] = []
+
+    async def main() -> None:
+        before = resident_bytes()
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(0.25)
+                if hasattr(run, "control") and run.control.scheduler.live() == count:
+                    peak.append(resident_bytes() - before)
+
+        watcher = asyncio.get_running_loop().create_task(watch())
+        await run.run()
+        watcher.cancel()
+
+    began = time.process_time()
+    asyncio.run(main())
+    return {
+        "live_at_once": count if peak else 0,
+        "kib_per_live_trajectory": max(peak, default=0) / count / 1024,
+        "cpu_s": time.process_time() - began,
+    }
+
+
+class RandomEngine:
+    """A mocked model on the port of `SimulatedEngine`: a legal action, at random."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        allowed = request.sampling.allowed_token_ids
+        assert allowed is not None
+        token = self._random.choice(allowed)
+        span = VersionSpan(int(str(request.cache_salt)[1:]), 0, 1)
+        return Completion((token,), (-1.4,), (span,), FinishReason.LENGTH, len(request.token_ids), 0)
+
+
+def frozen_lake() -> dict[str, float]:
+    from rollart.adapters.envs.frozen_lake import FrozenLakeText
+    from rollart.adapters.text import HubTokenizer
+    from rollart.quickstart.tokenizer import write_tokenizer
+
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory))
+        tokenizer = HubTokenizer(directory)
+        run = make(quotas={"lake": (64, 1)}, alpha=1, steps=24, engines=1)
+        run.tokenizer = tokenizer
+        run.domains = [
+            Domain(
+                name="lake",
+                environment=lambda: FrozenLakeText(max_turns=10),
+                quota=64,
+                group_size=1,
+                max_turns=10,
+                max_tokens=1,
+            )
+        ]
+        mock = RandomEngine(0)
+        run.engines[0].generate = mock.generate  # type: ignore[method-assign]
+        turns: list[int] = []
+        run.on_step = lambda done: turns.extend(len(set(s.turn)) - 1 for g in done.groups for s in g.samples)
+        seconds, trained = asyncio.run(timed(run, directory))
+    return {
+        "trajectories": trained,
+        "turns_mean": sum(turns) / len(turns),
+        "cpu_ms_per_trajectory": 1000 * seconds / trained,
+    }
+
+
+CASES = {"throughput": throughput, "live": live, "frozen_lake": frozen_lake}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=sorted(CASES))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(CASES[arguments.case]()))
+        return
+    results = {"load": os.getloadavg()[0]}
+    for case in CASES:
+        answer = subprocess.run([sys.executable, __file__, "--case", case], check=True, capture_output=True, text=True)
+        results[case] = json.loads(answer.stdout)
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+        return
+    print(f"load average {results['load']:.1f}")
+    for case in CASES:
+        print(case, "  ".join(f"{k}={v:,.2f}" for k, v in results[case].items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Speed of the embedded engine, without HTTP: tokens per CPU-second of one thread.
+
+    python benchmarks/engine.py [--json FILE] [--rounds 3] [--device cpu]
+
+Decode: 4 layers × 256 hidden, vocabulary 2048 (Qwen3, 4.2 M parameters), context growing from 32 to 160 tokens.
+Turns: 1 layer × 64 and 2 layers × 96, 64 sessions with 20 new prompt tokens and one sampled token a turn, which is
+what an agent's actions are. CPU time, not wall time, and the best of a few rounds: the machine has other load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rollart.engine.checkpoint import Architecture
+from rollart.engine.jobs import Job
+from rollart.engine.network import Network
+from rollart.engine.runner import Runner
+from rollart.model import GenerateRequest, Sampling
+
+TARGETS = {1: 400.0, 16: 3000.0, 64: 4500.0}
+"""Tokens per CPU-second that a batch must reach in the decode benchmark."""
+
+CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line: what ran, in `unit` per CPU-second, the target (0: none), and seconds of CPU behind the figure."""
+
+    name: str
+    value: float
+    unit: str
+    target: float
+    cpu_seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    large = architecture(layers=4, hidden=256, heads=8, head_dim=64, intermediate=768, vocab=2048)
+    results = [decode(large, batch, args.rounds, args.device) for batch in TARGETS]
+    for layers, hidden in ((1, 64), (2, 96)):
+        small = architecture(
+            layers=layers, hidden=hidden, heads=4, head_dim=hidden // 4, intermediate=3 * hidden, vocab=128
+        )
+        results.append(turns(small, args.rounds, args.device))
+        results.append(decode(small, 64, args.rounds, args.device, target=0.0))
+    load = os.getloadavg()[0]
+    print(f"{'benchmark':32} {'per CPU-second':>16} {'target':>8}   load average {load:.1f}")
+    for r in results:
+        verdict = "" if not r.target else "ok" if r.value >= r.target else "BELOW"
+        print(f"{r.name:32} {r.value:>10,.0f} {r.unit:5} {r.target or '':>8} {verdict}")
+    if args.json:
+        body = {"schema_version": 1, "load_average": load, "torch": torch.__version__, "device": args.device,
+                "results": [{k: getattr(r, k) for k in Result.__slots__} for r in results]}
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
+
+
+def architecture(*, layers: int, hidden: int, heads: int, head_dim: int, intermediate: int, vocab: int) -> Architecture:
+    return Architecture(
+        family="Qwen3ForCausalLM", layers=layers, hidden=hidden, heads=heads, kv_heads=2, head_dim=head_dim,
+        intermediate=intermediate, vocab=vocab, norm_eps=1e-6, tied=True, qk_norm=True, attention_bias=False,
+        rope_theta=10_000.0, rope_scaling=None, eos=(),
+    )
+
+
+def runner_of(a: Architecture, slots: int, device: str) -> Runner:
+    """A runner with random weights."""
+    network = Network(a, context=CONTEXT, device=torch.device(device), dtype=torch.float32)
+    torch.manual_seed(0)
+    network.load({name: torch.randn(shape) * 0.1 for name, shape in network.shapes()})
+    return Runner(network, slots=slots, context=CONTEXT)
+
+
+def decode(a: Architecture, batch: int, rounds: int, device: str, target: float | None = None) -> Result:
+    """128 tokens for each of `batch` requests, prefill of 32 tokens not counted, sampled at temperature 1."""
+    runner = runner_of(a, batch, device)
+    best = float("inf")
+    for attempt in range(rounds):
+        for i in range(batch):
+            prompt = tuple((7 * i + 3 * j) % a.vocab for j in range(32))
+            runner.add(Job(GenerateRequest(f"{attempt}-{i}", "", prompt, Sampling(max_tokens=129, seed=i))))
+        runner.step()
+        began = time.process_time()
+        while runner.busy:
+            runner.step()
+        best = min(best, time.process_time() - began)
+    goal = TARGETS[batch] if target is None else target
+    name = f"decode {a.layers}x{a.hidden}, batch {batch}"
+    return Result(name, batch * 128 / best, "tok", goal, best)
+
+
+def turns(a: Architecture, rounds: int, device: str, sessions: int = 64) -> Result:
+    """Turns of 20 new tokens and one of four actions sampled, ten per session, all sessions at once."""
+    runner = runner_of(a, sessions, device)
+    best = float("inf")
+    for attempt in range(rounds):
+        histories = [[(i + j) % a.vocab for j in range(10)] for i in range(sessions)]
+        began = time.process_time()
+        for turn in range(10):
+            for i, history in enumerate(histories):
+                history += [(11 * i + 5 * j + turn) % a.vocab for j in range(20)]
+                sampling = Sampling(max_tokens=1, seed=i, allowed_token_ids=(1, 2, 3, 4))
+                name = f"{attempt}-{turn}-{i}"
+                runner.add(Job(GenerateRequest(name, f"{attempt}-{i}", tuple(history), sampling)))
+            while runner.busy:
+                for over in runner.step():
+                    index = int(over.job.request.request_id.rsplit("-", 1)[1])
+                    histories[index] += over.completion.token_ids
+        best = min(best, time.process_time() - began)
+    return Result(f"turns {a.layers}x{a.hidden}, {sessions} sessions", sessions * 10 / best, "turn", 0.0, best)
+
+
+if __name__ == "__main__":
+    main()

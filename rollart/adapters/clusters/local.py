@@ -1,0 +1,282 @@
+"""The `Runtime` port on one machine: actors on the controller's loop or in processes of their own. No Ray imported.
+
+Arguments and results are copied through pickle even inline, so that sharing bugs show before Ray does. On a
+virtual-time loop it works with inline actors only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import itertools
+import pickle
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollart.adapters.clusters.labels import matches
+from rollart.adapters.clusters.process import ProcessActor
+from rollart.errors import PartDied, UsageError
+from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
+
+__all__ = ["LocalRuntime"]
+
+
+class LocalRuntime:
+    """Owns its actors. `spawn` waits until a node has room for the actor, unblocked by a `kill`; calls to one actor
+    wait for a free place among its `max_concurrency`. Invariant: free = total - held on every node, never below 0.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = {n.id: Node(n.id, dict(n.labels), dict(n.total), dict(n.total)) for n in nodes}
+        self._actors: dict[str, _LocalHandle] = {}
+        self._objects: dict[str, bytes] = {}
+        self._ids = itertools.count()
+        self._events: deque[RuntimeEvent] = deque(maxlen=10_000)
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    async def start(self) -> None:
+        for node in self._nodes.values():
+            self.emit(RuntimeEvent("node_up", node.id))
+
+    def nodes(self) -> Sequence[Node]:
+        return tuple(self._nodes.values())
+
+    async def spawn(self, spec: ActorSpec) -> Handle:
+        if spec.name in self._actors:
+            raise UsageError(f"an actor named {spec.name!r} runs already")
+        while (node := self._place(spec)) is None:
+            changed = self._changed
+            await changed.wait()
+        for name, amount in spec.resources.items():
+            node.free[name] -= amount  # type: ignore[index]
+        handle = _LocalHandle(self, spec, node.id)
+        self._actors[spec.name] = handle
+        try:
+            await handle.boot()
+        except BaseException:
+            self.forget(handle)
+            raise
+        self.emit(RuntimeEvent("actor_started", spec.name, node.id))
+        return handle
+
+    async def events(self) -> AsyncIterator[RuntimeEvent]:
+        """Every event from the runtime's start on, for as long as it runs."""
+        seen = 0
+        while not self._closed:
+            while seen < len(self._events):
+                yield self._events[seen]
+                seen += 1
+            changed = self._changed
+            await changed.wait()
+
+    async def put(self, value: Any) -> str:
+        ref = f"object-{next(self._ids)}"
+        self._objects[ref] = pickle.dumps(value)
+        return ref
+
+    async def get(self, ref: str) -> Any:
+        if ref not in self._objects:
+            raise UsageError(f"no object {ref!r} in this runtime")
+        return pickle.loads(self._objects[ref])
+
+    async def close(self) -> None:
+        for handle in list(self._actors.values()):
+            await handle.kill()
+        self._closed = True
+        self._notify()
+
+    def emit(self, event: RuntimeEvent) -> None:
+        self._events.append(event)
+        self._notify()
+
+    def forget(self, handle: _LocalHandle) -> None:
+        """The actor is gone for good: its resources are free."""
+        if self._actors.pop(handle.spec.name, None) is None:
+            return
+        node = self._nodes[handle.node]
+        for name, amount in handle.spec.resources.items():
+            node.free[name] += amount  # type: ignore[index]
+        self._notify()
+
+    def _place(self, spec: ActorSpec) -> Node | None:
+        """The first node with room; None when those that could hold it are full now; `UsageError` when none could."""
+        fitting = [
+            n
+            for n in self._nodes.values()
+            if matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
+        ]
+        if not fitting:
+            have = "; ".join(f"{n.id} {dict(n.labels)} {dict(n.total)}" for n in self._nodes.values())
+            raise UsageError(
+                f"{spec.name} asks for {dict(spec.resources)} on {dict(spec.labels)}: no node could ever hold it",
+                remedy=f"the cluster has: {have}",
+            )
+        for node in fitting:
+            if all(node.free.get(k, 0.0) >= v - 1e-9 for k, v in spec.resources.items()):
+                return node
+        return None
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """One life of an actor: its object and the calls in flight on it."""
+
+    instance: Any
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _LocalHandle:
+    """A running actor. Calls wait for a place; a call in flight when the actor dies is retried up to
+    `max_task_retries` on the next incarnation, then fails with `PartDied`."""
+
+    def __init__(self, runtime: LocalRuntime, spec: ActorSpec, node: str) -> None:
+        self._runtime = runtime
+        self.spec = spec
+        self._node = node
+        self._places = asyncio.Semaphore(spec.max_concurrency)
+        self._life: _Incarnation | None = None
+        self._restarts = 0
+        self._booted = asyncio.Event()
+        self._gone = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def node(self) -> str:
+        return self._node
+
+    async def boot(self) -> None:
+        args, kwargs = pickle.loads(pickle.dumps((self.spec.args, dict(self.spec.kwargs))))
+        if self.spec.isolation == "process":
+            instance: Any = ProcessActor(self.spec.factory, args, kwargs, on_exit=self._exited)
+            await instance.start()
+        else:
+            instance = _load(self.spec.factory)(*args, **kwargs)
+        self._life = _Incarnation(instance)
+        self._booted.set()
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        async with self._places:
+            for _ in range(self.spec.max_task_retries + 1):
+                life = await self._alive()
+                try:
+                    return await self._call_once(life, method, args, kwargs)
+                except PartDied as error:
+                    last = error
+            raise last
+
+    async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """The items of an async generator method, one by one. Not retried: items may have been seen."""
+        async with self._places:
+            life = await self._alive()
+            copied, named = pickle.loads(pickle.dumps((args, kwargs)))
+            items = (
+                life.instance.stream(method, copied, named)
+                if isinstance(life.instance, ProcessActor)
+                else getattr(life.instance, method)(*copied, **named)
+            )
+            async for item in items:
+                if life.died.is_set():
+                    raise PartDied(self.name, "it was killed during a stream")
+                yield pickle.loads(pickle.dumps(item))
+
+    async def kill(self, *, restart: bool = False) -> None:
+        life, self._life = self._life, None
+        if life is None or self._gone:
+            return
+        self._booted.clear()
+        life.died.set()
+        await _stop(life.instance)
+        await self._after_death(restart)
+
+    async def _after_death(self, restart: bool) -> None:
+        may = restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts)
+        self._runtime.emit(RuntimeEvent("actor_died", self.name, self._node))
+        if not may:
+            self._gone = True
+            self._booted.set()
+            self._runtime.forget(self)
+            return
+        self._restarts += 1
+        await self.boot()
+        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
+
+    async def _exited(self) -> None:
+        """The process of a process actor ended by itself."""
+        life, self._life = self._life, None
+        if life is None:
+            return
+        self._booted.clear()
+        life.died.set()
+        await self._after_death(restart=True)
+
+    async def _alive(self) -> _Incarnation:
+        while True:
+            if self._gone:
+                raise PartDied(self.name, "the actor is dead and has no restarts left")
+            if self._life is not None:
+                return self._life
+            await self._booted.wait()
+
+    async def _call_once(self, life: _Incarnation, method: str, args: Any, kwargs: Any) -> Any:
+        copied, named = pickle.loads(pickle.dumps((args, kwargs)))
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(_invoke(life.instance, method, copied, named), name=f"{self.name}.{method}")
+            death = tasks.create_task(_cancel_on(life.died, work), name=f"{self.name} dies")
+            try:
+                await asyncio.shield(_quietly(work))
+            finally:
+                death.cancel()
+                work.cancel()
+        if work.cancelled():
+            raise PartDied(self.name, f"it was killed during {method}")
+        error = work.result()[1]
+        if error is not None:
+            raise error
+        return pickle.loads(pickle.dumps(work.result()[0]))
+
+
+async def _invoke(instance: Any, method: str, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
+    try:
+        if isinstance(instance, ProcessActor):
+            return await instance.call(method, args, kwargs), None
+        result = getattr(instance, method)(*args, **kwargs)
+        return (await result if inspect.isawaitable(result) else result), None
+    except Exception as error:
+        return None, error
+
+
+async def _cancel_on(event: asyncio.Event, work: asyncio.Task[Any]) -> None:
+    await event.wait()
+    work.cancel()
+
+
+async def _quietly(work: asyncio.Task[Any]) -> None:
+    """Wait for the end of `work` without taking its cancellation for our own."""
+    done = asyncio.Event()
+    work.add_done_callback(lambda _: done.set())
+    await done.wait()
+
+
+async def _stop(instance: Any) -> None:
+    if isinstance(instance, ProcessActor):
+        await instance.kill()
+        return
+    close = getattr(instance, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,91 @@
+"""An actor that holds one program (an engine, a trainer) as a subprocess of its node and watches it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollart.errors import PartDied
+
+__all__ = ["Program"]
+
+STOP_S = 5.0
+"""Seconds between SIGTERM and SIGKILL: enough to finish a write, short enough for Ctrl-C."""
+
+
+class Program:
+    """Runs `python -m module args...`; its stdout says `ready ADDRESS` once it serves, its stderr goes to `log`.
+
+    `start` may be called again after the program ended; whatever is left from before is killed first. `wait` returns
+    when the program ends. One program at a time.
+    """
+
+    def __init__(self, name: str, module: str, args: list[str], log: str, env: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._argv = [sys.executable, "-m", module, *args]
+        self._log = Path(log)
+        self._env = dict(env or {})
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, extra: list[str]) -> str:
+        """The address it serves at. `PartDied` with the last line it said if it ends before it is ready."""
+        await self.stop()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                *extra,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self._env},
+                # A process group of its own: Ctrl-C in the terminal reaches the controller, which stops its parts.
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            words = line.decode(errors="replace").split()
+            if len(words) == 2 and words[0] == "ready":
+                return words[1]
+        code = await self._process.wait()
+        raise PartDied(
+            self._name, f"ended with status {code} before it was ready: {self._last_line()}", remedy=f"see {self._log}"
+        )
+
+    async def wait(self) -> str:
+        """The cause, in words, once the program ended."""
+        if self._process is None:
+            return "was never started"
+        code = await self._process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return f"its process was {how}" if code < 0 else f"its process {how}: {self._last_line()}"
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after `STOP_S`; returns when it is reaped."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def aclose(self) -> None:
+        await self.stop()
+
+    def _last_line(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return "no log"
+        return lines[-1][:300] if lines else "it said nothing"

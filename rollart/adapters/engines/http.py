@@ -1,0 +1,277 @@
+"""An engine behind vLLM's HTTP protocol: the embedded one, or vLLM itself.
+
+vLLM must run with `VLLM_SERVER_DEV_MODE=1 --enable-scale-out --logprobs-mode processed_logprobs` and a weight
+transfer backend that reads `update_info.path`. Third-party errors become `EngineError` here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rollart.adapters.engines.stream import EngineStream
+from rollart.errors import EngineError
+from rollart.model import (
+    Completion,
+    EngineId,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    VersionSpan,
+    WeightsRef,
+)
+
+__all__ = ["HttpEngine"]
+
+CONNECT_S = 10.0
+"""How long a connection may take to open, seconds. A generation has no limit here: its lease is the caller's."""
+
+CONTROL_S = 120.0
+"""How long a control call (pause, weight update) may take, seconds; the longest reads a checkpoint."""
+
+VLLM_PREFIX = "generate-tokens-"
+"""vLLM prepends this to the ids of `/inference/v1/generate`; aborting the bare id does nothing and reports success."""
+
+RETRYABLE = {408, 409, 425, 429}
+"""Client errors that another engine, or a later call, may not repeat. Server errors are retryable as well."""
+
+
+class HttpEngine:
+    """Implements the `Engine` port over one keep-alive connection pool, and the embedded engine's stream if it has one.
+
+    Any number of calls may run at once, on one loop. `close` ends the connections; calls after it fail. `version` is
+    that of the weights the server started with: it labels tokens of a server that reports no versions. Without
+    `streaming`, or with a server that offers no stream, generations travel over HTTP like everything else.
+    """
+
+    def __init__(self, id: EngineId, url: str, *, version: int = 0, streaming: bool = True) -> None:
+        self._id = id
+        self._url = url.rstrip("/")
+        self._version = version
+        self._http: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._streaming = streaming
+        self._stream: EngineStream | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def id(self) -> EngineId:
+        return self._id
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Tokens for one turn. Cancelling aborts the request on the server."""
+        if self._streaming and request.kv_transfer is None:
+            stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
+            if stream is not None:
+                return await stream.generate(request)
+        raw = await self._request(
+            "POST", "/inference/v1/generate", _generate_body(request), session=request.session
+        )
+        try:
+            return _completion(json.loads(raw), self._version)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._url}: answer not understood: {error!r}", retryable=False) from error
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        if not request_ids:  # an empty list would abort everything
+            return
+        if self._stream is not None and self._stream.open:  # in order with what was sent before
+            self._stream.send(("a", tuple(request_ids)))
+        else:
+            ids = [form for i in request_ids for form in (i, VLLM_PREFIX + i)]
+            await self._control("/abort_requests", {"request_ids": ids})
+
+    async def release(self, session: str) -> None:
+        """Free the trajectory's prefix KV. A server without this route (vLLM) evicts by itself."""
+        if self._stream is not None and self._stream.open:
+            self._stream.send(("r", session))
+        else:
+            await self._control("/rollart/release_session", {"session": session}, optional=True)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._control(f"/pause?mode={mode.value}", {})
+
+    async def resume(self) -> None:
+        await self._control("/resume", {})
+
+    async def update_weights(self, weights: WeightsRef) -> None:
+        await self._control("/start_weight_update", {})
+        await self._control("/update_weights", {"update_info": {"path": weights.path}})
+        await self._control("/finish_weight_update", {"weight_version": weights.version})
+        self._version = weights.version
+        # vLLM keeps its prefix cache, and running requests their KV, across an update unless told otherwise.
+        answer = await self._control("/reset_prefix_cache?reset_running_requests=true", {})
+        if answer.get("success") is False:
+            raise EngineError(f"{self._url} kept stale KV: reset_prefix_cache failed", retryable=True)
+
+    async def stats(self) -> EngineStats:
+        values = _metrics((await self._request("GET", "/metrics", limit_s=CONNECT_S)).decode())
+
+        def of(name: str) -> float:
+            return values.get("vllm:" + name, 0.0)
+
+        return EngineStats(
+            running=int(of("num_requests_running")),
+            waiting=int(of("num_requests_waiting")),
+            prompt_tokens=int(of("prompt_tokens_total")),
+            generated_tokens=int(of("generation_tokens_total")),
+            cached_tokens=int(of("prefix_cache_hits_total") + of("external_prefix_cache_hits_total")),
+            prefill_seconds=of("request_prefill_time_seconds_sum"),
+            decode_seconds=of("request_decode_time_seconds_sum"),
+        )
+
+    async def healthy(self) -> bool:
+        try:
+            await self._request("GET", "/health", limit_s=CONNECT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close the connections; requests in flight are aborted."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+        if self._http is not None:
+            await self._http.close()
+
+    async def _open_stream(self) -> EngineStream | None:
+        """Connect to the server's stream; None, from then on, if it has none or its port is out of reach."""
+        async with self._opening:
+            if not self._streaming or (self._stream is not None and self._stream.open):
+                return self._stream
+            offered = _object(await self._request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
+            host, port = urlsplit(self._url).hostname or "", offered.get("port")
+            if not port:
+                self._streaming = False
+                return None
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    loop = asyncio.get_running_loop()
+                    _, self._stream = await loop.create_connection(lambda: EngineStream(self._url), host, port)
+            except OSError:  # TimeoutError included
+                self._streaming, self._stream = False, None
+            return self._stream
+
+    async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
+        return _object(await self._request("POST", path, body, limit_s=CONTROL_S, optional=optional))
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, session: str = "",
+        limit_s: float | None = None, optional: bool = False,
+    ) -> bytes:
+        """The body of the answer; empty for a route that is not there and `optional`. EngineError otherwise."""
+        headers = {"Content-Type": "application/json"}
+        if session:
+            headers["X-Session-ID"] = session
+        timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            async with self._client().request(
+                method, self._url + path, data=data, headers=headers, timeout=timeout
+            ) as answer:
+                raw = await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            what = str(error) or type(error).__name__
+            raise EngineError(
+                f"{self._url}{path} failed: {what}", retryable=True, remedy="is the engine alive?"
+            ) from error
+        if optional and answer.status == 404:
+            return b""
+        if answer.status >= 400:
+            raise _refusal(self._url, path, answer.status, raw)
+        return raw
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineError(f"{self._url}: this engine's client was closed", retryable=False)
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=600.0)
+            self._http = aiohttp.ClientSession(connector=connector)
+        return self._http
+
+
+def _generate_body(request: GenerateRequest) -> dict[str, object]:
+    s = request.sampling
+    sampling: dict[str, object] = {
+        "max_tokens": s.max_tokens, "temperature": s.temperature, "top_p": s.top_p, "logprobs": 0,
+    }
+    if s.seed is not None:
+        sampling["seed"] = s.seed
+    if s.stop_token_ids:
+        sampling["stop_token_ids"] = s.stop_token_ids
+    if s.allowed_token_ids is not None:
+        sampling["allowed_token_ids"] = s.allowed_token_ids
+    body: dict[str, object] = {
+        "request_id": request.request_id, "token_ids": request.token_ids, "sampling_params": sampling,
+    }
+    if request.cache_salt is not None:
+        body["cache_salt"] = request.cache_salt
+    if request.kv_transfer is not None:
+        body["kv_transfer_params"] = dict(request.kv_transfer)
+    return body
+
+
+def _completion(answer: Mapping[str, Any], version: int) -> Completion:
+    choice = answer["choices"][0]
+    ids = tuple(choice["token_ids"])
+    usage = answer.get("usage") or {}
+    spans = choice.get("weight_versions")
+    if spans is None:
+        spans = [{"version": version, "start": 0, "end": len(ids)}] if ids else []
+    return Completion(
+        token_ids=ids,
+        logprobs=tuple(float(c["logprob"]) for c in choice["logprobs"]["content"]),
+        spans=tuple(VersionSpan(_version(s["version"], version), s["start"], s["end"]) for s in spans),
+        finish=FinishReason(choice["finish_reason"]),
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        kv_transfer=answer.get("kv_transfer_params"),
+    )
+
+
+def _version(value: object, fallback: int) -> int:
+    """vLLM's versions are strings, and a word before the first update."""
+    return int(str(value)) if str(value).isdigit() else fallback
+
+
+def _refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:
+    """The server's own words where it sent JSON, and its own opinion on retrying where it gave one."""
+    retryable = status >= 500 or status in RETRYABLE
+    try:
+        error = json.loads(raw)["error"]
+    except (ValueError, KeyError, TypeError):
+        error = raw[:200].decode(errors="replace")
+    if isinstance(error, Mapping):
+        retryable = bool(error.get("retryable", retryable))
+        error = error.get("message", "")
+    return EngineError(f"{url}{path} answered {status}: {' '.join(str(error).split())}", retryable=retryable)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw) if raw else {}
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Prometheus samples summed over their labels."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, number = line.rpartition(" ")
+            family = name.partition("{")[0]
+            values[family] = values.get(family, 0.0) + float(number)
+    return values

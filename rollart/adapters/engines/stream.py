@@ -1,0 +1,118 @@
+"""The client's end of the embedded engine's stream: many requests over one connection, without HTTP.
+
+The format is described in `rollart.engine.stream`, which this side may not import: engines are other programs. The
+contract suite runs over it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgpack
+
+from rollart.errors import EngineError
+from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
+
+__all__ = ["EngineStream"]
+
+SEED_MASK = 2**64 - 1
+"""Seeds are 64 bits on the wire; the engine takes a seed modulo 2^64 anyway."""
+
+
+class EngineStream(asyncio.Protocol):
+    """One connection to an engine. Owns the requests that wait for an answer on it.
+
+    Any task of the loop may call `generate`; it waits until the engine answers, and is unblocked by an EngineError
+    (retryable) when the connection is lost. What is sent within one loop iteration leaves as one frame.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self._transport: asyncio.Transport | None = None
+        self._incoming = bytearray()
+        self._outgoing: list[Sequence[object]] = []
+        self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._sent = 0
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Send a request and wait for its end. Cancelling it aborts it on the engine."""
+        # Answers name the number, not the id: an id that was cancelled may be sent again before its answer came.
+        self._sent = number = self._sent + 1
+        s = request.sampling
+        seed = None if s.seed is None else s.seed & SEED_MASK
+        self.send((
+            "g", number, request.request_id, request.session, request.token_ids, s.max_tokens, s.temperature, s.top_p,
+            seed, s.stop_token_ids, s.allowed_token_ids, request.cache_salt,
+        ))
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self.open:
+                self.send(("x", number))
+            raise
+        finally:
+            del self._pending[number]
+
+    def send(self, message: Sequence[object]) -> None:
+        """Queue a message: ("a", request_ids) to abort, ("r", session) to release, and `generate`'s own."""
+        if self._transport is None:
+            raise self._lost(None)
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(self._lost(exc))
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        while len(self._incoming) >= 4:
+            size = int.from_bytes(self._incoming[:4], "little")
+            if len(self._incoming) < 4 + size:
+                return
+            frame = bytes(self._incoming[4 : 4 + size])
+            del self._incoming[: 4 + size]
+            for message in msgpack.unpackb(frame, use_list=False):
+                self._settle(message)
+
+    def _settle(self, message: tuple[Any, ...]) -> None:
+        answer = self._pending.get(message[1])
+        if answer is None or answer.done():  # cancelled meanwhile
+            return
+        if message[0] == "e":
+            _, _, text, retryable = message
+            answer.set_exception(EngineError(f"{self._peer}: {text}", retryable=retryable))
+            return
+        _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens = message
+        answer.set_result(Completion(
+            token_ids, logprobs, tuple(VersionSpan(*s) for s in spans), FinishReason(finish), prompt_tokens,
+            cached_tokens,
+        ))
+
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        if self._transport is not None:
+            frame = msgpack.packb(messages)
+            self._transport.write(len(frame).to_bytes(4, "little") + frame)
+
+    def _lost(self, exc: Exception | None) -> EngineError:
+        why = f": {exc}" if exc else ""
+        return EngineError(f"{self._peer}: connection lost{why}", retryable=True, remedy="is the engine alive?")

@@ -1,0 +1,26 @@
+"""Train and evaluation episodes that share no item, whatever the seeds are.
+
+A seed alone does not separate them: two seeds may draw the same word or the same lake. So an episode is held out
+by *what it shows*: environments draw from their seed until the item falls on the seed's side of the split.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from rollart.ports import EVAL_SEEDS_FROM
+
+__all__ = ["HELD_OUT_ONE_IN", "held_out_item", "held_out_seed"]
+
+HELD_OUT_ONE_IN = 8
+"""One item in eight is held out: enough for 256 distinct evaluation episodes of each quickstart domain."""
+
+
+def held_out_seed(seed: int) -> bool:
+    """Whether an episode of this seed is for evaluation."""
+    return seed >= EVAL_SEEDS_FROM
+
+
+def held_out_item(item: str) -> bool:
+    """Whether an item, written as text, belongs to evaluation. Stable across processes, machines and versions."""
+    return zlib.crc32(item.encode()) % HELD_OUT_ONE_IN == 0

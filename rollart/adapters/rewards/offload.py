@@ -1,0 +1,165 @@
+"""The Rewarder over serverless: a trajectory becomes an item, several functions' outcomes become one.
+
+A domain is worth  Σ weight x score of its functions + env_weight x Σ rewards of the environment.  Every part of
+that is paid at an action token, so the per-token rewards of a scored trajectory always add up to its value:
+  environment               each turn's reward at the turn's last action token
+  a function, pays "last"   at the trajectory's last action token
+  a function, pays "steps"  where its `step_rewards` say (one per turn, or one per action token: the length tells,
+                            turns first), and what they leave of its score at the last action token
+A turn without action tokens is paid at the last one before it (else at the first).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollart.errors import UsageError
+from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
+from serverless.pipeline import Offload
+from serverless.types import FaultKind
+
+__all__ = ["DomainRewards", "OffloadRewarder", "Pays", "RewardTerm", "combine", "item_of"]
+
+
+class Pays(enum.StrEnum):
+    """Where a function's score is paid."""
+
+    STEPS = "steps"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """One function's part in a domain's reward."""
+
+    function: str
+    weight: float = 1.0
+    pays: Pays = Pays.LAST
+
+
+@dataclass(frozen=True, slots=True)
+class DomainRewards:
+    """What a domain's trajectories are paid for. Without functions the environment's rewards are all."""
+
+    terms: tuple[RewardTerm, ...] = ()
+    env_weight: float = 0.0
+
+
+class OffloadRewarder:
+    """Implements `Rewarder`. Stateless: any number of tasks may call `score`, each waits for its own functions.
+
+    The functions of a domain are called at once. An InfraFault of any is the whole outcome, never a number (the first
+    in the domain's order, if several); a ModelFault of any makes the whole a ModelFault, whose floor is the combined
+    value with that function's floor as its score.
+    """
+
+    def __init__(self, offload: Offload, plan: Mapping[str, DomainRewards]) -> None:
+        self._offload = offload
+        self._plan = plan
+        for domain, rewards in plan.items():
+            for term in rewards.terms:
+                if term.function not in offload.functions:
+                    known = ", ".join(offload.functions) or "none"
+                    raise UsageError(
+                        f"domain {domain} is rewarded by {term.function!r}, which is no function",
+                        remedy=f"functions: {known}",
+                    )
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
+        rewards = self._plan.get(trajectory.domain)
+        if rewards is None:
+            raise UsageError(f"no rewards are planned for domain {trajectory.domain!r}")
+        outcomes: list[Outcome] = []
+        if rewards.terms:
+            item = item_of(trajectory)
+            async with asyncio.TaskGroup() as group:
+                calls = [
+                    group.create_task(self._offload.submit(term.function, item, deadline_s)) for term in rewards.terms
+                ]
+            outcomes = [call.result() for call in calls]
+        return combine(trajectory, rewards, outcomes)
+
+
+def item_of(trajectory: Trajectory) -> Item:
+    """What functions are told about a trajectory: the conversation, the reference, and how the episode went."""
+    messages: list[Mapping[str, str]] = []
+    for turn in trajectory.turns:
+        messages.append({"role": "user", "content": turn.observation})
+        messages.append({"role": "assistant", "content": turn.action})
+    reference = trajectory.metadata.get("reference_answer")
+    metadata = dict(trajectory.metadata) | {
+        "observations": [turn.observation for turn in trajectory.turns] + [trajectory.final_observation],
+        "env_rewards": [turn.env_reward for turn in trajectory.turns],
+        "action_tokens": [token for turn in trajectory.turns for token in turn.action_tokens],
+        "success": trajectory.success,
+    }
+    return Item(trajectory.id, tuple(messages), None if reference is None else str(reference), metadata)
+
+
+def combine(trajectory: Trajectory, rewards: DomainRewards, outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome from those of a domain's terms, in their order. Pure.
+
+    `Scored.steps` has one number per action token and sums to `Scored.value`, unless there is no action token.
+    """
+    ends = _turn_ends(trajectory)
+    pay = [0.0] * trajectory.action_token_count
+    env = [rewards.env_weight * turn.env_reward for turn in trajectory.turns]
+    _pay(pay, ends, env)
+    value = sum(env)
+    metrics: dict[str, float] = {"env_reward": sum(turn.env_reward for turn in trajectory.turns)}
+    excuses: list[str] = []
+    for term, outcome in zip(rewards.terms, outcomes, strict=True):
+        if isinstance(outcome, InfraFault):
+            return outcome
+        if isinstance(outcome, ModelFault):
+            excuses.append(f"{term.function}: {outcome.reason}")
+            value += term.weight * outcome.floor
+            continue
+        fault = _add(pay, ends, term, outcome)
+        if fault is not None:
+            return fault
+        value += term.weight * outcome.value
+        metrics[term.function] = outcome.value
+        metrics.update({f"{term.function}/{name}": number for name, number in outcome.metrics.items()})
+    if excuses:
+        return ModelFault(floor=value, reason="; ".join(excuses))
+    return Scored(value, metrics, tuple(pay))
+
+
+def _add(pay: list[float], ends: Sequence[int], term: RewardTerm, outcome: Scored) -> InfraFault | None:
+    """Pay a term's score; the fault if its step rewards fit neither the turns nor the action tokens."""
+    rest = outcome.value
+    if term.pays is Pays.STEPS:
+        steps = outcome.steps
+        if steps is None or len(steps) not in (len(ends), len(pay)):
+            got = "none" if steps is None else str(len(steps))
+            detail = f"{term.function} gave {got} step_rewards for {len(ends)} turns and {len(pay)} action tokens"
+            return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
+        _pay(pay, ends if len(steps) == len(ends) else range(len(pay)), [term.weight * step for step in steps])
+        rest -= sum(steps)
+    if pay:
+        pay[-1] += term.weight * rest
+    return None
+
+
+def _pay(pay: list[float], at: Sequence[int], amounts: Sequence[float]) -> None:
+    if pay:
+        for position, amount in zip(at, amounts, strict=True):
+            pay[position] += amount
+
+
+def _turn_ends(trajectory: Trajectory) -> list[int]:
+    """For every turn the position of its last action token, counted over action tokens alone."""
+    counts: dict[int, int] = {}
+    for segment in trajectory.segments:
+        if segment.kind is SegmentKind.ACTION:
+            counts[segment.turn] = counts.get(segment.turn, 0) + len(segment.token_ids)
+    ends: list[int] = []
+    total = 0
+    for turn in trajectory.turns:
+        total += counts.get(turn.index, 0)
+        ends.append(max(total - 1, 0))
+    return ends

@@ -1,0 +1,58 @@
+"""Versions of the weights in one directory that trainer and engines share (a disk, or tmpfs)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollart.errors import StorageFailed
+
+__all__ = ["MARKER", "DirectoryWeightStore"]
+
+MARKER = "COMPLETE"
+"""The file that the trainer writes last: a directory without it is torn and is never read."""
+
+_NAME = re.compile(r"v(\d{6,})")
+
+
+class DirectoryWeightStore:
+    """Implements `WeightStore` over `root/v000003/` directories. Synchronous: a few system calls each."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+
+    def path(self, version: int) -> str:
+        return str(self._root / f"v{version:06d}")
+
+    def complete(self, version: int) -> bool:
+        return (Path(self.path(version)) / MARKER).is_file()
+
+    def versions(self) -> list[int]:
+        try:
+            names = [_NAME.fullmatch(entry.name) for entry in self._root.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageFailed(f"cannot list {self._root}: {error.strerror}") from error
+        return sorted(version for version in (int(m[1]) for m in names if m) if self.complete(version))
+
+    def prune(self, keep: Sequence[int]) -> None:
+        """Remove complete versions that are not in `keep`. Each disappears whole: it is renamed before it is emptied.
+
+        Engines that still have a version's files open keep reading them. Torn directories are left to the trainer.
+        """
+        wanted = set(keep)
+        for leftover in self._root.glob(".pruned-v*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for version in self.versions():
+            if version in wanted:
+                continue
+            source = Path(self.path(version))
+            target = source.with_name(f".pruned-{source.name}")
+            try:
+                source.rename(target)
+                shutil.rmtree(target)
+            except OSError as error:
+                raise StorageFailed(f"cannot remove {source}: {error.strerror}") from error

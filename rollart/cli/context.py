@@ -1,0 +1,87 @@
+"""What commands share: where runs are, how output looks, and which run an unexpected error belongs to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import click
+
+from rollart.errors import UsageError
+
+__all__ = [
+    "RESOLVED",
+    "colour",
+    "crash_directory",
+    "find_run",
+    "known_runs",
+    "output_option",
+    "run_argument",
+    "runs_option",
+    "width",
+]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+RESOLVED = "resolved.yaml"
+"""A run's specs as it was started; a directory with this file is a run."""
+
+crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
+"""Directory of the run that is being worked on: an unexpected error leaves its traceback there."""
+
+
+def output_option(command: Command) -> Command:
+    return click.option(
+        "-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True,
+        help="For people, or for machines.",
+    )(command)  # fmt: skip
+
+
+def runs_option(command: Command) -> Command:
+    return click.option(
+        "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
+        help="Directory that holds the runs.",
+    )(command)  # fmt: skip
+
+
+def run_argument(command: Command) -> Command:
+    return click.argument("run", required=False)(command)
+
+
+def find_run(run: str | None, runs: Path) -> Path:
+    """A run's directory from its name or path; the latest one if neither is given. UsageError if there is none."""
+    known = known_runs(runs)
+    if run is None:
+        if not known:
+            raise UsageError(f"no runs in {runs}", remedy="start one with `rollart launch`, or give --runs-dir")
+        return known[0]
+    for candidate in (runs / run, Path(run)):
+        if (candidate / RESOLVED).is_file():
+            return candidate
+    from rollart.spec.suggest import did_you_mean
+
+    hint = did_you_mean(run, [path.name for path in known])
+    raise UsageError(f"no run '{run}' in {runs}{hint}", remedy="give a run's name or directory")
+
+
+def known_runs(runs: Path) -> list[Path]:
+    """Runs in a directory, the latest started first (ties: by name)."""
+    try:
+        found = [path for path in sorted(runs.iterdir()) if (path / RESOLVED).is_file()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: -(path / RESOLVED).stat().st_mtime_ns)
+
+
+def colour(stream: TextIO | None = None) -> bool:
+    """Whether a stream (standard output) may be coloured: a terminal, and NO_COLOR is not set (no-color.org)."""
+    return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
+
+
+def width() -> int:
+    """Columns for tables: the terminal's, or a fixed number for files and pipes."""
+    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110

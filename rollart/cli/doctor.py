@@ -1,0 +1,102 @@
+"""`rollart doctor`: whether this machine can run rollart, and which extras are here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sqlite3
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from rollart.cli.context import colour, output_option, runs_option, width
+from rollart.errors import RunFailed
+
+__all__ = ["Check", "doctor"]
+
+EXTRAS = {
+    "torch": "local: the embedded engine and trainer",
+    "transformers": "local: model configurations",
+    "gymnasium": "envs",
+    "reasoning-gym": "envs",
+    "aiobotocore": "aws",
+    "modal": "modal",
+    "ray": "ray",
+    "vllm": "vllm",
+    "matplotlib": "`report curve --png`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding: `ok`, `missing` (something optional), `fails` (nothing will run)."""
+
+    what: str
+    result: str
+    detail: str
+
+
+@click.command()
+@output_option
+@runs_option
+def doctor(output: str, runs_dir: Path) -> None:
+    """Check this machine and the installed extras.
+
+    Python, cores, memory, disk, ports. Fails only for what nothing runs without.
+    """
+    from rollart.report.render import render
+    from rollart.report.rows import Column, Report, Table
+
+    checks = [*_machine(runs_dir), *_extras()]
+    columns = (Column("what"), Column("result"), Column("detail"))
+    table = Table("checks", "Checks", columns, tuple((c.what, c.result, c.detail) for c in checks))
+    click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
+    failed = [c.what for c in checks if c.result == "fails"]
+    if failed:
+        raise RunFailed(f"this machine cannot run rollart: {', '.join(failed)}")
+
+
+def _machine(runs: Path) -> Iterator[Check]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Check("python", "ok" if sys.version_info >= (3, 11) else "fails", f"{version} (3.11 or later)")
+    yield Check("system", "ok" if sys.platform == "linux" else "fails", platform.platform())
+    cores = len(os.sched_getaffinity(0))
+    yield Check("cores", "ok" if cores >= 2 else "missing", f"{cores} usable (the local cluster takes 2)")
+    memory = _memory_gib()
+    yield Check("memory", "ok" if memory >= 2 else "missing", f"{memory:.1f} GiB available (the quickstart takes 2)")
+    place = next(p for p in (runs, *runs.resolve().parents) if p.exists())
+    free = shutil.disk_usage(place).free / 2**30
+    writable = os.access(place, os.W_OK)
+    detail = f"{free:.1f} GiB free{'' if writable else ', not writable'} at {place}"
+    yield Check("disk", "ok" if free >= 1 and writable else "fails", detail)
+    yield Check("sqlite", "ok" if sqlite3.sqlite_version_info >= (3, 35) else "fails", sqlite3.sqlite_version)
+    yield _loopback()
+
+
+def _loopback() -> Check:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return Check("ports", "ok", f"127.0.0.1 can listen (tried {server.getsockname()[1]})")
+    except OSError as error:
+        return Check("ports", "fails", f"127.0.0.1 cannot listen: {error.strerror}")
+
+
+def _extras() -> Iterator[Check]:
+    for package, purpose in EXTRAS.items():
+        try:
+            yield Check(package, "ok", f"{importlib.metadata.version(package)} ({purpose})")
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(package, "missing", f"not installed ({purpose})")
+
+
+def _memory_gib() -> float:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) / 2**20
+    return 0.0

@@ -1,0 +1,138 @@
+"""`rollart launch`: from files to a running run."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, runs_option
+from rollart.errors import StorageFailed, UsageError
+
+if TYPE_CHECKING:
+    from rollart.spec.resolve import Resolved
+
+__all__ = ["launch", "split_arguments"]
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, as YAML, and stop.")
+@click.option("--resume", metavar="RUN", help="Continue a run from its last published version.")
+@click.option("--name", help="Name of the run's directory. Default: the run's name and a number.")
+@runs_option
+def launch(
+    arguments: tuple[str, ...],
+    cluster: Path | None,
+    dry_run: bool,
+    resume: str | None,
+    name: str | None,
+    runs_dir: Path,
+) -> None:
+    """Start a run; without RUN.yaml the built-in quickstart.
+
+    KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
+    prefix `cluster.`.
+    """
+    run_file, overrides = split_arguments(arguments)
+    if resume is not None:
+        if run_file is not None or cluster is not None or name is not None:
+            raise UsageError(
+                "--resume continues a run as it was started",
+                remedy="leave RUN.yaml, --cluster and --name out; KEY=VALUE may change keys",
+            )
+        from rollart.spec.resolve import resolve_saved
+
+        directory = find_run(resume, runs_dir)
+        resolved = resolve_saved(directory / RESOLVED, overrides)
+    else:
+        from rollart.spec.resolve import resolve_files
+
+        resolved = resolve_files(run_file, cluster, overrides)
+    if dry_run:
+        click.echo(resolved.to_yaml(), nl=False)
+        return
+    if resume is None:
+        directory = _new_directory(runs_dir, name, resolved.run.name)
+    _run(resolved, directory, resume=resume is not None)
+
+
+def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
+    """The run file, if there is one, and the overrides. UsageError for a second file."""
+    overrides = [a for a in arguments if "=" in a]
+    files = [a for a in arguments if "=" not in a]
+    if len(files) > 1:
+        raise UsageError(
+            f"'{files[1]}' is neither the run file nor key=value",
+            remedy="give one RUN.yaml, and overrides as key=value",
+        )
+    return (Path(files[0]) if files else None), overrides
+
+
+def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
+    from rollart.cli import pidfile
+
+    other = pidfile.owner(directory)
+    if other is not None:
+        raise UsageError(f"run '{directory.name}' is running (process {other.pid})", remedy="`rollart stop` it first")
+    crash_directory.set(directory)
+    from rollart.cli.progress import ProgressLines
+    from rollart.compose import launch as start
+
+    (directory / RESOLVED).write_text(resolved.to_yaml())
+    click.echo(f"run {directory.name} in {directory}", err=True)
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with pidfile.hold(directory):
+            start(
+                resolved, run_dir=directory, resume=resume, on_progress=ProgressLines(colour=colour(stream=sys.stderr))
+            )
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    _show_reports(directory)
+
+
+def _new_directory(runs: Path, name: str | None, run_name: str) -> Path:
+    """Make the run's directory: it must be new."""
+    if name is not None and (not name or name != Path(name).name or name in (".", "..")):
+        raise UsageError(f"--name '{name}' (rule: one directory name)")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        n = 1
+        while True:
+            directory = runs / (name or f"{run_name}-{n}")
+            try:
+                directory.mkdir()
+                return directory
+            except FileExistsError:
+                if name is not None:
+                    raise UsageError(
+                        f"run '{name}' exists in {runs}",
+                        remedy=f"continue it with --resume {name}, or choose another name",
+                    ) from None
+                n += 1
+    except OSError as error:
+        raise StorageFailed(
+            f"{runs}: cannot be written: {error.strerror}", remedy="choose another place with --runs-dir"
+        ) from None
+
+
+def _show_reports(directory: Path) -> None:
+    """What the run learned, cost and used, and where it lies."""
+    from rollart.cli.reports import show
+    from rollart.report.curve import curve
+    from rollart.report.summarize import cost
+    from rollart.report.utilization import utilization
+
+    show(directory, [curve, cost, utilization])
+    click.echo(f"\nrun directory: {directory}")
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends a run like Ctrl-C: asyncio cancels its main task on SIGINT, and everything is closed in order."""
+    signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,125 @@
+"""`rollart`: the command line. Errors become one line and an exit code here; nothing heavy is imported before a command
+needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from rollart.cli.context import crash_directory
+from rollart.cli.doctor import doctor
+from rollart.cli.launch import launch
+from rollart.cli.reports import report
+from rollart.cli.runs import status, stop
+from rollart.cli.specs import plan, schema, validate
+from rollart.errors import RollartError, UsageError
+
+__all__ = ["cli", "main"]
+
+INTERRUPTED = 130
+
+EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EPILOG)
+@click.version_option(package_name="rollart", message="%(version)s")
+def cli() -> None:
+    """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
+
+
+for _command in (launch, plan, validate, schema, report, status, stop, doctor):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code. Everything that can go wrong is told on stderr in a line or two."""
+    try:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        with cli.make_context("rollart", given) as context:  # not cli.main: it would exit for us on a closed pipe
+            cli.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return UsageError.exit_code
+    except click.ClickException as error:
+        return _tell(UsageError(error.format_message(), remedy=_usage_remedy(error)))
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("rollart: interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has left: not our error
+        return 0
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        return _failed(error)
+    return 0
+
+
+def _failed(error: BaseException) -> int:
+    leaves = _leaves(error)
+    ours = [leaf for leaf in leaves if isinstance(leaf, RollartError)]
+    if ours and len(ours) == len([leaf for leaf in leaves if not isinstance(leaf, KeyboardInterrupt)]):
+        return _tell(max(ours, key=lambda leaf: leaf.exit_code))
+    if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        click.echo("rollart: interrupted", err=True)
+        return INTERRUPTED
+    first = next(leaf for leaf in leaves if not isinstance(leaf, RollartError | KeyboardInterrupt))
+    text = str(first).partition("\n")[0]
+    click.echo(f"rollart: unexpected {type(first).__name__}{': ' + text if text else ''}", err=True)
+    click.echo(f"  remedy: report it with {_save(error)}", err=True)
+    return 1
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors inside task groups, in order."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+def _tell(error: RollartError) -> int:
+    lines = error.message.splitlines() or [type(error).__name__]
+    click.echo("\n".join(f"rollart: {line}" for line in lines), err=True)
+    if error.remedy:
+        click.echo(f"  remedy: {error.remedy}", err=True)
+    return error.exit_code
+
+
+def _usage_remedy(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"see `{context.command_path} --help`" if context is not None else "see `rollart --help`"
+
+
+def _save(error: BaseException) -> Path:
+    """Write the traceback into the run's directory, or a temporary one, and say where."""
+    text = "".join(traceback.format_exception(error))
+    directory = crash_directory.get()
+    if directory is not None and directory.is_dir():
+        path = directory / "error.log"
+        try:
+            path.write_text(text)
+        except OSError:
+            pass
+        else:
+            return path
+    with tempfile.NamedTemporaryFile("w", prefix="rollart-error-", suffix=".log", delete=False) as file:
+        file.write(text)
+    return Path(file.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""`rollart report`: what a run cost, what it used, what it learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
+
+if TYPE_CHECKING:
+    from rollart.report.rows import Report, RunRows
+
+__all__ = ["report", "show"]
+
+
+@click.group()
+def report() -> None:
+    """Show what a run cost, used and learned. RUN is a name or directory; without it the latest run."""
+
+
+@report.command()
+@run_argument
+@output_option
+@runs_option
+def cost(run: str | None, output: str, runs_dir: Path) -> None:
+    """Show dollars: in all, by role and resource, per trajectory and token, and what was wasted on what."""
+    from rollart.report.summarize import cost as summarize
+
+    _print(summarize(_rows(run, runs_dir)), output)
+
+
+@report.command()
+@run_argument
+@output_option
+@runs_option
+def utilization(run: str | None, output: str, runs_dir: Path) -> None:
+    """Show time: each resource's states, rates, and the domains' trajectories."""
+    from rollart.report.utilization import utilization as summarize
+
+    _print(summarize(_rows(run, runs_dir)), output)
+
+
+@report.command()
+@run_argument
+@output_option
+@runs_option
+@click.option("--png", type=click.Path(path_type=Path), help="Also draw the curves into this file.")
+def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> None:
+    """Show success by policy version, per domain."""
+    from rollart.report.curve import curve as summarize
+    from rollart.report.curve import write_png
+
+    rows = _rows(run, runs_dir)
+    _print(summarize(rows), output)
+    if png is not None:
+        write_png(rows, png)
+
+
+def show(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
+    """Print several reports of one run as tables."""
+    rows = _collect(directory)
+    for summarize in summaries:
+        click.echo()
+        _print(summarize(rows), "table")
+
+
+def _rows(run: str | None, runs: Path) -> RunRows:
+    return _collect(find_run(run, runs))
+
+
+def _collect(directory: Path) -> RunRows:
+    from rollart.ledger.reader import Reader
+    from rollart.report.rows import collect
+
+    with Reader(directory) as reader:
+        return collect(reader, directory.resolve().name)
+
+
+def _print(report: Report, output: str) -> None:
+    from rollart.report.render import render
+
+    click.echo(render(report, output, width=width(), colour=colour()), nl=False)

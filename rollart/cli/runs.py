@@ -1,0 +1,104 @@
+"""`rollart status` and `rollart stop`: runs that are there."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+
+import click
+
+from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
+from rollart.errors import RunFailed, UsageError
+
+__all__ = ["status", "stop"]
+
+
+@click.command()
+@run_argument
+@output_option
+@runs_option
+def status(run: str | None, output: str, runs_dir: Path) -> None:
+    """Show where a run stands.
+
+    Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
+    """
+    from rollart.cli import pidfile
+    from rollart.ledger.reader import Reader
+    from rollart.report.render import render
+    from rollart.report.rows import Cell, Column, Report, Table, collect
+    from rollart.report.summarize import cost_lines
+
+    directory = find_run(run, runs_dir)
+    owner = pidfile.owner(directory)
+    with Reader(directory) as reader:
+        rows, config = collect(reader, directory.resolve().name), reader.config()
+    steps = config.get("run", {}).get("steps")
+    done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
+    state = "running" if owner else "finished" if done else "stopped"
+    values: list[tuple[Cell, ...]] = [
+        ("state", state),
+        ("process", owner.pid if owner else None),
+        ("directory", str(directory)),
+        ("step", rows.facts.step),
+        ("steps", steps),
+        ("version", rows.facts.version),
+        ("run_seconds", round(rows.facts.seconds, 3)),
+        ("trained_trajectories", rows.facts.trained_samples),
+        ("trained_tokens", rows.facts.trained_tokens),
+        ("waiting_trajectories", rows.facts.live_samples),
+        ("open_groups", rows.facts.live_groups),
+        ("dropped_groups", rows.facts.dropped_groups),
+        ("usd", sum(line.usd for line in cost_lines(rows))),
+    ]
+    table = Table("status", "Status", (Column("what"), Column("value", "number")), tuple(values))
+    click.echo(render(Report("status", rows.run, (table,)), output, width=width(), colour=colour()), nl=False)
+
+
+@click.command()
+@run_argument
+@runs_option
+@click.option("--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds to wait.")
+@click.option("--kill", is_flag=True, help="Kill it if it has not stopped by then; --resume still continues it.")
+def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
+    """Stop a run and wait until it has ended.
+
+    It can be continued with `launch --resume`. RUN is a name or directory; without it the latest run.
+    """
+    from rollart.cli import pidfile
+
+    directory = find_run(run, runs_dir)
+    owner = pidfile.owner(directory)
+    if owner is None:
+        raise UsageError(f"run '{directory.name}' is not running")
+    try:
+        process = os.pidfd_open(owner.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if pidfile.owner(directory) != owner:  # the id changed hands before it was pinned
+            return
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        if _ended(process, wait_s):
+            click.echo(f"run {directory.name} stopped", err=True)
+        elif kill:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            _ended(process, wait_s)
+            click.echo(f"run {directory.name} killed", err=True)
+        else:
+            raise RunFailed(
+                f"run '{directory.name}' (process {owner.pid}) has not stopped within {wait_s:g} s",
+                remedy="wait longer with --wait, or `rollart stop --kill`",
+            )
+    except ProcessLookupError:
+        click.echo(f"run {directory.name} stopped", err=True)
+    finally:
+        os.close(process)
+
+
+def _ended(process: int, wait_s: float) -> bool:
+    """Whether the process of this pidfd ends in time."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(wait_s * 1000))

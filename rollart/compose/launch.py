@@ -1,0 +1,159 @@
+"""`launch`: start the parts of a resolved run, run it, and stop every one of them again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rollart.compose.parts import EngineProgram
+from rollart.compose.prepare import packages, produce_artefacts, warm_start_samples
+from rollart.compose.wiring import Parts, wire
+from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
+from rollart.ledger.intervals import State
+from rollart.model import WeightsRef
+from rollart.ports import RunEvent
+from rollart.spec.resolve import Resolved
+
+__all__ = ["launch"]
+
+Progress = Callable[[RunEvent], None]
+
+
+def launch(
+    resolved: Resolved, *, run_dir: str | Path, resume: bool = False, on_progress: Progress | None = None
+) -> None:
+    """Run to the end, in this process. Blocks; `on_progress` is called on the loop with each event worth a line.
+
+    Errors: `RollartError` with its exit code; SIGINT and SIGTERM end as `Interrupted`. Whatever happens, every
+    child process is stopped before it returns, and what was finished is in the run directory.
+    """
+    directory = Path(run_dir).resolve()
+    try:
+        asyncio.run(_main(resolved, directory, resume, on_progress or (lambda _: None)))
+    except KeyboardInterrupt:
+        raise _interrupted(directory) from None
+    except BaseExceptionGroup as group:
+        raise _first(group, directory) from None
+    except OSError as error:
+        raise StorageFailed(
+            f"{error.strerror or error}: {error.filename or directory}", remedy="see rollart doctor"
+        ) from None
+
+
+async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
+    main = asyncio.current_task()
+    assert main is not None
+    stopped = asyncio.Event()
+
+    def stop() -> None:
+        """The first signal stops the run; later ones change nothing: the shutdown is bounded."""
+        if not stopped.is_set():
+            stopped.set()
+            main.cancel()
+
+    try:
+        with _signals(stop):
+            await _run(resolved, directory, resume, progress)
+    except asyncio.CancelledError:
+        if stopped.is_set():
+            raise _interrupted(directory) from None
+        raise
+
+
+async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    async with wire(resolved, directory, progress) as parts:
+        recovered = await parts.ledger.recover() if resume else None
+        async with asyncio.TaskGroup() as background:
+            watcher = background.create_task(parts.ledger.watch(), name="ledger")
+            parts.say("starting", "run", directory=str(directory), resume=resume)
+            artefacts = background.create_task(produce_artefacts(resolved, directory), name="artefacts")
+            await parts.trainer.start()
+            parts.trainer_clock.enter(State.IDLE)
+            if recovered is None:
+                weights = await _first_version(resolved, parts)
+                step = 0
+            else:
+                weights = WeightsRef(recovered.version, parts.weights.path(recovered.version))
+                if not parts.weights.complete(recovered.version):
+                    raise RunFailed(
+                        f"version {recovered.version} of {directory} is not complete on disk",
+                        remedy="start a new run; its ledger and reports stay readable",
+                    )
+                await parts.trainer.restore(weights)
+                step = recovered.step
+                parts.say("resumed", "run", step=step, version=weights.version, samples=len(recovered.samples))
+            parts.begin(weights)
+            await _engines(parts)
+            async with parts.open_functions(packages(resolved, await artefacts)):
+                await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
+            watcher.cancel()
+        parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)
+
+
+async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
+    """Version 0: the initial weights, after the warm start if there is one."""
+    samples = warm_start_samples(resolved, parts.tokenizer)
+    if samples and resolved.run.warm_start is not None:
+        parts.trainer_clock.enter(State.BUSY, "warm_start")
+        report = await parts.trainer.imitate(samples, resolved.run.warm_start.batches)
+        parts.say("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
+    parts.trainer_clock.enter(State.SYNC)
+    weights = await parts.trainer.publish(0)
+    await parts.ledger.commit(version=0, step=0, consumed=[], metrics={})
+    parts.trainer_clock.enter(State.IDLE)
+    return weights
+
+
+async def _engines(parts: Parts) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for part in parts.engines:
+            tasks.create_task(_start(parts, part), name=f"start {part.id}")
+
+
+async def _start(parts: Parts, part: EngineProgram) -> None:
+    await parts.supervisor.start(part)
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _interrupted(directory: Path) -> Interrupted:
+    return Interrupted(
+        "interrupted; every finished trajectory is kept", remedy=f"rollart launch --resume {os.path.relpath(directory)}"
+    )
+
+
+def _first(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseException:
+    """The error that a user should see: the first of ours, else the first that is nobody's cancellation."""
+    leaves = list(_leaves(group))
+    for error in leaves:
+        if isinstance(error, RollartError):
+            return error
+    for error in leaves:
+        if isinstance(error, KeyboardInterrupt):
+            return _interrupted(directory)
+        if isinstance(error, OSError):
+            return StorageFailed(f"{error.strerror or error}: {error.filename or directory}")
+    return leaves[0]
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

@@ -1,0 +1,117 @@
+"""Engines and the trainer as programs that the runtime starts, and their clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.errors import TrainerError
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.intervals import State
+from rollart.model import EngineId, TrainReport, TrainSample, WeightsRef
+from rollart.policy.lease import Expiry
+from rollart.ports import Engine, Handle, Recorder, RunEvent
+from rollart.runtime.leases import Leases
+
+__all__ = ["EngineProgram", "TrainerProgram"]
+
+
+class EngineProgram:
+    """Implements `supervise.EnginePart` over a `Program` actor."""
+
+    def __init__(self, name: EngineId, program: Handle) -> None:
+        self._id = name
+        self._program = program
+        self._client: HttpEngine | None = None
+
+    @property
+    def id(self) -> EngineId:
+        return self._id
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        await self.close()
+        address = await self._program.call("start", ["--model", weights.path, "--weight-version", str(weights.version)])
+        self._client = HttpEngine(self._id, address, version=weights.version)
+        return self._client
+
+    async def wait(self) -> str:
+        return str(await self._program.call("wait"))
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class TrainerProgram:
+    """Implements the `Trainer` port over a `Program` actor, and brings it back when it dies.
+
+    One caller at a time (training, then publish). `recover` restarts the process and restores the current version; what
+    the dead process had begun is gone, which is right: nothing of it was committed.
+    """
+
+    def __init__(
+        self,
+        program: Handle,
+        leases: Leases,
+        recorder: Recorder,
+        clock: ResourceClock,
+        *,
+        current: Callable[[], WeightsRef | None],
+        start_s: float,
+        max_restarts: int = 3,
+    ) -> None:
+        self._program = program
+        self._leases = leases
+        self._recorder = recorder
+        self._clock = clock
+        self._current = current
+        self._start_s = start_s
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._client: HttpTrainer | None = None
+
+    async def start(self) -> None:
+        async with self._leases.hold("trainer", "its start", self._start_s, Expiry.FAIL_RUN):
+            self._client = HttpTrainer(await self._program.call("start", []))
+
+    async def recover(self) -> None:
+        """Restart the process and continue from the current version. `TrainerError` past `max_restarts`."""
+        self._restarts += 1
+        if self._restarts > self._max_restarts:
+            raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
+        self._clock.enter(State.DOWN, "trainer_restart")
+        await self.close()
+        now = asyncio.get_running_loop().time()
+        self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", {"restarts": self._restarts}))
+        await self.start()
+        current = self._current()
+        if current is not None:
+            await self._live().restore(current)
+
+    async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
+        return await self._live().train(samples, version)
+
+    async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
+        return await self._live().imitate(samples, batches)
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._live().logprobs(samples)
+
+    async def publish(self, version: int) -> WeightsRef:
+        return await self._live().publish(version)
+
+    async def restore(self, weights: WeightsRef) -> None:
+        await self._live().restore(weights)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _live(self) -> HttpTrainer:
+        if self._client is None:
+            raise TrainerError("the trainer is not running")
+        return self._client

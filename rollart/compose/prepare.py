@@ -1,0 +1,259 @@
+"""What must exist before parts can start: tokenizer, trainer config, function packages, environments."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
+from rollart.adapters.text import HubTokenizer
+from rollart.errors import PartDied, SpecError
+from rollart.model import GroupId, TrainSample, TrajectoryId
+from rollart.runtime.domain import Domain, derive_seed
+from rollart.spec.resolve import Resolved
+from rollart.spec.run_parts import DomainSpec, FunctionEntry
+from serverless.deploy.package import Package, build
+from serverless.errors import ServerlessError
+from serverless.spec import BatchSpec, FunctionSpec
+
+__all__ = [
+    "domains",
+    "import_attribute",
+    "packages",
+    "prepare_tokenizer",
+    "produce_artefacts",
+    "reward_plan",
+    "trainer_config",
+    "warm_start_samples",
+]
+
+
+def import_attribute(path: str, what: str) -> Any:
+    """The object at `package.module:attribute`; `SpecError` names what it was for."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise SpecError(
+            f"{what} '{path}' cannot be imported: {error}",
+            remedy="install it, or run from the directory that holds it",
+        ) from None
+    except AttributeError:
+        raise SpecError(f"{what} '{path}': module {module} has no '{name}'") from None
+
+
+def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
+    """The directory with tokenizer.json: the spec's, the model's, or one that a producer writes into the run."""
+    model = resolved.run.model
+    if model.tokenizer is not None and ":" in model.tokenizer:
+        directory = run_dir / "tokenizer"
+        if not (directory / "tokenizer.json").exists():
+            import_attribute(model.tokenizer, "model.tokenizer")(directory)
+        return directory
+    named = model.tokenizer or model.path
+    if named is None:
+        raise SpecError("model.init has no tokenizer", remedy="give model.tokenizer a directory or a producer")
+    return Path(resolved.base) / named
+
+
+def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
+    """Write the trainer's `trainer.json`; its path."""
+    run = resolved.run
+    training, warm = run.training, run.warm_start
+    model: dict[str, Any]
+    if run.model.path is not None:
+        model = {"path": str(Path(resolved.base) / run.model.path)}
+    else:
+        init = run.model.init
+        if isinstance(init, str):
+            init = import_attribute(init, "model.init")()
+        model = {"init": init, "seed": run.seed}
+    config = {
+        "model": model,
+        "weights_root": str(run_dir / "weights"),
+        "tokenizer": str(tokenizer),
+        "seed": run.seed,
+        "optimizer": {
+            "lr": training.lr,
+            "betas": list(training.betas),
+            "weight_decay": training.weight_decay,
+            "grad_clip": training.grad_clip,
+        },
+        "loss": {**training.loss.model_dump(), "domain_balance": training.domain_balance == "domains"},
+        "domains": {d.name: {"advantage": d.advantage.model_dump(), "weight": d.loss_weight} for d in run.domains},
+        "imitation": {"lr": warm.lr, "batch": warm.batch} if warm else {},
+        "epochs": training.epochs,
+        "minibatches": training.minibatches,
+        "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
+        "temperature": run.domains[0].temperature or 1.0,
+        "threads": resolved.cluster.trainer.threads,
+        "device": _torch_device(resolved.cluster.trainer.device),
+    }
+    path = run_dir / "trainer.json"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    return path
+
+
+def domains(resolved: Resolved, tokenizer: HubTokenizer) -> list[Domain]:
+    """The runtime's view of the spec's domains; environments are imported, not made."""
+    return [_domain(spec, resolved.quotas[spec.name], tokenizer) for spec in resolved.run.domains]
+
+
+def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
+    """Which functions score which domain, and with what weight."""
+    return {
+        d.name: DomainRewards(
+            tuple(RewardTerm(r.function, r.weight, Pays(r.pays)) for r in d.rewards), d.env_reward_weight
+        )
+        for d in resolved.run.domains
+    }
+
+
+async def produce_artefacts(resolved: Resolved, run_dir: Path) -> dict[str, list[str]]:
+    """Artefact paths by function. A producer runs once per run, in a process of its own: it may import torch."""
+    found: dict[str, list[str]] = {}
+    for function in resolved.run.functions:
+        if function.artefact is None:
+            continue
+        if ":" not in function.artefact:
+            found[function.name] = [str(Path(resolved.base) / function.artefact)]
+            continue
+        directory = run_dir / "artefacts" / function.name
+        marker = directory / "COMPLETE"
+        if not marker.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            await _produce(function, directory, resolved.run.seed)
+            marker.touch()
+        found[function.name] = [str(p) for p in sorted(directory.iterdir()) if p != marker]
+    return found
+
+
+def packages(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> list[Package]:
+    """Build every function's package; `SpecError` for what is wrong with its source."""
+    return [_package(f, artefacts.get(f.name, ()), Path(resolved.base)) for f in resolved.run.functions]
+
+
+def warm_start_samples(resolved: Resolved, tokenizer: HubTokenizer) -> list[TrainSample]:
+    """Worked examples of the warm start's domains as samples: loss on the answer, none on the prompt."""
+    warm = resolved.run.warm_start
+    if warm is None:
+        return []
+    samples = []
+    for name in warm.domains:
+        spec = resolved.run.domain(name)
+        environment = _factory(spec)()
+        solve = getattr(environment, "worked_example", None)
+        if solve is None:
+            raise SpecError(
+                f"warm_start.domains: environment '{spec.environment}' gives no worked examples",
+                remedy="give it a method worked_example(seed) -> (prompt, answer), or leave the domain out",
+            )
+        for index in range(warm.examples):
+            prompt, answer = solve(derive_seed(resolved.run.seed, "warm", name, index) % 2**30)
+            samples.append(_worked(name, index, tokenizer.encode(prompt), tokenizer.encode(answer)))
+    return samples
+
+
+def _worked(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainSample:
+    p, a = len(prompt), len(answer)
+    return TrainSample(
+        id=TrajectoryId(f"worked-{domain}-{index}"),
+        group=GroupId(f"worked-{domain}-{index}"),
+        domain=domain,
+        v0=0,
+        token_ids=prompt + answer,
+        loss_mask=(False,) * p + (True,) * a,
+        logprobs=(0.0,) * (p + a),
+        versions=(-1,) * p + (0,) * a,
+        turn=(-1,) * p + (0,) * a,
+        rewards=(0.0,) * (p + a),
+        score=1.0,
+        success=True,
+    )
+
+
+def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer) -> Domain:
+    try:
+        stops = tuple(tokenizer.token_id(text) for text in spec.stop)
+    except ValueError as error:
+        raise SpecError(f"domain '{spec.name}', stop: {error}") from None
+    return Domain(
+        name=spec.name,
+        environment=_factory(spec),
+        quota=quota,
+        group_size=spec.group_size,
+        max_turns=spec.max_turns,
+        max_tokens=spec.max_tokens,
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        stop_token_ids=stops,
+    )
+
+
+def _factory(spec: DomainSpec) -> Callable[[], Any]:
+    make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")
+    arguments = dict(spec.environment_args)
+    try:
+        make(**arguments)
+    except ImportError as error:
+        raise SpecError(f"environment of domain '{spec.name}': {error}", remedy="pip install 'rollart[envs]'") from None
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"environment of domain '{spec.name}' refuses its arguments {arguments}: {error}") from None
+    return lambda: make(**arguments)
+
+
+def _package(function: FunctionEntry, artefacts: Sequence[str], base: Path) -> Package:
+    in_module = not function.source.endswith(".py")
+    spec = FunctionSpec(
+        name=function.name,
+        source=f"{function.source}:{function.handler}" if in_module else function.source,
+        handler="" if in_module else function.handler,
+        memory_mb=function.memory_mb,
+        timeout_s=function.timeout_s,
+        concurrency=function.concurrency,
+        batch=BatchSpec(max_items=function.batch_items, max_wait_ms=function.batch_wait_ms),
+        keep_alive_s=function.keep_alive_s,
+        artefacts=tuple(artefacts),
+        preload=tuple(function.preload),
+    )
+    try:
+        return build(spec, base=base)
+    except ServerlessError as error:
+        raise SpecError(f"function '{function.name}': {error}") from None
+
+
+async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
+    module, _, name = str(function.artefact).partition(":")
+    code = f"import sys; from {module} import {name}; {name}(sys.argv[1], int(sys.argv[2]))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        str(directory),
+        str(seed),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        _, said = await process.communicate()
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+    if process.returncode != 0:
+        lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise PartDied(f"artefact of function '{function.name}'", f"{function.artefact} failed: {lines[-1][:300]}")
+
+
+def _torch_device(device: str | None) -> str:
+    return "cpu" if device in (None, "cpu") else "cuda"

@@ -1,0 +1,47 @@
+"""The fields of the events that people watch a run by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollart.runtime.evaluation import EvaluationResult
+from rollart.runtime.training import StepDone
+
+__all__ = ["evaluation_fields", "step_fields"]
+
+Fields = dict[str, str | int | float | bool | None]
+
+SHOWN_METRICS = ("loss", "entropy", "clip_fraction", "approx_kl", "grad_norm", "staleness_mean")
+
+
+def step_fields(done: StepDone, *, steps: int, live: int) -> Fields:
+    """One training step: how far, how fast, and how well per domain (`success.lake`, `score.lake`)."""
+    fields: Fields = {
+        "step": done.step + 1,
+        "steps": steps,
+        "version": done.version,
+        "train_s": done.t1 - done.t0,
+        "waited_s": done.waited_s,
+        "trained_tokens": done.report.trained_tokens,
+        "live": live,
+    }
+    by_domain: dict[str, list[tuple[float, bool]]] = {}
+    for group in done.groups:
+        for sample in group.samples:
+            by_domain.setdefault(sample.domain, []).append((sample.score, bool(sample.success)))
+    for domain, results in sorted(by_domain.items()):
+        fields[f"success.{domain}"] = sum(s for _, s in results) / len(results)
+        fields[f"score.{domain}"] = sum(v for v, _ in results) / len(results)
+    for name in SHOWN_METRICS:
+        if name in done.report.metrics:
+            fields[name] = done.report.metrics[name]
+    return fields
+
+
+def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> Fields:
+    """Held-out success per domain at a version."""
+    fields: Fields = {"version": version}
+    for domain, result in sorted(results.items()):
+        fields[f"success.{domain}"] = result.rate
+        fields[f"episodes.{domain}"] = result.episodes
+    return fields

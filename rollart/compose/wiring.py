@@ -1,0 +1,360 @@
+"""Which concrete part stands behind which port, and how they are connected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from placement.types import Role
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.adapters.rewards.offload import OffloadRewarder
+from rollart.adapters.text import HubTokenizer
+from rollart.adapters.weights.directory import DirectoryWeightStore
+from rollart.compose.parts import EngineProgram, TrainerProgram
+from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
+from rollart.compose.progress import evaluation_fields, step_fields
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.ledger.store import Ledger
+from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
+from rollart.ports import ActorSpec, Node, RunEvent
+from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
+from rollart.runtime.domain import Domain
+from rollart.runtime.evaluation import EvaluationResult
+from rollart.runtime.gateway import GatewayLimits
+from rollart.runtime.leases import Leases
+from rollart.runtime.scheduler import SchedulerSettings
+from rollart.runtime.session import EvaluationPlan, Session
+from rollart.runtime.supervise import EngineSupervisor, Watchdog
+from rollart.runtime.training import StepDone
+from rollart.runtime.trajectory import WaitLimits
+from rollart.spec.resolve import Resolved
+from serverless.backends.local import LocalBackend
+from serverless.deploy.package import Package
+from serverless.pipeline import Offload
+from serverless.types import Invocation
+
+__all__ = ["Parts", "wire"]
+
+STALL_S = 600.0
+"""Seconds without a finished trajectory or step after which a run fails loudly: longer than any single lease."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything of one run, made but not started. `begin` and `open_functions` complete it in this order."""
+
+    resolved: Resolved
+    directory: Path
+    progress: Callable[[RunEvent], None]
+    ledger: Ledger
+    runtime: LocalRuntime
+    leases: Leases
+    tokenizer: HubTokenizer
+    domains: Sequence[Domain]
+    trainer: TrainerProgram
+    trainer_clock: ResourceClock
+    engines: Sequence[EngineProgram]
+    shares: Mapping[EngineId, EngineShares]
+    clocks: Sequence[ResourceClock]
+    weights: DirectoryWeightStore
+    opened: float
+    progressed: int = 0
+    current: WeightsRef | None = None
+    control: ControlPlane = field(init=False)
+    supervisor: EngineSupervisor = field(init=False)
+    rewarder: OffloadRewarder = field(init=False)
+
+    def say(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+        """An event for the ledger and for whoever watches."""
+        event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
+        self.ledger.event(event)
+        self.progress(event)
+
+    def begin(self, weights: WeightsRef) -> None:
+        """The version that engines start with is known: the control plane can be made."""
+        self.current = weights
+        self.control = ControlPlane(
+            self.domains,
+            tokenizer=self.tokenizer,
+            rewarder=self,
+            trainer=self.trainer,
+            journal=self.ledger,
+            weights=self.weights,
+            recorder=self,
+            leases=self.leases,
+            trainer_clock=self.trainer_clock,
+            version=weights.version,
+            settings=control_settings(self.resolved),
+            hooks=Hooks(
+                recover_trainer=self.trainer.recover,
+                suspect=lambda engine: self.supervisor.suspect(engine),
+                version=self._published,
+                step=self._stepped,
+                evaluation=self._evaluated,
+            ),
+        )
+        self.supervisor = EngineSupervisor(
+            self.control.gateway,
+            self.leases,
+            self,
+            shares=self.shares,
+            weights=self._current,
+            start_s=self.resolved.run.leases.engine_start_s,
+        )
+
+    @contextlib.asynccontextmanager
+    async def open_functions(self, packages: Sequence[Package]) -> AsyncIterator[None]:
+        """The reward functions are deployed while the body runs."""
+        backend = LocalBackend(meter=_InvocationsToLedger(self.ledger), root=self.directory / "functions")
+        async with backend, Offload(packages, backend, seed=self.resolved.run.seed) as offload:
+            self.rewarder = OffloadRewarder(offload, reward_plan(self.resolved))
+            yield
+
+    def session(self) -> Session:
+        """The run over the started parts."""
+        budget = self.resolved.run.budget
+        watchdog = Watchdog(
+            self.leases,
+            self,
+            progress=lambda: self.progressed,
+            stall_s=STALL_S,
+            check=self._look,
+            budget_wall_s=budget.wall_s,
+            budget_usd=budget.usd,
+            spent_usd=self._spent,
+        )
+        return self.control.session(supervisor=self.supervisor, parts=self.engines, watchdog=watchdog)
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
+        """`Rewarder`: the functions are opened after this object is made."""
+        self.progressed += 1
+        return await self.rewarder.score(trajectory, deadline_s)
+
+    def interval(self, interval: object) -> None:
+        self.ledger.interval(interval)  # type: ignore[arg-type]
+
+    def event(self, event: RunEvent) -> None:
+        """`Recorder`: what happens to parts is worth a line, and all of it a row."""
+        self.ledger.event(event)
+        if event.kind in SHOWN:
+            self.progress(event)
+
+    def charge(self, trajectory: object, **row: object) -> None:
+        self.ledger.charge(trajectory, **row)  # type: ignore[arg-type]
+
+    def _current(self) -> WeightsRef:
+        assert self.current is not None, "engines start after the first version is published"
+        return self.current
+
+    def _published(self, version: int) -> None:
+        self.current = WeightsRef(version, self.weights.path(version))
+        self.progressed += 1
+
+    def _stepped(self, done: StepDone) -> None:
+        self.say(
+            "step", "training", **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.live())
+        )
+
+    def _evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
+        event = RunEvent(
+            asyncio.get_running_loop().time(),
+            "evaluated",
+            label,
+            evaluation_fields(results, self.control.gateway.version),
+        )
+        self.progress(event)
+
+    async def _look(self) -> None:
+        """Once a second: the open intervals, so that a report of a live run is current."""
+        for clock in self.clocks:
+            clock.flush()
+
+    def _spent(self) -> float:
+        """Dollars so far: every device of the plan is paid from the start, whatever it does."""
+        hours = (asyncio.get_running_loop().time() - self.opened) / 3600.0
+        return hours * self.resolved.plan.usd_per_hour
+
+
+def control_settings(resolved: Resolved) -> ControlSettings:
+    """The run spec in the control plane's terms. `schedule: sync` is on-policy and in lockstep."""
+    run, leases = resolved.run, resolved.run.leases
+    sync = run.schedule == "sync"
+    return ControlSettings(
+        SchedulerSettings(
+            seed=run.seed,
+            steps=run.steps,
+            alpha=0 if sync else run.staleness,
+            max_attempts=run.faults.max_attempts_per_group,
+            max_fault_rate=run.faults.max_rate,
+            min_faults=run.faults.min_count,
+        ),
+        lockstep=sync,
+        token_budget=run.batch.tokens,
+        waits=WaitLimits(
+            env_reset_s=leases.env_step_s,
+            env_step_s=leases.env_step_s,
+            reward_s=leases.reward_s,
+            context_tokens=run.model.context,
+        ),
+        gateway=GatewayLimits(generate_s=leases.generate_s, sync_s=leases.publish_s),
+        train_s=leases.train_s,
+        publish_s=leases.publish_s,
+        stall_s=STALL_S,
+        evaluation=EvaluationPlan(
+            run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
+        ),
+    )
+
+
+SHOWN = frozenset(
+    {"engine_lost", "engine_started", "trainer_restarted", "group_dropped", "infra_fault", "lease_expired", "stalled"}
+)
+"""Events of parts that a person at the terminal wants to see."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InvocationsToLedger:
+    """`MeterSink`: the bill of every function call."""
+
+    ledger: Ledger
+
+    def invocation(self, invocation: Invocation) -> None:
+        self.ledger.invocation(invocation)
+
+    def worker(self, span: object) -> None:
+        return None
+
+
+@contextlib.asynccontextmanager
+async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
+    """Make every part of the run; at the end stop what was started, in reverse order."""
+    loop = asyncio.get_running_loop()
+    tokenizer_dir = prepare_tokenizer(resolved, directory)
+    tokenizer = HubTokenizer(tokenizer_dir)
+    config = trainer_config(resolved, directory, tokenizer_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        ledger = stack.enter_context(Ledger(directory, clock=loop.time, config=resolved.to_dict()))
+        leases = Leases(ledger)
+        runtime = LocalRuntime(_nodes(resolved))
+        await runtime.start()
+        stack.push_async_callback(runtime.close)
+        clocks = _clocks(resolved, ledger)
+        for clock in clocks.values():
+            stack.callback(clock.close)
+        parts_of: list[Parts] = []
+        trainer = TrainerProgram(
+            await runtime.spawn(_trainer_actor(resolved, directory, config)),
+            leases,
+            ledger,
+            clocks["trainer-0"],
+            current=lambda: parts_of[0].current,
+            start_s=resolved.run.leases.engine_start_s,
+        )
+        stack.push_async_callback(trainer.close)
+        engines = []
+        for assignment in resolved.plan.of(Role.ENGINE):
+            part = EngineProgram(
+                EngineId(assignment.name), await runtime.spawn(_engine_actor(resolved, directory, assignment.name))
+            )
+            stack.push_async_callback(part.close)
+            engines.append(part)
+        shares = {e.id: EngineShares(clocks[e.id], clock=loop.time) for e in engines}
+        parts = Parts(
+            resolved,
+            directory,
+            progress,
+            ledger,
+            runtime,
+            leases,
+            tokenizer,
+            domains(resolved, tokenizer),
+            trainer,
+            clocks["trainer-0"],
+            engines,
+            shares,
+            tuple(clocks.values()),
+            DirectoryWeightStore(directory / "weights"),
+            loop.time(),
+        )
+        parts_of.append(parts)
+        yield parts
+
+
+def _nodes(resolved: Resolved) -> list[Node]:
+    """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
+    nodes = []
+    for pool in resolved.cluster.pools:
+        resource = "CPU" if pool.device == "cpu" else "GPU"
+        labels = {"pool": pool.name, "device": pool.device, **pool.labels}
+        nodes.append(Node(pool.name, labels, {resource: float(pool.count)}, {}))
+    return nodes
+
+
+def _clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
+    """One clock per part of the plan, and one per pool for the devices that nothing runs on."""
+    clock = asyncio.get_running_loop().time
+    made = {}
+    for assignment in resolved.plan.assignments:
+        made[assignment.name] = ResourceClock(
+            role=str(assignment.role),
+            resource=assignment.name,
+            recorder=ledger,
+            clock=clock,
+            units=float(len(assignment.devices)),
+            usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
+        )
+    for pool, devices in resolved.plan.idle.items():
+        if devices:
+            made[f"unused-{pool}"] = ResourceClock(
+                role="unused",
+                resource=f"unused-{pool}",
+                recorder=ledger,
+                clock=clock,
+                units=float(devices),
+                usd_per_unit_hour=resolved.usd_per_device_hour[pool],
+                state="idle",
+                cause="not_in_plan",
+            )
+    return made
+
+
+def _trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
+    assignment = resolved.plan.of(Role.TRAINER)[0]
+    return _program(
+        resolved, directory, assignment.name, "rollart.train", ["--config", str(config)], len(assignment.devices)
+    )
+
+
+def _engine_actor(resolved: Resolved, directory: Path, name: str) -> ActorSpec:
+    assignment = next(a for a in resolved.plan.of(Role.ENGINE) if a.name == name)
+    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
+    arguments = [
+        "--max-slots",
+        str(resolved.cluster.engines.max_slots),
+        "--max-context",
+        str(resolved.run.model.context),
+        "--threads",
+        str(resolved.cluster.engines.threads),
+        "--device",
+        "cpu" if pool.device == "cpu" else "cuda",
+    ]
+    return _program(resolved, directory, name, "rollart.engine", arguments, len(assignment.devices))
+
+
+def _program(
+    resolved: Resolved, directory: Path, name: str, module: str, arguments: list[str], devices: int
+) -> ActorSpec:
+    assignment = next(a for a in resolved.plan.assignments if a.name == name)
+    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
+    resource = "CPU" if pool.device == "cpu" else "GPU"
+    return ActorSpec(
+        name=name,
+        factory="rollart.adapters.clusters.program:Program",
+        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
+        kwargs={"env": {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices)}},
+        resources={resource: float(devices)},
+        labels={"pool": pool.name},
+    )

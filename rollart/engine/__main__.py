@@ -1,0 +1,137 @@
+"""`python -m rollart.engine --model DIR`: one inference server, a process of its own.
+
+Prints `ready http://host:port` on stdout once it answers. A bad start is one line on stderr and exit code 2.
+SIGTERM, SIGINT and the death of the parent end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import torch
+from aiohttp import web
+
+from rollart.engine.checkpoint import published_version, read_architecture, read_tensors
+from rollart.engine.driver import Driver
+from rollart.engine.network import Network
+from rollart.engine.runner import STEP_TOKENS, Runner
+from rollart.engine.server import Server
+from rollart.engine.transfer import DTYPES
+from rollart.errors import RollartError, UsageError
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal to receive when the parent dies."""
+
+SHUTDOWN_S = 2.0
+"""How long open connections may take to end after SIGTERM, seconds."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; returns the exit code."""
+    args = _arguments(argv)
+    if not args.detached:
+        _die_with_parent()
+    try:
+        torch.set_num_threads(args.threads)
+        runner = load(args)
+        asyncio.run(_serve(runner, args))
+    except RollartError as error:
+        print(f"rollart.engine: {error}", file=sys.stderr)
+        return error.exit_code
+    except ExceptionGroup as group:  # a step failed: its requests were told, a restart is the supervisor's matter
+        traceback.print_exception(group)
+        print(f"rollart.engine: stopped by {group.exceptions[0]!r}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def load(args: argparse.Namespace) -> Runner:
+    """The runner for these arguments. UsageError for a model or a device that is not there."""
+    architecture = read_architecture(args.model)
+    try:
+        device = torch.device(args.device)
+        network = Network(architecture, context=args.max_context, device=device, dtype=DTYPES[args.dtype])
+        network.load(read_tensors(args.model))
+        version = published_version(args.model) if args.weight_version is None else args.weight_version
+        return Runner(
+            network, slots=args.max_slots, context=args.max_context, version=version,
+            step_tokens=args.max_step_tokens,
+        )
+    except (RuntimeError, AssertionError) as error:  # torch: unknown or absent device, out of memory
+        first = str(error).splitlines()[0]
+        remedy = "check --device, --max-slots, --max-context"
+        raise UsageError(f"cannot start on {args.device}: {first}", remedy=remedy) from error
+
+
+async def _serve(runner: Runner, args: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stop.set)
+    driver = Driver(runner, threads=args.threads)
+    server = Server(driver, model=args.model, advertise=(args.advertise_host or args.host, args.port))
+    web_runner = web.AppRunner(
+        server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=3600.0
+    )
+    await web_runner.setup()
+    try:
+        await _bind(web_runner, args.host, args.port)
+        port = web_runner.addresses[0][1]
+        server.advertise = (server.advertise[0], port)
+        listener = await server.listen(args.host)
+        async with listener, asyncio.TaskGroup() as tasks:
+            stepping = tasks.create_task(driver.run())
+            print(f"ready http://{args.host}:{port}", flush=True)
+            await stop.wait()
+            stepping.cancel()
+    finally:
+        await web_runner.cleanup()
+
+
+async def _bind(web_runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(web_runner, host, port, backlog=1024).start()
+    except OSError as error:
+        message = f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+        raise UsageError(message, remedy="use --port 0 for a free one") from error
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollart.engine", description="The embedded inference server.")
+    parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, printed")
+    parser.add_argument("--advertise-host", default="", help="where other engines reach this one (default: --host)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--max-slots", type=int, default=64, help="active requests and idle sessions")
+    parser.add_argument("--max-context", type=int, default=256, help="tokens per slot")
+    parser.add_argument("--max-step-tokens", type=int, default=STEP_TOKENS, help="new prompt tokens per step")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of an operator")
+    parser.add_argument("--weight-version", type=int, help="version of --model (default: its marker's, or 0)")
+    parser.add_argument("--detached", action="store_true", help="outlive the parent process")
+    args = parser.parse_args(argv)
+    for name in ("max_slots", "max_context", "max_step_tokens", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return args
+
+
+def _die_with_parent() -> None:
+    """SIGTERM when the parent ends (Linux), so that a killed controller leaves no engine behind."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before the call
+            raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

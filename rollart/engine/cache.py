@@ -1,0 +1,81 @@
+"""The static key-value cache: one row of `context` positions per slot, and copies of it that travel.
+
+Keys and values are `[layers, slots, kv_heads, context, head_dim]`: a run of slots, cut at the longest context in
+it, is a view that batched attention reads without a copy. Gathering scattered slots costs about a quarter of the
+attention itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollart.engine.checkpoint import Architecture
+
+__all__ = ["KvBlock", "KvCache"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlock:
+    """The KV of the first `len(token_ids)` tokens of one sequence, off the device.
+
+    `keys` and `values`: `[layers, kv_heads, tokens, head_dim]`, CPU. Valid only under weight version `version`.
+    """
+
+    token_ids: tuple[int, ...]
+    version: int
+    keys: Tensor
+    values: Tensor
+
+
+class KvCache:
+    """Owns the cache tensors. Not thread safe: only the runner's thread touches it."""
+
+    def __init__(
+        self, architecture: Architecture, *, slots: int, context: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        a = architecture
+        shape = (a.layers, slots, a.kv_heads, context, a.head_dim)
+        self.slots, self.context, self.kv_heads = slots, context, a.kv_heads
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self._flat_keys = [layer.view(-1, a.head_dim) for layer in self.keys]
+        self._flat_values = [layer.view(-1, a.head_dim) for layer in self.values]
+
+    def write(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store `[tokens, kv_heads, head_dim]` at flat rows `index` `[tokens * kv_heads]` (see `batch.Batch`)."""
+        self._flat_keys[layer].index_copy_(0, index, keys.reshape(index.shape[0], -1))
+        self._flat_values[layer].index_copy_(0, index, values.reshape(index.shape[0], -1))
+
+    def read(self, layer: int, slots: slice | Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[rows, kv_heads, length, head_dim]`: views for a run of slots, copies otherwise."""
+        keys, values = self.keys[layer], self.values[layer]
+        if isinstance(slots, slice):
+            return keys[slots, :, :length], values[slots, :, :length]
+        return keys[:, :, :length].index_select(0, slots), values[:, :, :length].index_select(0, slots)
+
+    def export(self, slot: int, token_ids: tuple[int, ...], version: int) -> KvBlock:
+        """A copy of a slot's first `len(token_ids)` positions on the CPU."""
+        n = len(token_ids)
+        return KvBlock(
+            token_ids=token_ids,
+            version=version,
+            keys=self.keys[:, slot, :, :n].to("cpu", copy=True).contiguous(),
+            values=self.values[:, slot, :, :n].to("cpu", copy=True).contiguous(),
+        )
+
+    def load(self, slot: int, block: KvBlock, tokens: int) -> None:
+        """Put the first `tokens` positions of a block into a slot."""
+        self.keys[:, slot, :, :tokens].copy_(block.keys[:, :, :tokens])
+        self.values[:, slot, :, :tokens].copy_(block.values[:, :, :tokens])
+
+    def fits(self, block: KvBlock) -> bool:
+        """Whether a block came from a cache of the same shape and dtype."""
+        layers, _, kv_heads, _, head_dim = self.keys.shape
+        shape = (layers, kv_heads, len(block.token_ids), head_dim)
+        return (
+            block.keys.shape == shape and block.values.shape == shape
+            and block.keys.dtype == block.values.dtype == self.keys.dtype
+        )

@@ -1,0 +1,76 @@
+"""A request inside the engine, what it ends as, and the rules that refuse it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rollart.engine.cache import KvBlock
+from rollart.errors import EngineError
+from rollart.model import Completion, GenerateRequest
+
+__all__ = ["Finished", "Job", "refuse_invalid"]
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way through the runner. `imported` is KV from another engine for a prefix of the prompt;
+    `export` asks for the prompt's KV at the end."""
+
+    request: GenerateRequest
+    ignore_eos: bool = False
+    imported: KvBlock | None = None
+    export: bool = False
+    prompt: npt.NDArray[np.int64] = field(init=False)
+    allowed: npt.NDArray[np.int64] | None = field(init=False)
+    slot: int = -1
+    cached: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(version, index of the first token that it drew), ascending."""
+
+    def __post_init__(self) -> None:
+        self.prompt = np.array(self.request.token_ids, np.int64)
+        ids = self.request.sampling.allowed_token_ids
+        self.allowed = None if ids is None else np.array(sorted(set(ids)), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that is over, and its prompt's KV if the request asked for it."""
+
+    job: Job
+    completion: Completion
+    kv: KvBlock | None = None
+
+
+def refuse_invalid(job: Job, *, vocab: int, context: int) -> None:
+    """EngineError, not retryable, for a request that can never run on this model."""
+    s, n = job.request.sampling, len(job.prompt)
+    if n == 0:
+        raise _refused("the prompt is empty")
+    if n >= context:
+        raise _refused(f"the prompt has {n} tokens, the engine's context is {context}", "start it with --max-context")
+    _refuse_ids("prompt", job.prompt, vocab)
+    if job.allowed is not None:
+        if not len(job.allowed):
+            raise _refused("allowed_token_ids is empty", "leave it out to allow every token")
+        _refuse_ids("allowed_token_ids", job.allowed, vocab)
+    if s.max_tokens < 1:
+        raise _refused(f"max_tokens is {s.max_tokens}, it must be at least 1")
+    if not (math.isfinite(s.temperature) and s.temperature >= 0.0):
+        raise _refused(f"temperature is {s.temperature}, it must be a number of at least 0")
+    if not 0.0 < s.top_p <= 1.0:
+        raise _refused(f"top_p is {s.top_p}, it must be in (0, 1]")
+
+
+def _refuse_ids(what: str, ids: npt.NDArray[np.int64], vocab: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab:
+        bad = int(ids[(ids < 0) | (ids >= vocab)][0])
+        raise _refused(f"{what} holds token id {bad}, the vocabulary has {vocab}")
+
+
+def _refused(message: str, remedy: str = "") -> EngineError:
+    return EngineError(message, retryable=False, remedy=remedy)

@@ -1,0 +1,48 @@
+"""The engine's counters in Prometheus' text format, under vLLM's names where vLLM has one."""
+
+from __future__ import annotations
+
+from rollart.engine.runner import Runner
+
+__all__ = ["render"]
+
+
+def render(runner: Runner, *, held: int, paused: bool, pending_kv: int) -> str:
+    """One line per metric. `held` requests wait for `resume`, `pending_kv` exports wait to be pulled."""
+    s = runner.stats()
+    capacity = runner.table.slots * runner.context
+    computed = s.prompt_tokens - s.cached_tokens
+    gauges = {
+        "vllm:num_requests_running": s.running,
+        "vllm:num_requests_waiting": s.waiting + held,
+        "vllm:kv_cache_usage_perc": runner.table.used_tokens() / capacity,
+        "vllm:engine_sleep_state": 0,
+        "rollart:paused": int(paused),
+        "rollart:weight_version": runner.version,
+        "rollart:idle_sessions": runner.table.idle_sessions(),
+        "rollart:slots": runner.table.slots,
+        "rollart:pending_kv_exports": pending_kv,
+    }
+    counters = {
+        "vllm:prompt_tokens_total": s.prompt_tokens,
+        "vllm:generation_tokens_total": s.generated_tokens,
+        "vllm:prefix_cache_queries_total": s.prompt_tokens,
+        "vllm:prefix_cache_hits_total": s.cached_tokens - runner.imported_tokens,
+        "vllm:external_prefix_cache_hits_total": runner.imported_tokens,
+        'vllm:prompt_tokens_by_source_total{source="local_compute"}': computed,
+        'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': s.cached_tokens - runner.imported_tokens,
+        'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': runner.imported_tokens,
+        "vllm:request_prefill_time_seconds_sum": s.prefill_seconds,
+        "vllm:request_decode_time_seconds_sum": s.decode_seconds,
+        **{f'vllm:request_success_total{{finished_reason="{r.value}"}}': n for r, n in runner.ended.items()},
+    }
+    lines = []
+    for kind, values in (("gauge", gauges), ("counter", counters)):
+        seen = set()
+        for name, value in values.items():
+            family = name.partition("{")[0]
+            if family not in seen:
+                lines.append(f"# TYPE {family} {kind}")
+                seen.add(family)
+            lines.append(f"{name} {value}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,229 @@
+"""The decoder: fused weights and one forward pass over a packed batch.
+
+Query, key and value projections are one matrix, and so are gate and up: at the sizes that run on a CPU a step is
+operator overhead more than arithmetic. The last layer computes queries, attention and MLP only for the tokens
+whose logits are wanted; for a short model that halves a prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollart.engine.batch import Batch
+from rollart.engine.cache import KvCache
+from rollart.engine.checkpoint import Architecture
+from rollart.engine.matrix import Matrix
+from rollart.errors import UsageError
+
+__all__ = ["Network"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer. `q` and `kv` are parts of `qkv`; `qk_scale` `[heads + kv_heads, head_dim]` is the q/k norm."""
+
+    norm_in: Tensor
+    qkv: Matrix
+    q: Matrix
+    kv: Matrix
+    qk_scale: Tensor | None
+    out: Matrix
+    norm_mid: Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+class Network:
+    """Holds the weights on the device. `load` replaces them in place; `forward` reads them. One thread."""
+
+    def __init__(
+        self, architecture: Architecture, *, context: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.architecture, self.device, self.dtype = architecture, device, dtype
+        a = architecture
+
+        def empty(*shape: int) -> Tensor:
+            return torch.zeros(shape, device=device, dtype=dtype)
+
+        def layer() -> _Layer:
+            queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+            bias = a.attention_bias
+            qkv = Matrix(empty(queries + 2 * keys, a.hidden), empty(queries + 2 * keys) if bias else None)
+            return _Layer(
+                norm_in=empty(a.hidden),
+                qkv=qkv,
+                q=qkv.rows(0, queries),
+                kv=qkv.rows(queries, queries + 2 * keys),
+                qk_scale=empty(a.heads + a.kv_heads, a.head_dim) if a.qk_norm else None,
+                out=Matrix(empty(a.hidden, queries), empty(a.hidden) if bias else None),
+                norm_mid=empty(a.hidden),
+                gate_up=Matrix(empty(2 * a.intermediate, a.hidden)),
+                down=Matrix(empty(a.hidden, a.intermediate)),
+            )
+
+        self._embed = empty(a.vocab, a.hidden)
+        self._head = Matrix(self._embed if a.tied else empty(a.vocab, a.hidden))
+        self._norm = empty(a.hidden)
+        self._layers = [layer() for _ in range(a.layers)]
+        self._cos, self._sin = _rope_tables(a, context, device, dtype)
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors that a checkpoint of this architecture holds."""
+        for name, target in self._targets():
+            per_head = name.endswith(("q_norm.weight", "k_norm.weight"))  # one vector for all heads
+            yield name, tuple(target.shape[-1:] if per_head else target.shape)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that are not this architecture's, before anything is overwritten."""
+        for name, want in self.shapes():
+            if name not in tensors:
+                raise UsageError(f"the checkpoint has no tensor {name}")
+            if tuple(tensors[name].shape) != want:
+                raise UsageError(f"tensor {name} has shape {tuple(tensors[name].shape)}, the model needs {want}")
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a checkpoint's tensors (Hugging Face names) into the fused weights, in place."""
+        self.check(tensors)
+        for name, target in self._targets():
+            target.copy_(tensors[name])
+        self._head.pack()
+        for layer in self._layers:
+            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                matrix.pack()
+        for matrix in (self._layers[-1].q, self._layers[-1].kv):
+            matrix.pack()
+
+    def forward(self, batch: Batch, cache: KvCache) -> Tensor:
+        """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens."""
+        x = F.embedding(batch.tokens, self._embed)
+        cos, sin = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
+        final = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            if i == final and batch.last is not None:
+                x, attended = self._attend_last(i, layer, x, cos, sin, batch, cache)
+            else:
+                attended = self._attend_all(i, layer, x, cos, sin, batch, cache)
+            x = x + layer.out(attended)
+            gate, up = layer.gate_up(self._rms(x, layer.norm_mid)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return self._head(self._rms(x, self._norm)).float()
+
+    def _attend_all(
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KvCache
+    ) -> Tensor:
+        """Attention of every token of the batch: `[T, heads * head_dim]`."""
+        a = self.architecture
+        qkv = layer.qkv(self._rms(x, layer.norm_in)).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
+        qk = self._rotate(qkv[:, : a.heads + a.kv_heads], layer.qk_scale, cos, sin)
+        cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
+        return self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
+
+    def _attend_last(
+        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KvCache
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of every token, queries of each row's last: the residual and attention of those rows."""
+        a, last = self.architecture, batch.last
+        assert last is not None
+        scale_q = scale_k = None
+        if layer.qk_scale is not None:
+            scale_q, scale_k = layer.qk_scale[: a.heads], layer.qk_scale[a.heads :]
+        h = self._rms(x, layer.norm_in)
+        kv = layer.kv(h).view(x.shape[0], 2 * a.kv_heads, a.head_dim)
+        cache.write(i, batch.write, self._rotate(kv[:, : a.kv_heads], scale_k, cos, sin), kv[:, a.kv_heads :])
+        q = layer.q(h.index_select(0, last)).view(-1, a.heads, a.head_dim)
+        q = self._rotate(q, scale_q, cos.index_select(0, last), sin.index_select(0, last))
+        return x.index_select(0, last), self._attention(i, q, batch, cache, tail=True)
+
+    def _attention(self, i: int, q: Tensor, batch: Batch, cache: KvCache, *, tail: bool) -> Tensor:
+        """Attend group by group. `q`: `[T, heads, head_dim]`, or `[R, ...]` for the rows' last tokens (`tail`)."""
+        a = self.architecture
+        outputs = []
+        for g in batch.groups:
+            rows = g.r1 - g.r0
+            keys, values = cache.read(i, g.slots, g.length)
+            if tail or g.width == 1:
+                part = q[g.r0 : g.r1] if tail else q[g.t0 : g.t1]
+                folded = part.view(rows, a.kv_heads, a.group, a.head_dim)
+                out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=g.tail_mask)
+                outputs.append(out.reshape(rows, -1))
+                continue
+            part = q[g.t0 : g.t1] if g.pad is None else q[g.t0 : g.t1].index_select(0, g.pad)
+            # Query heads of one kv head are folded into the query axis: keys and values are never repeated.
+            folded = part.view(rows, g.width, a.kv_heads, a.group, a.head_dim).transpose(1, 2)
+            folded = folded.reshape(rows, a.kv_heads, g.width * a.group, a.head_dim)
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=g.mask)
+            out = out.view(rows, a.kv_heads, g.width, a.group, a.head_dim).transpose(1, 2)
+            out = out.reshape(rows * g.width, -1)
+            outputs.append(out if g.keep is None else out.index_select(0, g.keep))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+
+    def _rotate(self, x: Tensor, scale: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """Per-head norm (if any) and rotary embedding of `[n, heads, head_dim]`; rotate_half's sign is in `sin`."""
+        if scale is not None:
+            x = F.rms_norm(x, (x.shape[-1],), None, self.architecture.norm_eps) * scale
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    def _targets(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face tensor names and the places in the fused weights that they fill."""
+        a = self.architecture
+        queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        yield "model.embed_tokens.weight", self._embed
+        yield "model.norm.weight", self._norm
+        if not a.tied:
+            yield "lm_head.weight", self._head.weight
+        for i, layer in enumerate(self._layers):
+            at = f"model.layers.{i}."
+            yield at + "input_layernorm.weight", layer.norm_in
+            yield at + "post_attention_layernorm.weight", layer.norm_mid
+            for kind, fused in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):
+                if fused is not None:
+                    yield f"{at}self_attn.q_proj.{kind}", fused[:queries]
+                    yield f"{at}self_attn.k_proj.{kind}", fused[queries : queries + keys]
+                    yield f"{at}self_attn.v_proj.{kind}", fused[queries + keys :]
+            if layer.qk_scale is not None:
+                yield at + "self_attn.q_norm.weight", layer.qk_scale[: a.heads]
+                yield at + "self_attn.k_norm.weight", layer.qk_scale[a.heads :]
+            yield at + "self_attn.o_proj.weight", layer.out.weight
+            if layer.out.bias is not None:
+                yield at + "self_attn.o_proj.bias", layer.out.bias
+            yield at + "mlp.gate_proj.weight", layer.gate_up.weight[: a.intermediate]
+            yield at + "mlp.up_proj.weight", layer.gate_up.weight[a.intermediate :]
+            yield at + "mlp.down_proj.weight", layer.down.weight
+
+
+def _rope_tables(
+    a: Architecture, context: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine `[context, 1, head_dim]`: rotating is x * cos + roll(x, head_dim / 2) * sin."""
+    half = a.head_dim // 2
+    frequency = 1.0 / a.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / a.head_dim)
+    if a.rope_scaling is not None:
+        frequency = _llama3(frequency, a.rope_scaling)
+    angle = torch.arange(context, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return (
+        torch.cat((cos, cos), -1)[:, None].to(device, dtype),
+        torch.cat((-sin, sin), -1)[:, None].to(device, dtype),
+    )
+
+
+def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
+    """Llama 3.1's rope scaling: long wavelengths are stretched by `factor`, short ones kept, the middle blended."""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * math.pi / frequency
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) / factor * frequency + smooth * frequency
+    scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
+    middle = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(middle, blended, scaled)

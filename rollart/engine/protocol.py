@@ -1,0 +1,110 @@
+"""vLLM's `/inference/v1/generate` bodies in, `Job`s out; `Completion`s in, bodies out.
+
+The one translator at the engine's border. EngineError (not retryable) names the field that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollart.engine.jobs import Job
+from rollart.errors import EngineError
+from rollart.model import Completion, GenerateRequest, Sampling
+
+__all__ = ["completion_body", "error_body", "job_of", "strip_prefix"]
+
+VLLM_PREFIX = "generate-tokens-"
+"""vLLM prepends this to the ids of `/inference/v1/generate`, and aborts only ids that carry it. Both are understood."""
+
+
+def job_of(body: object, *, session: str, fallback_id: str) -> Job:
+    """Read one request. `session` is the X-Session-ID header, `fallback_id` names a request without an id."""
+    if not isinstance(body, Mapping):
+        raise _bad("the body must be a JSON object")
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, Mapping):
+        raise _bad("sampling_params must be an object")
+    transfer = body.get("kv_transfer_params")
+    if transfer is not None and not isinstance(transfer, Mapping):
+        raise _bad("kv_transfer_params must be an object")
+    salt = body.get("cache_salt")
+    seed = sampling.get("seed")
+    allowed = sampling.get("allowed_token_ids")
+    request = GenerateRequest(
+        request_id=str(body.get("request_id") or fallback_id),
+        session=session,
+        token_ids=_ids(body.get("token_ids"), "token_ids"),
+        sampling=Sampling(
+            max_tokens=int(_number(sampling, "max_tokens", 16)),
+            temperature=_number(sampling, "temperature", 1.0),
+            top_p=_number(sampling, "top_p", 1.0),
+            seed=None if seed is None else int(_number(sampling, "seed", 0)),
+            stop_token_ids=_ids(sampling.get("stop_token_ids") or (), "stop_token_ids"),
+            allowed_token_ids=None if allowed is None else _ids(allowed, "allowed_token_ids"),
+        ),
+        cache_salt=None if salt is None else str(salt),
+        kv_transfer=transfer,
+    )
+    return Job(
+        request,
+        ignore_eos=bool(sampling.get("ignore_eos", False)),
+        export=bool(transfer and transfer.get("do_remote_decode")),
+    )
+
+
+def completion_body(request_id: str, completion: Completion) -> dict[str, Any]:
+    """The response body of one finished request."""
+    c = completion
+    return {
+        "request_id": request_id,
+        "choices": [{
+            "index": 0,
+            "token_ids": c.token_ids,
+            "logprobs": {"content": [
+                {"token_id": t, "logprob": p} for t, p in zip(c.token_ids, c.logprobs, strict=True)
+            ]},
+            "finish_reason": c.finish.value,
+            "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in c.spans],
+        }],
+        "usage": {
+            "prompt_tokens": c.prompt_tokens,
+            "completion_tokens": len(c.token_ids),
+            "total_tokens": c.prompt_tokens + len(c.token_ids),
+            "prompt_tokens_details": {"cached_tokens": c.cached_tokens},
+        },
+        "kv_transfer_params": c.kv_transfer,
+    }
+
+
+def error_body(error: EngineError, status: int) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": "EngineError", "code": status, "retryable": error.retryable}}
+
+
+def strip_prefix(request_id: str) -> str:
+    """A request's id with or without vLLM's prefix."""
+    return request_id.removeprefix(VLLM_PREFIX)
+
+
+def _ids(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _bad(f"{name} must be a list of token ids")
+    for token in value:
+        if type(token) is not int:
+            raise _bad(f"{name} holds {token!r}, which is not a token id")
+        if not -(2**63) <= token < 2**63:
+            raise _bad(f"{name} holds {token}, which is no 64-bit integer")
+    return tuple(value)
+
+
+def _number(values: Mapping[str, Any], name: str, default: float) -> float:
+    value = values.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(f"{name} is {value!r}, it must be a number")
+    return value
+
+
+def _bad(message: str) -> EngineError:
+    return EngineError(message, retryable=False)

@@ -1,0 +1,267 @@
+"""Continuous batching: requests join and leave between steps, each step is one forward pass.
+
+A row of a step is a slot with tokens whose KV is missing: one token when it decodes, a suffix when it was just
+admitted, everything after a weight update. That makes recomputation under new weights (I5) the same code as a
+prefill: the update sets every slot's KV length to zero and the next steps do the rest.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollart.engine.batch import build
+from rollart.engine.cache import KvBlock, KvCache
+from rollart.engine.jobs import Finished, Job, refuse_invalid
+from rollart.engine.network import Network
+from rollart.engine.sampling import Rows, sample
+from rollart.engine.slots import SlotTable
+from rollart.errors import EngineError
+from rollart.model import Completion, EngineStats, FinishReason, VersionSpan
+
+__all__ = ["STEP_TOKENS", "Runner"]
+
+STEP_TOKENS = 2048
+"""Most new prompt tokens in one step: bounds activations, and how long a prefill holds up the decoding rows."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Runner:
+    """Owns the network, the cache and the slots.
+
+    Synchronous and single-threaded: the caller may add, abort, load and release between steps, never during one.
+    Invariant: all KV in the cache was computed under `version`.
+    """
+
+    def __init__(
+        self, network: Network, *, slots: int, context: int, version: int = 0, step_tokens: int = STEP_TOKENS
+    ) -> None:
+        self.network, self.version, self.context = network, version, context
+        self.cache = KvCache(
+            network.architecture, slots=slots, context=context, device=network.device, dtype=network.dtype
+        )
+        self.table = SlotTable(slots, context)
+        self._step_tokens = step_tokens
+        self._waiting: OrderedDict[str, Job] = OrderedDict()
+        self._running: dict[str, Job] = {}
+        self._by_slot: list[Job | None] = [None] * slots
+        self._arrivals = 0
+        self.prompt_tokens = self.generated_tokens = self.cached_tokens = self.imported_tokens = 0
+        self.ended = dict.fromkeys(FinishReason, 0)
+        self.prefill_seconds = self.decode_seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            cached_tokens=self.cached_tokens,
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+        )
+
+    def add(self, job: Job) -> None:
+        """Queue a request. EngineError if it can never run here, or if its imported KV is of other weights."""
+        name = job.request.request_id
+        if name in self._waiting or name in self._running:
+            raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
+        refuse_invalid(job, vocab=self.network.architecture.vocab, context=self.context)
+        if job.imported is not None:
+            self._fence(job, job.imported)
+        self._waiting[name] = job
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> list[Finished]:
+        """End these requests (all if None) with the tokens that they have. Unknown ids are ignored."""
+        over = []
+        for name in [*self._waiting, *self._running] if request_ids is None else request_ids:
+            job = self._waiting.pop(name, None) or self._running.get(name)
+            if job is not None:
+                over.append(self._finish(job, FinishReason.ABORT))
+        return over
+
+    def release(self, session: str) -> bool:
+        """Free a session's idle prefix; False if it holds none."""
+        return self.table.release(session)
+
+    def reset_prefix_cache(self, *, running: bool = False) -> bool:
+        """Forget idle prefixes. `running` also recomputes active requests; without it, False if there are any."""
+        self.table.drop_idle()
+        if running:
+            self.table.kv[:] = 0
+        return running or not self._running
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Replace the weights: idle prefixes go, KV in flight is recomputed by the next steps. UsageError, with
+        nothing changed, if the tensors are of another architecture."""
+        self.network.load(tensors)
+        self.version = version
+        self.reset_prefix_cache(running=True)
+        for job in self._waiting.values():
+            job.imported = None
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Admit what fits, compute one forward pass, sample. Returns the requests that ended."""
+        began = time.perf_counter()
+        self._admit()
+        slots = self._choose()
+        if not len(slots):
+            return []
+        table, a = self.table, self.network.architecture
+        start = table.kv[slots]
+        end = np.minimum(table.known[slots], start + self._step_tokens)
+        batch = build(
+            table.tokens, slots, start, end, context=self.context, kv_heads=a.kv_heads, per_kv_head=a.group,
+            device=self.network.device, dtype=self.network.dtype, layers=a.layers,
+        )
+        logits = self.network.forward(batch, self.cache)
+        table.kv[slots] = end
+        slots = slots[batch.order]
+        whole = table.kv[slots] == table.known[slots]
+        if not whole.all():  # a chunk of a long prompt: nothing to sample yet
+            logits, slots = logits[torch.from_numpy(np.flatnonzero(whole)).to(logits.device)], slots[whole]
+        over = self._sample(logits, slots) if len(slots) else []
+        new = end - start
+        self._charge(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
+        return over
+
+    def _admit(self) -> None:
+        """Give waiting requests slots, first come first served."""
+        while self._waiting:
+            name, job = next(iter(self._waiting.items()))
+            claim = self.table.acquire(job.request.session, job.request.cache_salt, job.prompt)
+            if claim is None:
+                return
+            del self._waiting[name]
+            self._running[name] = job
+            job.slot, job.cached = claim
+            self._by_slot[job.slot] = job
+            if job.imported is not None:
+                self._import(job, job.imported)
+            self.cached_tokens += job.cached
+            self.prompt_tokens += len(job.prompt)
+            self._arrivals += 1
+            s = job.request.sampling
+            eos = () if job.ignore_eos else self.network.architecture.eos
+            self.table.limits(
+                job.slot, limit=min(len(job.prompt) + s.max_tokens, self.context), temperature=s.temperature,
+                top_p=s.top_p, seed=secrets.randbits(64) if s.seed is None else s.seed,
+                stops=(*s.stop_token_ids, *eos), arrival=self._arrivals,
+            )
+
+    def _fence(self, job: Job, block: KvBlock) -> None:
+        """Refuse KV of other weights, another shape or another prompt: it would be silently wrong."""
+        if block.version != self.version:
+            raise EngineError(
+                f"KV import refused: it was computed under weights {block.version}, this engine has {self.version}",
+                retryable=True, remedy="prefill again, or decode on an engine of the same version",
+            )
+        if not self.cache.fits(block):
+            raise EngineError(
+                f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
+                retryable=False, remedy="pair engines of one model and one --dtype",
+            )
+        n = min(len(block.token_ids), len(job.prompt))
+        if tuple(block.token_ids[:n]) != tuple(job.prompt[:n].tolist()):
+            raise EngineError("KV import refused: it belongs to another prompt", retryable=False)
+
+    def _import(self, job: Job, block: KvBlock) -> None:
+        """Fill a claimed slot from another engine's KV if that reaches further than its own prefix."""
+        tokens = min(len(block.token_ids), len(job.prompt) - 1)
+        job.imported = None
+        if tokens > job.cached:
+            self.cache.load(job.slot, block, tokens)
+            self.table.kv[job.slot] = job.cached = tokens
+            self.imported_tokens += tokens
+
+    def _choose(self) -> Ints:
+        """The slots of this step: all that decode, and prefills in order of arrival up to the token budget."""
+        table = self.table
+        slots = table.active()
+        suffix = table.known[slots] - table.kv[slots]
+        filling = slots[suffix > 1]
+        if not len(filling) or int(suffix.sum()) <= self._step_tokens:
+            return slots
+        filling = filling[np.argsort(table.arrival[filling])]
+        ahead = np.cumsum(table.known[filling] - table.kv[filling])
+        fits = max(1, int(np.searchsorted(ahead, self._step_tokens, side="right")))
+        return np.concatenate((slots[suffix == 1], filling[:fits]))
+
+    def _sample(self, logits: Tensor, slots: Ints) -> list[Finished]:
+        """Draw one token for each row of the logits and end the requests that are complete."""
+        table = self.table
+        jobs = [self._at(slot) for slot in slots.tolist()]
+        allowed = [job.allowed for job in jobs]
+        at = table.known[slots]
+        rows = Rows(
+            temperature=table.temperature[slots],
+            top_p=table.top_p[slots],
+            seed=table.seed[slots],
+            index=at - table.prompt[slots],
+            allowed=allowed if any(a is not None for a in allowed) else None,
+        )
+        ids, logprobs = sample(logits, rows)
+        table.tokens[slots, at] = ids
+        table.logprobs[slots, at] = logprobs
+        table.known[slots] = at + 1
+        self.generated_tokens += len(slots)
+        for row in np.flatnonzero(table.version[slots] != self.version).tolist():
+            jobs[row].spans.append((self.version, int(rows.index[row])))
+        table.version[slots] = self.version
+        stopped = (table.stops[slots] == ids[:, None]).any(1)
+        ended = stopped | (at + 1 >= table.limit[slots])
+        return [
+            self._finish(jobs[row], FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
+            for row in np.flatnonzero(ended).tolist()
+        ]
+
+    def _finish(self, job: Job, reason: FinishReason) -> Finished:
+        """Take a job out, keep its session's prefix, and build its answer."""
+        self.ended[reason] += 1
+        if job.slot < 0:
+            return Finished(job, Completion((), (), (), reason, prompt_tokens=len(job.prompt)))
+        table, slot, prompt = self.table, job.slot, len(job.prompt)
+        known = int(table.known[slot])
+        starts = [start for _, start in job.spans]
+        spans = tuple(
+            VersionSpan(version, start, end)
+            for (version, start), end in zip(job.spans, [*starts[1:], known - prompt], strict=True)
+        ) if job.spans else ()
+        completion = Completion(
+            token_ids=tuple(table.tokens[slot, prompt:known].tolist()),
+            logprobs=tuple(table.logprobs[slot, prompt:known].tolist()),
+            spans=spans,
+            finish=reason,
+            prompt_tokens=prompt,
+            cached_tokens=job.cached,
+        )
+        kv = None
+        if job.export and reason is not FinishReason.ABORT:
+            kv = self.cache.export(slot, tuple(job.prompt.tolist()), self.version)
+        del self._running[job.request.request_id]
+        self._by_slot[slot] = None
+        table.retire(slot, job.request.session, job.request.cache_salt)
+        return Finished(job, completion, kv)
+
+    def _at(self, slot: int) -> Job:
+        job = self._by_slot[slot]
+        assert job is not None
+        return job
+
+    def _charge(self, seconds: float, *, decoded: int, total: int) -> None:
+        """Split a step's time between its phases by tokens: they share one forward pass."""
+        self.decode_seconds += seconds * decoded / total
+        self.prefill_seconds += seconds * (total - decoded) / total

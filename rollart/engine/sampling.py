@@ -1,0 +1,104 @@
+"""Drawing the next token of every row at once.
+
+The log-probability that is reported is the token's under softmax(logits / temperature) restricted to the legal
+tokens: after temperature and mask, *before* top-p. That is the policy whose ratio a loss forms, and it stays
+finite when the trainer's own top-p set differs by a rounding. A greedy row (temperature 0) reports temperature 1.
+
+Randomness is a counter: the uniform of a request's i-th token is a hash of (seed, i). It depends on neither the
+batch, the slot nor the engine, so a request repeats itself in any company, and after a hand-off to another engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["Rows", "sample", "uniforms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How each row of the logits is sampled; arrays `[R]`. `allowed[i]` holds legal ids, None where all are."""
+
+    temperature: npt.NDArray[np.float32]
+    top_p: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    index: npt.NDArray[np.int64]
+    allowed: list[npt.NDArray[np.int64] | None] | None
+
+
+def sample(logits: Tensor, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Sampled ids and their log-probabilities, `[R]` each. `logits` `[R, vocab]` fp32 is overwritten."""
+    device = logits.device
+    if rows.allowed is not None:
+        logits = _restrict(logits, rows.allowed)
+    greedy = rows.temperature == 0.0
+    if not (rows.temperature[~greedy] == 1.0).all():
+        scale = np.where(greedy, np.float32(1.0), rows.temperature)
+        logits = logits / torch.from_numpy(scale).to(device)[:, None]
+    logp = torch.log_softmax(logits, -1)
+    if greedy.all():
+        ids = logp.argmax(-1)
+    else:
+        u = torch.from_numpy(uniforms(rows.seed, rows.index)).to(device)[:, None]
+        ids = _draw(logp.exp(), rows.top_p, u)
+        if greedy.any():
+            ids = torch.where(torch.from_numpy(greedy).to(device), logp.argmax(-1), ids)
+    chosen = logp.gather(1, ids[:, None])[:, 0]
+    return ids.cpu().numpy(), chosen.cpu().numpy()
+
+
+def uniforms(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Uniform numbers in [0, 1) from (seed, index): splitmix64 twice, the top 24 bits."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seed) + index.astype(np.uint64))
+    return ((mixed >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _restrict(logits: Tensor, allowed: list[npt.NDArray[np.int64] | None]) -> Tensor:
+    """Minus infinity everywhere but at the legal ids, in the rows that have any."""
+    vocab = logits.shape[1]
+    limited = [i for i, ids in enumerate(allowed) if ids is not None]
+    if not limited:
+        return logits
+    legal = np.concatenate([ids + i * vocab for i, ids in enumerate(allowed) if ids is not None])
+    index = torch.from_numpy(legal).to(logits.device)
+    kept = logits.view(-1).index_select(0, index)
+    if len(limited) == len(allowed):
+        logits = torch.full_like(logits, float("-inf"))
+    else:
+        logits[torch.tensor(limited, device=logits.device)] = float("-inf")
+    logits.view(-1).index_copy_(0, index, kept)
+    return logits
+
+
+def _draw(probs: Tensor, top_p: npt.NDArray[np.float32], u: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution at `u` `[R, 1]`; rows with top_p < 1 draw from their nucleus."""
+    if (top_p >= 1.0).all():
+        return _invert(probs.cumsum(-1), u)
+    ordered, ids = probs.sort(stable=True, dim=-1, descending=True)
+    cumulative = ordered.cumsum(-1)
+    limit = torch.from_numpy(top_p).to(probs.device)[:, None]
+    # The nucleus is the shortest prefix that reaches top_p: a token stays if what precedes it does not.
+    nucleus = ordered.masked_fill(cumulative - ordered >= limit, 0.0).cumsum(-1)
+    drawn = ids.gather(1, _invert(nucleus, u)[:, None])[:, 0]
+    # Rows without top-p draw in vocabulary order whoever shares the batch, so that they repeat themselves.
+    return torch.where(limit[:, 0] >= 1.0, _invert(probs.cumsum(-1), u), drawn)
+
+
+def _invert(cumulative: Tensor, u: Tensor) -> Tensor:
+    """The first index whose cumulative mass exceeds u times the total: never one of zero probability."""
+    # 1 - 2^-23 keeps the product below the total under rounding, so that the index exists.
+    target = u * cumulative[:, -1:] * (1.0 - 2.0**-23)
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]

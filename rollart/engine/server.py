@@ -1,0 +1,244 @@
+"""The HTTP surface: the subset of vLLM's API that reinforcement learning needs, and a little under `/rollart`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from torch import Tensor
+
+from rollart.engine import metrics
+from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
+from rollart.engine.driver import Driver
+from rollart.engine.protocol import completion_body, error_body, job_of, strip_prefix
+from rollart.engine.stream import Stream
+from rollart.engine.transfer import Exports, encode_block, pull
+from rollart.errors import EngineError, UsageError
+from rollart.model import PauseMode
+
+__all__ = ["Server"]
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MAX_BODY = 64 * 2**20
+"""Longest request body, bytes: a million token ids fit."""
+
+
+class Server:
+    """The routes of one engine. Owns the exported KV and the staged weights; the driver owns everything else."""
+
+    def __init__(self, driver: Driver, *, model: str, advertise: tuple[str, int]) -> None:
+        self._driver, self._runner = driver, driver.runner
+        self.model = model
+        self.advertise = advertise
+        self._exports = Exports(asyncio.get_running_loop().time)
+        self._http: aiohttp.ClientSession | None = None
+        self._staged: tuple[str, dict[str, Tensor]] | None = None
+        self._updating = False
+        self._count = 0
+        self._stream_port = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
+        app.add_routes([
+            web.post("/inference/v1/generate", self._generate),
+            web.post("/abort_requests", self._abort),
+            web.post("/inference/v1/abort_requests", self._abort),
+            web.post("/pause", self._pause),
+            web.post("/resume", self._resume),
+            web.get("/is_paused", self._is_paused),
+            web.post("/init_weight_transfer_engine", self._init_transfer),
+            web.post("/start_weight_update", self._start_update),
+            web.post("/update_weights", self._update),
+            web.post("/finish_weight_update", self._finish_update),
+            web.get("/weight_info", self._weight_info),
+            web.post("/reset_prefix_cache", self._reset_prefix_cache),
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
+            web.get("/v1/models", self._models),
+            web.post("/rollart/release_session", self._release),
+            web.get("/rollart/kv", self._kv),
+            web.get("/rollart/stream", self._stream),
+        ])
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def listen(self, host: str) -> asyncio.Server:
+        """Open the stream's port (see `stream`), a free one on `host`."""
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(lambda: Stream(self._driver, self._next_id), host, 0, backlog=1024)
+        self._stream_port = listener.sockets[0].getsockname()[1]
+        return listener
+
+    async def generate(self, body: object, session: str) -> dict[str, Any]:
+        """One request from body to body, with the KV hand-off on either side. Cancelling it aborts the request."""
+        job = job_of(body, session=session, fallback_id=self._next_id())
+        params = job.request.kv_transfer
+        if params and params.get("do_remote_prefill"):
+            job.imported = await pull(self._client(), params)
+        finished = await self._driver.generate(job)
+        answer, kv = completion_body(job.request.request_id, finished.completion), finished.kv
+        if kv is not None:
+            self._exports.put(job.request.request_id, kv)
+            host, port = self.advertise
+            answer["kv_transfer_params"] = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_engine_id": f"{host}:{port}",
+                "remote_request_id": job.request.request_id,
+                "remote_block_ids": [],
+                "remote_host": host,
+                "remote_port": port,
+                "remote_num_tokens": len(kv.token_ids),
+                "transfer_mode": "pull",
+                "weight_version": kv.version,
+            }
+        return answer
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        return _json(await self.generate(await _body(request), request.headers.get("X-Session-ID", "")))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        ids = (await _body(request)).get("request_ids")
+        if ids is not None and not isinstance(ids, list):
+            raise EngineError("request_ids must be a list", retryable=False)
+        await self._driver.abort([strip_prefix(str(i)) for i in ids] if ids else None)
+        return _json({"status": "ok"})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = request.query.get("mode", "abort")
+        if mode not in set(PauseMode):
+            raise EngineError(f"pause mode {mode!r} is unknown", retryable=False, remedy="use keep, wait or abort")
+        await self._driver.pause(PauseMode(mode))
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await self._driver.resume()
+        return _json({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return _json({"is_paused": self._driver.paused})
+
+    async def _init_transfer(self, request: web.Request) -> web.Response:
+        return _json({"message": "weights are read from published directories: nothing to set up"})
+
+    async def _start_update(self, request: web.Request) -> web.Response:
+        self._updating, self._staged = True, None
+        return _json({"message": "weight update started"})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        """Read a published directory into memory. Nothing changes for requests until `/finish_weight_update`."""
+        if not self._updating:
+            raise EngineError("no weight update was started", retryable=False, remedy="POST /start_weight_update first")
+        path = ((await _body(request)).get("update_info") or {}).get("path")
+        if not isinstance(path, str):
+            raise EngineError("update_info.path must name a published directory", retryable=False)
+        tensors = await asyncio.get_running_loop().run_in_executor(None, self._read, path)
+        self._staged = (path, tensors)
+        return _json({"message": f"staged {path}"})
+
+    async def _finish_update(self, request: web.Request) -> web.Response:
+        """Swap the staged weights in between two steps, as one version."""
+        if not self._updating or self._staged is None:
+            raise EngineError("no weights are staged", retryable=False, remedy="POST /update_weights first")
+        version = (await _body(request)).get("weight_version")
+        if not str(version).isdigit():
+            raise EngineError(f"weight_version is {version!r}, it must be an integer", retryable=False)
+        path, tensors = self._staged
+        await self._driver.apply(lambda: self._runner.load(tensors, int(str(version))))
+        self._staged, self._updating, self.model = None, False, path
+        return _json({"message": f"weights are version {version}", "weight_version": int(str(version))})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return _json({"weight_version": self._runner.version, "path": self.model})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        running = request.query.get("reset_running_requests", "false").lower() == "true"
+        done = await self._driver.apply(lambda: self._runner.reset_prefix_cache(running=running))
+        return _json({"success": done})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self._exports.sweep()
+        text = metrics.render(
+            self._runner, held=self._driver.held, paused=self._driver.paused, pending_kv=len(self._exports)
+        )
+        return web.Response(text=text, content_type="text/plain")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [
+            {"id": self.model, "object": "model", "max_model_len": self._runner.context}
+        ]})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        session = str((await _body(request)).get("session", ""))
+        return _json({"released": await self._driver.apply(lambda: self._runner.release(session))})
+
+    async def _kv(self, request: web.Request) -> web.Response:
+        name = request.query.get("request_id", "")
+        block = self._exports.take(name)
+        if block is None:
+            raise web.HTTPNotFound(text=f"no KV of request {name!r} is waiting here")
+        return web.Response(body=encode_block(block), content_type="application/octet-stream")
+
+    async def _stream(self, request: web.Request) -> web.Response:
+        return _json({"port": self._stream_port}, status=200 if self._stream_port else 404)
+
+    def _next_id(self) -> str:
+        """A name for a request that came without one."""
+        self._count += 1
+        return f"request-{self._count}"
+
+    def _read(self, path: str) -> dict[str, Tensor]:
+        """Tensors of a complete directory of this very architecture; EngineError otherwise."""
+        try:
+            require_complete(path)
+            if read_architecture(path) != self._runner.network.architecture:
+                raise UsageError(f"{path} is another architecture than the engine's")
+            tensors = read_tensors(path)
+            self._runner.network.check(tensors)
+        except UsageError as error:
+            raise EngineError(str(error), retryable=False) from error
+        return tensors
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession()
+        return self._http
+
+    async def _close(self, app: web.Application) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """EngineErrors become JSON: 400 for a request that can never run here, 503 for one that may elsewhere or later."""
+    try:
+        return await handler(request)
+    except EngineError as error:
+        status = 503 if error.retryable else 400
+        return _json(error_body(error, status), status=status)
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    raw = await request.read()
+    if not raw:
+        return {}
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise EngineError(f"the body is not JSON: {error}", retryable=False) from None
+    if not isinstance(value, dict):
+        raise EngineError("the body must be a JSON object", retryable=False)
+    return value
+
+
+def _json(value: object, *, status: int = 200) -> web.Response:
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")

@@ -1,0 +1,140 @@
+"""Which sequence lies in which slot: tokens, progress and limits as arrays, sessions and their eviction.
+
+A slot is free, idle (the prefix KV of a session between turns) or active (a request). A session keeps its slot
+until it is released, its weights are replaced, or a request needs the slot: then the session that was used least
+recently goes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SlotTable", "State"]
+
+STOPS = 8
+"""Stop ids per slot at the start; the array grows when a request brings more."""
+
+
+class State(enum.IntEnum):
+    FREE = 0
+    IDLE = 1
+    ACTIVE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    slot: int
+    salt: str | None
+
+
+class SlotTable:
+    """Arrays by slot. Invariant: KV of `tokens[s, :kv[s]]` is in the cache, `kv[s] < known[s]` while active.
+
+    `known` counts tokens (prompt and sampled), `prompt` the prompt's, `limit` is `known` at which the request ends,
+    `version` the weights that drew its latest token (-1 before the first).
+    Not thread safe: owned by the runner.
+    """
+
+    def __init__(self, slots: int, context: int) -> None:
+        self.slots, self.context = slots, context
+        self.tokens = np.zeros((slots, context + 1), np.int64)
+        self.logprobs = np.zeros((slots, context + 1), np.float32)
+        self.state = np.zeros(slots, np.int8)
+        self.kv = np.zeros(slots, np.int64)
+        self.known = np.zeros(slots, np.int64)
+        self.prompt = np.zeros(slots, np.int64)
+        self.limit = np.zeros(slots, np.int64)
+        self.arrival = np.zeros(slots, np.int64)
+        self.version = np.full(slots, -1, np.int64)
+        self.temperature = np.zeros(slots, np.float32)
+        self.top_p = np.ones(slots, np.float32)
+        self.seed = np.zeros(slots, np.uint64)
+        self.stops = np.full((slots, STOPS), -1, np.int64)
+        self._free = list(range(slots - 1, -1, -1))
+        self._idle: OrderedDict[str, _Prefix] = OrderedDict()
+
+    def active(self) -> npt.NDArray[np.int64]:
+        """Slots with a request, ascending."""
+        return np.flatnonzero(self.state == State.ACTIVE)
+
+    def used_tokens(self) -> int:
+        """Positions that hold valid KV, idle sessions included."""
+        return int(self.kv.sum())
+
+    def idle_sessions(self) -> int:
+        return len(self._idle)
+
+    def acquire(self, session: str, salt: str | None, prompt: npt.NDArray[np.int64]) -> tuple[int, int] | None:
+        """A slot for a prompt and how many of its tokens are cached there; None if every slot is active.
+
+        The cached prefix is compared token by token, and its salt must be equal. At least one token is left to
+        compute, since the KV alone gives no logits.
+        """
+        held = self._idle.pop(session, None)
+        if held is not None:
+            cached = 0
+            if held.salt == salt:
+                upto = min(int(self.kv[held.slot]), len(prompt) - 1)
+                differs = np.flatnonzero(self.tokens[held.slot, :upto] != prompt[:upto])
+                cached = int(differs[0]) if len(differs) else upto
+            return self._claim(held.slot, prompt, cached)
+        if self._free:
+            return self._claim(self._free.pop(), prompt, 0)
+        if self._idle:
+            _, evicted = self._idle.popitem(last=False)
+            return self._claim(evicted.slot, prompt, 0)
+        return None
+
+    def retire(self, slot: int, session: str, salt: str | None) -> None:
+        """The request is over: its slot becomes the session's prefix, or free if there is none to keep."""
+        if not session or self.kv[slot] == 0 or session in self._idle:
+            self.discard(slot)
+            return
+        self.state[slot] = State.IDLE
+        self._idle[session] = _Prefix(slot, salt)
+
+    def discard(self, slot: int) -> None:
+        self.state[slot] = State.FREE
+        self.kv[slot] = 0
+        self._free.append(slot)
+
+    def release(self, session: str) -> bool:
+        """Free an idle session's slot. False if it holds none."""
+        held = self._idle.pop(session, None)
+        if held is not None:
+            self.discard(held.slot)
+        return held is not None
+
+    def drop_idle(self) -> None:
+        """Free every idle session: its KV is of no use any more."""
+        for held in self._idle.values():
+            self.discard(held.slot)
+        self._idle.clear()
+
+    def limits(
+        self, slot: int, *, limit: int, temperature: float, top_p: float, seed: int, stops: tuple[int, ...],
+        arrival: int,
+    ) -> None:
+        """Set how the request in a slot is sampled, when it ends, and its turn in the queue."""
+        self.limit[slot], self.temperature[slot], self.top_p[slot] = limit, temperature, top_p
+        self.arrival[slot] = arrival
+        self.seed[slot] = np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+        if len(stops) > self.stops.shape[1]:
+            grown = np.full((self.slots, 2 * len(stops)), -1, np.int64)
+            grown[:, : self.stops.shape[1]] = self.stops
+            self.stops = grown
+        self.stops[slot] = -1
+        self.stops[slot, : len(stops)] = stops
+
+    def _claim(self, slot: int, prompt: npt.NDArray[np.int64], cached: int) -> tuple[int, int]:
+        n = len(prompt)
+        self.tokens[slot, :n] = prompt
+        self.state[slot] = State.ACTIVE
+        self.kv[slot], self.known[slot], self.prompt[slot] = cached, n, n
+        self.version[slot] = -1
+        return slot, cached

@@ -1,0 +1,127 @@
+"""The fast way in: many requests over one TCP connection, answered as they end.
+
+An agent's turn on a tiny model computes for less than 0.1 ms; an HTTP exchange costs several times that. Here all
+requests of one loop iteration travel as one frame, and so do all answers of one step. A frame is its length (4
+bytes, little endian) and a msgpack list of messages, each a list that starts with its kind:
+
+    g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt
+    a  request_ids to abort: they are answered with what they have
+    x  number of a request that nobody waits for any more: it is not answered
+    r  session to release
+    c  number, token_ids, logprobs, [[version, start, end]], finish, prompt_tokens, cached_tokens
+    e  number, error message, retryable
+
+`GET /rollart/stream` names the port. Messages of one connection are handled in order; losing it aborts its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgpack
+
+from rollart.engine.driver import Driver
+from rollart.engine.jobs import Finished, Job
+from rollart.engine.protocol import job_of, strip_prefix
+from rollart.errors import EngineError
+
+__all__ = ["Stream"]
+
+MAX_FRAME = 64 * 2**20
+"""Longest frame, bytes: a length beyond it is not our protocol."""
+
+GENERATE = ("max_tokens", "temperature", "top_p", "seed", "stop_token_ids", "allowed_token_ids")
+
+
+class Stream(asyncio.Protocol):
+    """One connection. Lives on the driver's loop; writes are buffered by the transport, bounded by the requests that
+    the peer has in flight."""
+
+    def __init__(self, driver: Driver, next_id: Callable[[], str]) -> None:
+        self._driver, self._next_id = driver, next_id
+        self._transport: asyncio.Transport | None = None
+        self._incoming = bytearray()
+        self._outgoing: list[Sequence[object]] = []
+        self._mine: dict[int, Job] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        jobs, self._mine = self._mine, {}
+        for job in jobs.values():
+            self._driver.discard(job.request.request_id)
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        while len(self._incoming) >= 4:
+            size = int.from_bytes(self._incoming[:4], "little")
+            if size > MAX_FRAME:
+                return self._close()
+            if len(self._incoming) < 4 + size:
+                return None
+            frame = bytes(self._incoming[4 : 4 + size])
+            del self._incoming[: 4 + size]
+            try:
+                for message in msgpack.unpackb(frame):
+                    self._handle(message)
+            except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+                return self._close()
+        return None
+
+    def _handle(self, message: list[Any]) -> None:
+        kind = message[0]
+        if kind == "g":
+            self._generate(message[1:])
+        elif kind == "a":
+            self._driver.abort_soon([strip_prefix(str(name)) for name in message[1]])
+        elif kind == "x":
+            job = self._mine.pop(message[1], None)
+            if job is not None:
+                self._driver.discard(job.request.request_id)
+        elif kind == "r":
+            self._driver.release_soon(str(message[1]))
+        else:
+            raise ValueError(f"unknown message kind {kind!r}")
+
+    def _generate(self, fields: list[Any]) -> None:
+        number, name, session, token_ids, *sampling, salt = fields
+        body = {
+            "request_id": name, "token_ids": token_ids, "cache_salt": salt,
+            "sampling_params": dict(zip(GENERATE, sampling, strict=True)),
+        }
+        try:
+            job = job_of(body, session=str(session), fallback_id=self._next_id())
+            self._mine[number] = job
+            self._driver.submit(job, lambda result: self._deliver(number, result))
+        except EngineError as error:
+            self._mine.pop(number, None)
+            self._send(("e", number, str(error), error.retryable))
+
+    def _deliver(self, number: int, result: Finished | EngineError) -> None:
+        self._mine.pop(number, None)
+        if isinstance(result, EngineError):
+            self._send(("e", number, str(result), result.retryable))
+            return
+        c = result.completion
+        spans = [(s.version, s.start, s.end) for s in c.spans]
+        self._send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, c.prompt_tokens, c.cached_tokens))
+
+    def _send(self, message: Sequence[object]) -> None:
+        """Queue a message; all of one loop iteration leave in one write."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        messages, self._outgoing = self._outgoing, []
+        if self._transport is not None:
+            frame = msgpack.packb(messages)
+            self._transport.write(len(frame).to_bytes(4, "little") + frame)
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,115 @@
+"""The error tree of rollart.
+
+RollartError                      exit code
+├── UsageError                    2   the command line asks for something that is not there
+│   └── SpecError                 2   a spec breaks a rule: carries file, line, column, value, rule, hint
+├── ProviderError                 3   a provider or its credentials refused
+├── BudgetExceeded                4
+├── FaultRateExceeded             5   the share of infrastructure faults passed the run's threshold
+├── Interrupted                 130
+└── RunFailed                     1
+    ├── PartDied                  1   a process that the run needs is gone and may not be restarted again
+    ├── LeaseExpired              1   a wait passed its deadline and its action was to fail the run
+    ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
+    ├── EngineError               1   an engine answered with an error
+    └── TrainerError              1
+
+A message states what happened with the value, and `remedy` says what to do. Both are one line.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetExceeded",
+    "EngineError",
+    "FaultRateExceeded",
+    "Interrupted",
+    "LeaseExpired",
+    "PartDied",
+    "ProviderError",
+    "RollartError",
+    "RunFailed",
+    "SpecError",
+    "StorageFailed",
+    "TrainerError",
+    "UsageError",
+]
+
+
+class RollartError(Exception):
+    """Base of every error a user may see: one line of cause, one of remedy, an exit code."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+
+class UsageError(RollartError):
+    exit_code = 2
+
+
+class SpecError(UsageError):
+    """A spec breaks a rule. `where` is `file:line:column`, or '' for an override or a default."""
+
+    def __init__(self, message: str, *, where: str = "", remedy: str = "") -> None:
+        super().__init__(f"{where}: {message}" if where else message, remedy=remedy)
+        self.where = where
+
+
+class ProviderError(RollartError):
+    exit_code = 3
+
+
+class BudgetExceeded(RollartError):
+    exit_code = 4
+
+
+class FaultRateExceeded(RollartError):
+    exit_code = 5
+
+
+class Interrupted(RollartError):
+    exit_code = 130
+
+
+class RunFailed(RollartError):
+    exit_code = 1
+
+
+class PartDied(RunFailed):
+    """A process that the run needs is gone. `part` names it."""
+
+    def __init__(self, part: str, message: str, *, remedy: str = "") -> None:
+        super().__init__(f"{part}: {message}", remedy=remedy)
+        self.part = part
+
+
+class LeaseExpired(RunFailed):
+    """A wait passed its deadline. `owner` holds it, `waiting_for` says what for."""
+
+    def __init__(self, owner: str, waiting_for: str, seconds: float, *, remedy: str = "") -> None:
+        super().__init__(f"{owner} waited {seconds:.1f} s for {waiting_for}", remedy=remedy)
+        self.owner = owner
+        self.waiting_for = waiting_for
+
+
+class StorageFailed(RunFailed):
+    pass
+
+
+class EngineError(RunFailed):
+    """An engine refused or failed a request. `retryable` says whether another engine may succeed."""
+
+    def __init__(self, message: str, *, retryable: bool, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.retryable = retryable
+
+
+class TrainerError(RunFailed):
+    pass

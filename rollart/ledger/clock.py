@@ -1,0 +1,143 @@
+"""Meters: what turns "the engine is busy now" into intervals, and engine time into trajectories' shares of it."""
+
+from __future__ import annotations
+
+from rollart.ledger.intervals import State
+from rollart.ports import Clock, Interval, Recorder, RunEvent
+
+__all__ = ["RESOURCE_CLOSED", "RESOURCE_OPENED", "EngineShares", "ResourceClock"]
+
+RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
+"""Events that bound a resource's life: between them its intervals tile."""
+
+
+class ResourceClock:
+    """One resource's state machine. From construction to `close` it is in exactly one state.
+
+    Every change of state or cause emits the interval that ended, so intervals tile by construction. Not for several
+    threads; the one task that drives the resource owns it.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        resource: str,
+        recorder: Recorder,
+        clock: Clock,
+        units: float = 1.0,
+        usd_per_unit_hour: float = 0.0,
+        state: str = State.STARTUP,
+        cause: str = "",
+    ) -> None:
+        self._role, self._resource = role, resource
+        self._recorder, self._clock = recorder, clock
+        self._units, self._price = units, usd_per_unit_hour
+        self._state, self._cause = str(state), cause
+        self._since = self._opened = clock()
+        self._closed = False
+        self._event(RESOURCE_OPENED)
+
+    @property
+    def resource(self) -> str:
+        return self._resource
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    def enter(self, state: str, cause: str = "") -> None:
+        """From now on the resource is in `state`. Nothing happens if it already was, or after `close`."""
+        if (state == self._state and cause == self._cause) or self._closed:
+            return
+        self.flush()
+        self._state, self._cause = str(state), cause
+
+    def flush(self) -> None:
+        """Emit the open interval up to now and stay in its state, so that a report of a live run is current."""
+        now = self._clock()
+        if now > self._since and not self._closed:
+            self._recorder.interval(
+                Interval(
+                    self._role, self._resource, self._since, now, self._state, self._cause, self._units, self._price
+                )
+            )
+            self._since = now
+
+    def close(self) -> None:
+        """The resource is given back: nothing is paid from now on. May be called again."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        self._event(RESOURCE_CLOSED)
+
+    def _event(self, kind: str) -> None:
+        fields: dict[str, str | int | float | bool | None] = {
+            "role": self._role,
+            "units": self._units,
+            "usd_per_unit_hour": self._price,
+        }
+        self._recorder.event(RunEvent(self._since, kind, self._resource, fields))
+
+
+class EngineShares:
+    """Charges an engine's busy time to the requests in it: each of n requests in flight pays 1/n of every second.
+
+    A virtual accumulator grows by dt/n; a request's share is what it grew by while the request was there. O(1) per
+    event. The shares of all requests add up to the busy seconds. While held (weight update) nobody pays, and the
+    engine's clock is in the state that holds it. Drives the engine's `ResourceClock` between busy and idle.
+    """
+
+    def __init__(self, resource: ResourceClock, *, clock: Clock) -> None:
+        self._resource, self._clock = resource, clock
+        self._grown = 0.0
+        self._at = clock()
+        self._entered: dict[str, float] = {}
+        self._held = False
+        self.busy_seconds = 0.0
+        """Seconds with at least one request in flight, held time left out."""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._entered)
+
+    def begin(self, request: str) -> None:
+        """The request is in flight from now on. ValueError if it already is."""
+        if request in self._entered:
+            raise ValueError(f"request {request} is already in flight")
+        self._advance()
+        self._entered[request] = self._grown
+        self._settle()
+
+    def end(self, request: str) -> float:
+        """The request has left; its share in engine seconds. 0 for one that is not in flight."""
+        self._advance()
+        share = self._grown - self._entered.pop(request, self._grown)
+        self._settle()
+        return share
+
+    def hold(self, state: str = State.SYNC, cause: str = "") -> None:
+        """Nobody is served from now on: the engine is in `state`."""
+        self._advance()
+        self._held = True
+        self._resource.enter(state, cause)
+
+    def release(self) -> None:
+        """Serving goes on."""
+        self._advance()
+        self._held = False
+        self._settle()
+
+    def _advance(self) -> None:
+        now = self._clock()
+        if self._entered and not self._held:
+            self._grown += (now - self._at) / len(self._entered)
+            self.busy_seconds += now - self._at
+        self._at = now
+
+    def _settle(self) -> None:
+        if not self._entered:
+            self._grown = 0.0  # nobody holds a mark: start over, so that precision does not wear off
+        if not self._held:
+            self._resource.enter(State.BUSY if self._entered else State.IDLE)

@@ -1,0 +1,224 @@
+"""The ledger's database file: opening, healing after a crash, and one transaction per flush. No threads here."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.errors import RollartError, StorageFailed, UsageError
+from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
+from rollart.ledger.codec import decode_sample
+from rollart.ledger.intervals import State
+from rollart.ledger.prices import PriceBook
+from rollart.ledger.segments import Segments
+from rollart.ledger.tables import LIVE, SCHEMA, SCHEMA_VERSION, Rows, insert
+from rollart.model import TrainSample
+from rollart.ports import Recovered
+
+__all__ = ["FILE", "Database", "Operation"]
+
+FILE = "ledger.sqlite"
+
+Operation = Callable[["Database"], Any]
+"""A change that someone waits for, run inside the flush's transaction."""
+
+
+class Database:
+    """One run's ledger file, opened for writing by exactly one process (a file lock says so).
+
+    `now` is the loop's second at opening; it becomes the run's last known second (0 for a new run), so that times in
+    the file go on where a resumed run stopped. Opening closes the books of what a crash cut off. Without `sync` a
+    transaction survives kill -9 but not a power cut.
+
+    Errors: StorageFailed for anything the disk or SQLite refuses; UsageError when another process holds the run.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        now: float,
+        config: Mapping[str, Any] | None = None,
+        prices: PriceBook | None = None,
+        sync: bool = True,
+    ) -> None:
+        self.directory = directory
+        self._prices = prices
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / "ledger.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StorageFailed(
+                f"{directory}: the run directory cannot be written: {error.strerror}",
+                remedy="choose another place with --runs-dir",
+            ) from None
+        try:
+            self._take_lock()
+            self.segments = Segments(directory / "segments")
+            self.connection = self._open(config, "FULL" if sync else "NORMAL")
+            self._clock = self._last_second()
+            self._shift = self._clock - now
+            self._heal()
+            self.spent_usd = self._spent()
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise self._failed(error) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def write(self, recorded: Sequence[Any], operations: Sequence[Operation]) -> list[Any]:
+        """Everything in one durable transaction; the operations' results, or the RollartError that refused one.
+
+        A refused operation leaves no trace and the others stand. StorageFailed means that nothing was written.
+        """
+        results: list[Any] = []
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            rows = Rows(recorded, self._shift)
+            insert(self.connection, rows)
+            for operation in operations:
+                results.append(self._guarded(operation))
+            self.segments.sync()
+            self.connection.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            self._roll_back()
+            raise self._failed(error) from None
+        except BaseException:
+            self._roll_back()
+            raise
+        self.spent_usd += rows.usd + sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
+        return results
+
+    def recover(self) -> Recovered | None:
+        """See `Journal.recover`; `clock` is the run's second at opening."""
+        last = self.connection.execute("SELECT version, step FROM versions ORDER BY version DESC LIMIT 1").fetchone()
+        if last is None:
+            return None
+        rows = self.connection.execute(
+            f"SELECT s.payload, s.segment, s.offset FROM samples s LEFT JOIN groups g ON g.id = s.grp "
+            f"WHERE s.state = {LIVE} AND coalesce(g.state, {LIVE}) = {LIVE} ORDER BY s.rowid"
+        ).fetchall()
+        self.segments.keep({segment for _, segment, _ in rows if segment is not None})
+        pending = self.connection.execute(f"SELECT id, domain, seed FROM groups WHERE state = {LIVE} ORDER BY rowid")
+        drawn = self.connection.execute("SELECT domain, count(*) FROM groups GROUP BY domain ORDER BY min(rowid)")
+        return Recovered(
+            version=last[0],
+            step=last[1],
+            samples=tuple(self._sample(*row) for row in rows),
+            pending=tuple((g, d, s) for g, d, s in pending.fetchall()),
+            seeds_drawn=dict(drawn.fetchall()),
+            clock=self._clock,
+        )
+
+    def close(self) -> None:
+        self.segments.close()
+        self.connection.close()
+        os.close(self._lock)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                f"{self.directory}: another process is writing this run", remedy="wait for it, or `rollart stop` it"
+            ) from None
+
+    def _open(self, config: Mapping[str, Any] | None, synchronous: str) -> sqlite3.Connection:
+        path = self.directory / FILE
+        try:
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA synchronous = {synchronous}")
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+                connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
+                connection.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
+            found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+            if found is None or found[0] != str(SCHEMA_VERSION):
+                raise StorageFailed(
+                    f"{path}: schema version {found and found[0]} (rule: {SCHEMA_VERSION})",
+                    remedy="resume with the rollart that wrote it",
+                )
+            if config is not None:
+                connection.execute("INSERT OR REPLACE INTO meta VALUES ('config', ?)", (json.dumps(dict(config)),))
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
+        return connection
+
+    def _guarded(self, operation: Operation) -> Any:
+        self.connection.execute("SAVEPOINT operation")
+        try:
+            result = operation(self)
+        except RollartError as refused:
+            self.connection.execute("ROLLBACK TO operation")
+            result = refused
+        self.connection.execute("RELEASE operation")
+        return result
+
+    def _roll_back(self) -> None:
+        try:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            pass  # the first error says more
+
+    def _failed(self, error: Exception) -> StorageFailed:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        remedy = (
+            "free some disk space, then continue with --resume"
+            if "full" in text or "space" in text
+            else ("check the disk and the directory's permissions, then continue with --resume")
+        )
+        if "malformed" in text or "not a database" in text:
+            remedy = "restore the run directory from a backup"
+        return StorageFailed(f"{self.directory / FILE}: {text}", remedy=remedy)
+
+    def _last_second(self) -> float:
+        latest = self.connection.execute(
+            "SELECT max((SELECT coalesce(max(t1), 0) FROM intervals), (SELECT coalesce(max(t), 0) FROM events),"
+            " (SELECT coalesce(max(t1), 0) FROM trajectories))"
+        ).fetchone()[0]
+        return float(latest)
+
+    def _spent(self) -> float:
+        """Dollars of everything in the file."""
+        intervals = self.connection.execute("SELECT sum((t1 - t0) * units * price / 3600.0) FROM intervals").fetchone()
+        calls = self.connection.execute(
+            "SELECT provider, sum(billed_s), memory_mb, count(*) FROM invocations GROUP BY provider, memory_mb"
+        ).fetchall()
+        return float(intervals[0] or 0.0) + sum(self._bill(*call) for call in calls)
+
+    def _bill(self, provider: str, billed_s: float, memory_mb: int, requests: int) -> float:
+        if self._prices is None:
+            return 0.0
+        return self._prices.function_usd(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
+
+    def _heal(self) -> None:
+        """Resources that were open when the run died: the time that nobody recorded is `down`, cause `crash`."""
+        self.connection.execute(
+            f"""INSERT INTO intervals
+            SELECT json_extract(o.fields, '$.role'), o.subject, max(o.t, coalesce(i.t1, 0)), ?, '{State.DOWN}', 'crash',
+                   json_extract(o.fields, '$.units'), json_extract(o.fields, '$.usd_per_unit_hour')
+            FROM (SELECT subject, t, fields, max(rowid) AS n FROM events WHERE kind = '{RESOURCE_OPENED}'
+                  GROUP BY subject) o
+            LEFT JOIN (SELECT resource, max(t1) AS t1 FROM intervals GROUP BY resource) i ON i.resource = o.subject
+            WHERE max(o.t, coalesce(i.t1, 0)) < ?
+              AND NOT EXISTS (SELECT 1 FROM events c WHERE c.kind = '{RESOURCE_CLOSED}' AND c.subject = o.subject
+                              AND c.rowid > o.n)""",
+            (self._clock, self._clock),
+        )
+
+    def _sample(self, payload: bytes | None, segment: int | None, offset: int | None) -> TrainSample:
+        if segment is not None and offset is not None:
+            payload = self.segments.read(segment, offset)
+        try:
+            return decode_sample(payload or b"")
+        except ValueError as error:
+            raise StorageFailed(
+                f"{self.directory / FILE}: {error}", remedy="restore the run directory from a backup"
+            ) from None

@@ -1,0 +1,138 @@
+"""The ledger without a disk: same rules, for tests and simulations. Passes the ledger's own contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.errors import RunFailed
+from rollart.model import Group, TrainSample, TrajectoryId
+from rollart.ports import Interval, Recovered, RunEvent
+from serverless.types import Invocation
+
+__all__ = ["Charge", "MemoryRecorder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One trajectory's row."""
+
+    trajectory: TrajectoryId
+    domain: str
+    outcome: str
+    v0: int
+    engine_seconds: float
+    turns: int
+    prompt_tokens: int
+    action_tokens: int
+    success: bool | None
+    score: float | None
+    purpose: str
+    t0: float
+    t1: float
+
+
+@dataclass(slots=True)
+class _GroupState:
+    domain: str
+    seed: int
+    state: str = "live"
+
+
+@dataclass(slots=True)
+class MemoryRecorder:
+    """`Recorder` and `Journal` in lists and dicts; what was recorded is open to tests."""
+
+    intervals: list[Interval] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
+    charges: list[Charge] = field(default_factory=list)
+    invocations: list[Invocation] = field(default_factory=list)
+    versions: list[tuple[int, int, Mapping[str, float]]] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    _groups: dict[str, _GroupState] = field(default_factory=dict)
+    _samples: dict[str, TrainSample] = field(default_factory=dict)
+    _gone: dict[str, str] = field(default_factory=dict)
+
+    def interval(self, interval: Interval) -> None:
+        self.intervals.append(interval)
+
+    def event(self, event: RunEvent) -> None:
+        self.events.append(event)
+
+    def invocation(self, invocation: Invocation) -> None:
+        self.invocations.append(invocation)
+
+    def charge(
+        self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
+        turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
+        purpose: str, t0: float, t1: float,
+    ) -> None:  # fmt: skip
+        self.charges.append(
+            Charge(trajectory, domain, outcome, v0, engine_seconds, turns, prompt_tokens, action_tokens, success,
+                   score, purpose, t0, t1)
+        )  # fmt: skip
+
+    async def admit(self, group: str, domain: str, seed: int) -> None:
+        known = self._groups.setdefault(group, _GroupState(domain, seed))
+        if (known.domain, known.seed, known.state) != (domain, seed, "live"):
+            raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
+
+    async def finish(self, sample: TrainSample) -> None:
+        if sample.id in self._gone:
+            raise RunFailed(f"sample {sample.id} finished after it was {self._gone[sample.id]}")
+        group = self._groups.get(sample.group)
+        if group is not None and group.state != "live":
+            self._gone[sample.id] = "dropped"
+            self._samples.pop(sample.id, None)
+            return
+        self._samples[sample.id] = sample
+
+    async def drop(self, group: str, reason: str) -> None:
+        known = self._groups.get(group)
+        if known is None:
+            raise RunFailed(f"group {group} is dropped but was never admitted")
+        if known.state == "consumed":
+            raise RunFailed(f"group {group} is dropped after it was trained (rule: consumed or dropped, once)")
+        if known.state == "live":
+            known.state = "dropped"
+            self.dropped[group] = reason
+            for sample in [s for s in self._samples.values() if s.group == group]:
+                self._gone[sample.id] = "dropped"
+                del self._samples[sample.id]
+
+    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        if self.versions and version <= self.versions[-1][0]:
+            raise RunFailed(f"version {version} is committed after version {self.versions[-1][0]}")
+        ids = [sample.id for group in consumed for sample in group.samples]
+        groups = [group.id for group in consumed]
+        for id_ in ids:
+            if id_ not in self._samples:
+                raise RunFailed(f"sample {id_} is to be trained, but it was {self._gone.get(id_, 'never finished')}")
+        for group in groups:
+            if group not in self._groups or self._groups[group].state != "live":
+                raise RunFailed(f"group {group} is to be trained, but it is not live")
+        if len(set(ids)) != len(ids) or len(set(groups)) != len(groups):
+            raise RunFailed("a sample or group is twice in the batch (rule: none is trained twice)")
+        for id_ in ids:
+            del self._samples[id_]
+            self._gone[id_] = "trained"
+        for group in groups:
+            self._groups[group].state = "consumed"
+        self.versions.append((version, step, dict(metrics)))
+
+    async def recover(self) -> Recovered | None:
+        if not self.versions:
+            return None
+        drawn: dict[str, int] = {}
+        for group in self._groups.values():
+            drawn[group.domain] = drawn.get(group.domain, 0) + 1
+        live = {name for name, group in self._groups.items() if group.state == "live"}
+        times = [i.t1 for i in self.intervals] + [e.t for e in self.events] + [c.t1 for c in self.charges]
+        return Recovered(
+            version=self.versions[-1][0],
+            step=self.versions[-1][1],
+            samples=tuple(s for s in self._samples.values() if s.group in live or s.group not in self._groups),
+            pending=tuple((name, g.domain, g.seed) for name, g in self._groups.items() if g.state == "live"),
+            seeds_drawn=drawn,
+            clock=max(times, default=0.0),
+        )

@@ -1,0 +1,195 @@
+"""Reading a run's ledger from any process, while it is written or after."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rollart.errors import StorageFailed, UsageError
+from rollart.ledger.database import FILE
+from rollart.ledger.intervals import IntervalSum
+from rollart.ledger.tables import CONSUMED, DROPPED, SCHEMA_VERSION
+from rollart.ports import Interval, RunEvent
+
+__all__ = ["ChargeSum", "InvocationSum", "Reader", "RunFacts", "VersionRow"]
+
+FINISHED = "finished"
+"""Outcome of a trajectory that was scored; what became of its sample is in the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChargeSum:
+    """Trajectories of one domain, purpose, first version and fate, added up.
+
+    `outcome` is the fate: `trained`, `evaluated`, `waiting` (scored, not consumed yet) or the reason of the waste.
+    `judged` of them know whether they succeeded, `successes` did.
+    """
+
+    domain: str
+    purpose: str
+    outcome: str
+    v0: int
+    trajectories: int
+    engine_seconds: float
+    turns: int
+    prompt_tokens: int
+    action_tokens: int
+    judged: int
+    successes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InvocationSum:
+    """Function calls of one function, provider and memory size, added up."""
+
+    function: str
+    provider: str
+    memory_mb: int
+    status: str
+    calls: int
+    items: int
+    cold_starts: int
+    cold_start_s: float
+    billed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """A published version and what was trained into it."""
+
+    version: int
+    step: int
+    groups: int
+    samples: int
+    tokens: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run at a glance."""
+
+    seconds: float
+    version: int | None
+    step: int | None
+    trained_tokens: int
+    trained_samples: int
+    live_groups: int
+    dropped_groups: int
+    live_samples: int
+
+
+class Reader:
+    """Read-only view of one ledger; a consistent snapshot per query. UsageError if the directory holds none."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._path = Path(directory) / FILE
+        if not self._path.is_file():
+            raise UsageError(f"{directory}: no ledger here", remedy="give a run's name or directory")
+        try:
+            self._connection = sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True)
+            found = self._connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
+        if found is None or found[0] != str(SCHEMA_VERSION):
+            raise StorageFailed(f"{self._path}: schema version {found and found[0]} (rule: {SCHEMA_VERSION})")
+
+    def config(self) -> dict[str, Any]:
+        """What the run was started with (`Resolved.to_dict`); empty if it said nothing."""
+        rows = self._query("SELECT value FROM meta WHERE key = 'config'")
+        return dict(json.loads(rows[0][0])) if rows else {}
+
+    def facts(self) -> RunFacts:
+        (row,) = self._query(
+            f"""SELECT max((SELECT coalesce(max(t1), 0) FROM intervals), (SELECT coalesce(max(t), 0) FROM events)),
+            (SELECT max(version) FROM versions), (SELECT max(step) FROM versions),
+            (SELECT coalesce(sum(tokens), 0) FROM versions), (SELECT coalesce(sum(samples), 0) FROM versions),
+            (SELECT count(*) FROM groups WHERE state = 0), (SELECT count(*) FROM groups WHERE state = {DROPPED}),
+            (SELECT count(*) FROM samples s LEFT JOIN groups g ON g.id = s.grp
+             WHERE s.state = 0 AND coalesce(g.state, 0) = 0)"""
+        )
+        return RunFacts(*row)
+
+    def interval_sums(self) -> list[IntervalSum]:
+        """Intervals by (role, resource, state, cause)."""
+        return [
+            IntervalSum(*row)
+            for row in self._query(
+                """SELECT role, resource, state, cause, sum(t1 - t0), sum((t1 - t0) * units),
+                sum((t1 - t0) * units * price / 3600.0), min(t0), max(t1)
+                FROM intervals GROUP BY role, resource, state, cause ORDER BY role, resource, state, cause"""
+            )
+        ]
+
+    def charge_sums(self) -> list[ChargeSum]:
+        """Trajectories by (domain, purpose, fate, first version)."""
+        return [
+            ChargeSum(*row)
+            for row in self._query(
+                f"""SELECT t.domain, t.purpose,
+                CASE WHEN t.outcome <> '{FINISHED}' THEN t.outcome WHEN t.purpose = 'eval' THEN 'evaluated'
+                     WHEN s.state = {CONSUMED} THEN 'trained'
+                     WHEN g.state = {DROPPED} THEN g.reason WHEN s.state = {DROPPED} THEN 'group_dropped'
+                     ELSE 'waiting' END AS fate, t.v0,
+                count(*), sum(t.engine_seconds), sum(t.turns), sum(t.prompt_tokens), sum(t.action_tokens),
+                count(t.success), coalesce(sum(t.success), 0), sum(t.t1 - t.t0)
+                FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
+                LEFT JOIN groups g ON g.id = s.grp
+                GROUP BY t.domain, t.purpose, fate, t.v0 ORDER BY t.domain, t.purpose, fate, t.v0"""
+            )
+        ]
+
+    def invocation_sums(self) -> list[InvocationSum]:
+        """Function calls by (function, provider, memory, status)."""
+        return [
+            InvocationSum(*row)
+            for row in self._query(
+                """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
+                sum(cold_start_s), sum(billed_s)
+                FROM invocations GROUP BY function, provider, memory_mb, status ORDER BY function, provider, status"""
+            )
+        ]
+
+    def versions(self) -> list[VersionRow]:
+        return [
+            VersionRow(version, step, groups, samples, tokens, json.loads(metrics))
+            for version, step, groups, samples, tokens, metrics in self._query(
+                "SELECT version, step, groups, samples, tokens, metrics FROM versions ORDER BY version"
+            )
+        ]
+
+    def intervals(self) -> list[Interval]:
+        """Every interval, in order of time: for timelines and checks."""
+        return [Interval(*row) for row in self._query("SELECT * FROM intervals ORDER BY t0, rowid")]
+
+    def events(self, kind: str | None = None) -> list[RunEvent]:
+        rows = self._query(
+            "SELECT t, kind, subject, fields FROM events WHERE ? IS NULL OR kind = ? ORDER BY t, rowid", kind, kind
+        )
+        return [RunEvent(t, k, subject, json.loads(fields)) for t, k, subject, fields in rows]
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _query(self, sql: str, *parameters: object) -> list[Any]:
+        try:
+            return self._connection.execute(sql, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: sqlite3.Error) -> StorageFailed:
+        return StorageFailed(f"{self._path}: {error}", remedy="check that the run directory is whole and readable")

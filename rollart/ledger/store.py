@@ -1,0 +1,110 @@
+"""The ledger of a run: what adapters record, and the durable state that a resume starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rollart.ledger import tables
+from rollart.ledger.database import Database
+from rollart.ledger.prices import PriceBook
+from rollart.ledger.writer import InlineWriter, ThreadWriter
+from rollart.model import Group, TrainSample, TrajectoryId
+from rollart.ports import Clock, Interval, Recovered, RunEvent
+from serverless.types import Invocation
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """`Recorder` and `Journal` over one SQLite file (WAL, synchronous FULL) in the run's directory.
+
+    Recording is synchronous and buffered: it costs the caller about a microsecond and is durable within a few tens of
+    milliseconds. Journal calls return when their transaction is durable; concurrent ones share it (group commit).
+    Called from one event loop's thread. `inline=True` writes in the caller instead of in a thread
+    and leaves power cuts out, for virtual time.
+
+    `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which go on where a
+    resumed run stopped.
+
+    Errors: StorageFailed (final: every later call raises it, and `watch` too), RunFailed for a change that would break
+    a rule (a sample trained twice), UsageError when another process holds the run.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        clock: Clock,
+        config: Mapping[str, Any] | None = None,
+        prices: PriceBook | None = None,
+        inline: bool = False,
+    ) -> None:
+        database = Database(Path(directory), now=clock(), config=config, prices=prices, sync=not inline)
+        self._database = database
+        self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
+        self.record = self._writer.record
+
+    @property
+    def spent_usd(self) -> float:
+        """Dollars that have reached the file, over all of the run's lives: intervals, and calls where `prices` are
+        known. What open resources have spent since their last change is not in it (`ResourceClock.flush`)."""
+        return self._database.spent_usd
+
+    def interval(self, interval: Interval) -> None:
+        self.record(interval)
+
+    def event(self, event: RunEvent) -> None:
+        self.record(event)
+
+    def invocation(self, invocation: Invocation) -> None:
+        """The bill of one function call; its times are the run's."""
+        self.record(invocation)
+
+    def charge(
+        self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
+        turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
+        purpose: str, t0: float, t1: float,
+    ) -> None:  # fmt: skip
+        self.record(
+            (trajectory, domain, outcome, v0, engine_seconds, turns, prompt_tokens, action_tokens, success, score,
+             purpose, t0, t1)
+        )  # fmt: skip
+
+    async def admit(self, group: str, domain: str, seed: int) -> None:
+        await self._writer.run(lambda db: tables.admit(db.connection, group, domain, seed))
+
+    async def finish(self, sample: TrainSample) -> None:
+        await self._writer.run(lambda db: tables.finish(db.connection, db.segments, sample))
+
+    async def drop(self, group: str, reason: str) -> None:
+        await self._writer.run(lambda db: tables.drop(db.connection, group, reason))
+
+    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        await self._writer.run(lambda db: tables.commit(db.connection, version, step, consumed, metrics))
+
+    async def recover(self) -> Recovered | None:
+        recovered: Recovered | None = await self._writer.run(Database.recover)
+        return recovered
+
+    async def flush(self) -> None:
+        """Returns when everything recorded so far is durable."""
+        await self._writer.run(lambda db: None)
+
+    async def watch(self) -> None:
+        """Waits for ever; raises StorageFailed once writing has failed. A run keeps it in its TaskGroup."""
+        await self._writer.failure()
+
+    def close(self) -> None:
+        """Write what is left and let go of the run; bounded, may be called again."""
+        self._writer.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

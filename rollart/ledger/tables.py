@@ -1,0 +1,171 @@
+"""The ledger's tables, and the row of each thing that is recorded. One place for all SQL that writes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollart.errors import RunFailed
+from rollart.ledger.codec import encode_sample
+from rollart.ledger.segments import INLINE_LIMIT, Segments
+from rollart.model import Group, TrainSample
+from rollart.ports import Interval, RunEvent
+from serverless.types import Invocation
+
+__all__ = ["SCHEMA", "SCHEMA_VERSION", "Rows", "admit", "commit", "drop", "finish", "insert"]
+
+SCHEMA_VERSION = 1
+
+LIVE, CONSUMED, DROPPED = 0, 1, 2
+"""States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
+
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE intervals (
+  role TEXT NOT NULL, resource TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL, state TEXT NOT NULL,
+  cause TEXT NOT NULL, units REAL NOT NULL, price REAL NOT NULL);
+CREATE TABLE events (t REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL, fields TEXT NOT NULL);
+CREATE TABLE trajectories (
+  id TEXT NOT NULL, domain TEXT NOT NULL, outcome TEXT NOT NULL, v0 INTEGER NOT NULL, engine_seconds REAL NOT NULL,
+  turns INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, action_tokens INTEGER NOT NULL, success INTEGER, score REAL,
+  purpose TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL);
+CREATE TABLE invocations (
+  function TEXT NOT NULL, provider TEXT NOT NULL, worker TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL,
+  cold_start_s REAL NOT NULL, billed_s REAL NOT NULL, memory_mb INTEGER NOT NULL, items INTEGER NOT NULL,
+  status TEXT NOT NULL);
+CREATE TABLE groups (
+  id TEXT PRIMARY KEY, domain TEXT NOT NULL, seed INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0,
+  reason TEXT NOT NULL DEFAULT '', version INTEGER);
+CREATE TABLE samples (
+  id TEXT PRIMARY KEY, grp TEXT NOT NULL, domain TEXT NOT NULL, v0 INTEGER NOT NULL, tokens INTEGER NOT NULL,
+  action_tokens INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0, version INTEGER, payload BLOB, segment INTEGER,
+  offset INTEGER);
+CREATE INDEX samples_of_group ON samples (grp);
+CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, groups INTEGER NOT NULL,
+  samples INTEGER NOT NULL, tokens INTEGER NOT NULL, metrics TEXT NOT NULL);
+"""
+
+
+class Rows:
+    """Rows of one flush, by table."""
+
+    def __init__(self, recorded: Sequence[Interval | RunEvent | Invocation | tuple[Any, ...]], shift: float) -> None:
+        """`shift` turns the loop's seconds into the run's."""
+        self.intervals: list[tuple[Any, ...]] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.charges: list[tuple[Any, ...]] = []
+        self.invocations: list[tuple[Any, ...]] = []
+        self.calls: list[Invocation] = []
+        self.usd = 0.0
+        """Cost of the intervals."""
+        for row in recorded:
+            match row:
+                case Interval():
+                    self.usd += row.usd
+                    self.intervals.append(
+                        (row.role, row.resource, row.t0 + shift, row.t1 + shift, row.state, row.cause,
+                         row.units, row.price_usd_per_unit_hour)
+                    )  # fmt: skip
+                case tuple():
+                    self.charges.append((*row[:-2], row[-2] + shift, row[-1] + shift))
+                case RunEvent():
+                    self.events.append((row.t + shift, row.kind, row.subject, json.dumps(dict(row.fields))))
+                case Invocation():
+                    self.calls.append(row)
+                    self.invocations.append(
+                        (row.function, row.provider, row.worker, row.t0 + shift, row.t1 + shift, row.cold_start_s,
+                         row.billed_s, row.memory_mb, row.items, row.status)
+                    )  # fmt: skip
+
+
+def insert(connection: sqlite3.Connection, rows: Rows) -> None:
+    """Append what was recorded."""
+    connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
+    connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
+    connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
+    connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?)", rows.invocations)
+
+
+def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) -> None:
+    """Note an admitted group. Admitting the same live group again (a resume) changes nothing."""
+    known = connection.execute("SELECT domain, seed, state FROM groups WHERE id = ?", (group,)).fetchone()
+    if known is None:
+        connection.execute("INSERT INTO groups (id, domain, seed) VALUES (?,?,?)", (group, domain, seed))
+    elif known != (domain, seed, LIVE):
+        raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
+
+
+def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSample) -> None:
+    """Keep a finished sample. One whose group is gone counts as dropped.
+
+    The same id again replaces a live sample (a resumed run repeats what had gone stale) and never a consumed one.
+    """
+    payload: bytes | None = encode_sample(sample)
+    segment: int | None = None
+    offset: int | None = None
+    assert payload is not None
+    if len(payload) > INLINE_LIMIT:
+        segment, offset = segments.append(payload)
+        payload = None
+    group = connection.execute("SELECT state FROM groups WHERE id = ?", (sample.group,)).fetchone()
+    state = LIVE if group is None or group[0] == LIVE else DROPPED
+    done = connection.execute(
+        "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET grp = excluded.grp, "
+        "v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, state = excluded.state, "
+        f"payload = excluded.payload, segment = excluded.segment, offset = excluded.offset WHERE state = {LIVE}",
+        (sample.id, sample.group, sample.domain, sample.v0, len(sample.token_ids), sum(sample.loss_mask), state, None,
+         payload, segment, offset),
+    )  # fmt: skip
+    if done.rowcount != 1:
+        raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
+
+
+def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:
+    """The group will not be trained; its samples with it. The first reason stays."""
+    state = connection.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
+    if state is None:
+        raise RunFailed(f"group {group} is dropped but was never admitted")
+    if state[0] == CONSUMED:
+        raise RunFailed(f"group {group} is dropped after it was trained (rule: consumed or dropped, once)")
+    if state[0] == LIVE:
+        connection.execute("UPDATE groups SET state = ?, reason = ? WHERE id = ?", (DROPPED, reason, group))
+        connection.execute("UPDATE samples SET state = ?, payload = NULL WHERE grp = ?", (DROPPED, group))
+
+
+def commit(
+    connection: sqlite3.Connection, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]
+) -> None:
+    """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is old."""
+    last = connection.execute("SELECT max(version) FROM versions").fetchone()[0]
+    if last is not None and version <= last:
+        raise RunFailed(f"version {version} is committed after version {last} (rule: versions grow)")
+    samples = [sample for group in consumed for sample in group.samples]
+    _consume(connection, "samples", [s.id for s in samples], version)
+    _consume(connection, "groups", [g.id for g in consumed], version)
+    connection.execute(
+        "INSERT INTO versions VALUES (?,?,?,?,?,?)",
+        (version, step, len(consumed), len(samples), sum(sum(s.loss_mask) for s in samples), json.dumps(dict(metrics))),
+    )
+
+
+def _consume(connection: sqlite3.Connection, table: str, ids: Sequence[str], version: int) -> None:
+    extra = ", payload = NULL" if table == "samples" else ""
+    before = connection.total_changes
+    connection.executemany(
+        f"UPDATE {table} SET state = {CONSUMED}, version = ?{extra} WHERE id = ? AND state = {LIVE}",
+        [(version, id_) for id_ in ids],
+    )
+    if connection.total_changes - before == len(ids):
+        return
+    for id_ in ids:
+        row = connection.execute(f"SELECT state, version FROM {table} WHERE id = ?", (id_,)).fetchone()
+        if row != (CONSUMED, version):
+            what = (
+                "is not in the ledger"
+                if row is None
+                else (f"was trained into version {row[1]}" if row[0] == CONSUMED else "was dropped")
+            )
+            raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {what}")
+    raise RunFailed(f"a {table[:-1]} is twice in the batch of version {version} (rule: none is trained twice)")

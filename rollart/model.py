@@ -1,0 +1,327 @@
+"""The nouns of rollart: what a trajectory is made of and what crosses the ports.
+
+Everything here is a frozen value. Token in, token out: the ids that an engine sampled are the ids that the
+trainer sees; text exists only for environments, rewards and people (design, "Trajectory").
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NewType
+
+from serverless.types import InfraFault, Item, ModelFault, Outcome, Scored
+
+__all__ = [
+    "Abort",
+    "AbortReason",
+    "BatchId",
+    "Completion",
+    "EngineId",
+    "EngineStats",
+    "FinishReason",
+    "GenerateRequest",
+    "Group",
+    "GroupId",
+    "InfraFault",
+    "Item",
+    "ModelFault",
+    "Observation",
+    "Outcome",
+    "PauseMode",
+    "Purpose",
+    "Sample",
+    "Sampling",
+    "Scored",
+    "Segment",
+    "SegmentKind",
+    "Step",
+    "TrainReport",
+    "TrainSample",
+    "Trajectory",
+    "TrajectoryId",
+    "Turn",
+    "VersionSpan",
+    "WeightsRef",
+]
+
+TrajectoryId = NewType("TrajectoryId", str)
+GroupId = NewType("GroupId", str)
+EngineId = NewType("EngineId", str)
+BatchId = NewType("BatchId", int)
+
+Sample = Item
+"""What a reward function is given; `rollart.Sample` is the public name of `serverless.types.Item`."""
+
+
+class SegmentKind(enum.StrEnum):
+    """Who wrote a segment's tokens."""
+
+    PROMPT = "prompt"
+    ACTION = "action"
+    OBSERVATION = "observation"
+
+
+class Purpose(enum.StrEnum):
+    """Why a trajectory runs. Evaluation is scored and shown, and never trained on."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class FinishReason(enum.StrEnum):
+    """Why an engine stopped generating."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(enum.StrEnum):
+    """What a paused engine does with the requests in flight (vLLM's names)."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class AbortReason(enum.StrEnum):
+    """Why a trajectory ended without a sample. Each is a cause of waste in the ledger."""
+
+    STALE = "stale"
+    INFRA_FAULT = "infra_fault"
+    GROUP_DROPPED = "group_dropped"
+    LEASE_EXPIRED = "lease_expired"
+    SHUTDOWN = "shutdown"
+    NO_SIGNAL = "no_signal"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens with one author and one policy version.
+
+    An action that was sampled across a weight update is several segments, one per version (I1).
+    `logprobs` has the length of `token_ids` for actions and is empty otherwise; they are natural logarithms
+    under the distribution that the token was drawn from (after temperature and legal-action mask), fp32.
+    `allowed` are the legal token ids that an action was restricted to, None where all of the vocabulary was legal.
+    """
+
+    kind: SegmentKind
+    turn: int
+    token_ids: tuple[int, ...]
+    policy_version: int | None = None
+    logprobs: tuple[float, ...] = ()
+    allowed: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is SegmentKind.ACTION:
+            if self.policy_version is None or len(self.logprobs) != len(self.token_ids):
+                raise ValueError(
+                    f"an action segment needs a policy version and one log-probability per token, got "
+                    f"version={self.policy_version}, {len(self.logprobs)} for {len(self.token_ids)} tokens"
+                )
+        elif self.logprobs or self.policy_version is not None:
+            raise ValueError(f"a segment of kind {self.kind} was not sampled: it has no version or logprobs")
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """One flag per token: only sampled tokens carry loss."""
+        return (self.kind is SegmentKind.ACTION,) * len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows the policy.
+
+    `actions`, if given, are the legal answers: decoding is restricted to them (each must be one token of the
+    policy's vocabulary). `max_tokens` bounds the answer, the domain's limit applies if it is None.
+    """
+
+    text: str
+    actions: tuple[str, ...] | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers to an action: the next observation, its own reward, and whether it is over.
+
+    `success` is for people and curves (True, False, or None while unknown), never for the loss.
+    `metadata` of the last step reaches the reward functions.
+    """
+
+    observation: Observation
+    reward: float = 0.0
+    done: bool = False
+    success: bool | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange as text: what was shown, what the policy said, what the environment paid."""
+
+    index: int
+    observation: str
+    action: str
+    action_tokens: tuple[str, ...]
+    env_reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode before scoring. `v0` is the policy version of its first generated token."""
+
+    id: TrajectoryId
+    group: GroupId
+    domain: str
+    seed: int
+    purpose: Purpose
+    v0: int
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    success: bool | None
+    final_observation: str
+    metadata: Mapping[str, object]
+    engine_seconds: float = 0.0
+    """Engine time charged to it, seconds of one engine (processor sharing)."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(t for s in self.segments for t in s.token_ids)
+
+    @property
+    def action_token_count(self) -> int:
+        return sum(len(s.token_ids) for s in self.segments if s.kind is SegmentKind.ACTION)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """What the trainer sees of one scored trajectory. All per-token tuples have the length of `token_ids`.
+
+    `logprobs` are the behaviour log-probabilities (0.0 where `loss_mask` is False), `versions` the policy
+    version that sampled each token (-1 elsewhere), `turn` the turn index (-1 for tokens that were not
+    sampled), `rewards` the reward paid at that token. A turn's reward is paid at its last action token.
+    `allowed` gives, for each sampled token, the legal token ids that its log-probability was normalised
+    over, or None where all of the vocabulary was legal; an empty tuple of a whole means no token was restricted.
+    """
+
+    id: TrajectoryId
+    group: GroupId
+    domain: str
+    v0: int
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    turn: tuple[int, ...]
+    rewards: tuple[float, ...]
+    score: float
+    success: bool | None
+    allowed: tuple[tuple[int, ...] | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        lengths = {len(self.loss_mask), len(self.logprobs), len(self.versions), len(self.turn), len(self.rewards)}
+        if lengths != {n} or len(self.allowed) not in (0, n):
+            raise ValueError(f"sample {self.id}: per-token fields of lengths {sorted(lengths)} for {n} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one prompt (GRPO): consumed whole, exactly once, or dropped whole with a reason (I6)."""
+
+    id: GroupId
+    domain: str
+    samples: tuple[TrainSample, ...]
+
+    @property
+    def v0(self) -> int:
+        """The oldest version in the group: the one that staleness is judged by."""
+        return min(s.v0 for s in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next tokens are drawn. `temperature` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One turn's generation. `session` is the trajectory: its engine keeps the prefix KV between turns."""
+
+    request_id: str
+    session: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    cache_salt: str | None = None
+    kv_transfer: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a completion were sampled under `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An engine's answer: sampled ids, their fp32 log-probabilities, and which weights drew which token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish: FinishReason
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    kv_transfer: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """Where a published version lies: a Hugging Face directory (config.json, safetensors) with a completion marker."""
+
+    version: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine started; seconds are of the engine's own compute."""
+
+    running: int
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What one training step did: tokens with loss, seconds of compute, and the metrics by name."""
+
+    trained_tokens: int
+    seconds: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Trajectories that ended without a sample: a count and a reason, never a silence."""
+
+    trajectories: Sequence[TrajectoryId]
+    reason: AbortReason
+    detail: str = ""

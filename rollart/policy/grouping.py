@@ -1,0 +1,53 @@
+"""The life of a group (invariant I6): its members finish, are retried, or the whole group is dropped with a reason."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from rollart.model import AbortReason
+from rollart.policy.staleness import StalenessBound
+
+__all__ = ["GroupDecision", "GroupState"]
+
+
+class GroupDecision(enum.Enum):
+    """What to do with a group after an event."""
+
+    WAIT = "wait"
+    COMPLETE = "complete"
+    RETRY = "retry"
+    DROP = "drop"
+    RESTART_STALE = "restart_stale"
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Counts only. `finished` holds v0 per finished member; `attempts` counts failed attempts of the group."""
+
+    size: int
+    max_attempts: int
+    finished: dict[str, int] = field(default_factory=dict)
+    attempts: int = 0
+
+    def finish(self, member: str, v0: int) -> GroupDecision:
+        """A member is scored. Finishing one member twice is our own bug."""
+        assert member not in self.finished, f"{member} finished twice"
+        self.finished[member] = v0
+        return GroupDecision.COMPLETE if len(self.finished) == self.size else GroupDecision.WAIT
+
+    def fail(self, reason: AbortReason) -> GroupDecision:
+        """A member's attempt failed: try it again in a fresh environment, or give the group up.
+
+        Staleness is not a failure of the prompt, so it does not count as an attempt.
+        """
+        if reason is not AbortReason.STALE:
+            self.attempts += 1
+        return GroupDecision.DROP if self.attempts >= self.max_attempts else GroupDecision.RETRY
+
+    def published(self, version: int, bound: StalenessBound) -> GroupDecision:
+        """A version was published: a group with a finished stale member can never be consumed whole, so it is
+        dropped; otherwise its stale members in flight are restarted."""
+        if any(bound.stale(v0, version) for v0 in self.finished.values()):
+            return GroupDecision.DROP
+        return GroupDecision.RESTART_STALE

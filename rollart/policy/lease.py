@@ -1,0 +1,59 @@
+"""Every wait has an owner, a deadline and an action on expiry. This is the book of them; `runtime.leases` drives it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+__all__ = ["Expiry", "Lease", "LeaseBook"]
+
+
+class Expiry(enum.StrEnum):
+    """What happens when a lease expires: bounded and automatic."""
+
+    RETRY = "retry"
+    GAP_FILL = "gap_fill"
+    RESTART_PART = "restart_part"
+    FAIL_RUN = "fail_run"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Times are loop seconds. `waiting_for` is a phrase for people: 'generate on engine-0'."""
+
+    id: int
+    owner: str
+    waiting_for: str
+    granted: float
+    deadline: float
+    action: Expiry
+
+    def describe(self, now: float) -> str:
+        return (
+            f"{self.owner} waits {now - self.granted:.1f} s for {self.waiting_for} "
+            f"(deadline in {self.deadline - now:.1f} s)"
+        )
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """The open leases, in the order they were granted."""
+
+    open: dict[int, Lease] = field(default_factory=dict)
+    granted: int = 0
+
+    def grant(self, owner: str, waiting_for: str, *, now: float, seconds: float, action: Expiry) -> Lease:
+        self.granted += 1
+        lease = Lease(self.granted, owner, waiting_for, now, now + seconds, action)
+        self.open[lease.id] = lease
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        self.open.pop(lease.id, None)
+
+    def expired(self, now: float) -> tuple[Lease, ...]:
+        return tuple(lease for lease in self.open.values() if lease.deadline <= now)
+
+    def oldest(self, count: int = 5) -> tuple[Lease, ...]:
+        """The longest waits: what a watchdog names first."""
+        return tuple(sorted(self.open.values(), key=lambda x: (x.granted, x.id))[:count])

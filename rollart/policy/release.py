@@ -1,0 +1,33 @@
+"""When a slot of the admission window is freed.
+
+A consumed sample gives its slot back after the publish of the version it was trained into, not when it leaves the
+buffer: otherwise rollout would run a batch ahead of what the staleness bound allows. A dropped or aborted
+sample gives it back at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+__all__ = ["SlotLedger"]
+
+
+@dataclass(slots=True)
+class SlotLedger:
+    """Who holds slots, by group. Pure bookkeeping; a group releases exactly what it was admitted with."""
+
+    held: dict[str, tuple[str, int]] = field(default_factory=dict)
+    outstanding: Counter[str] = field(default_factory=Counter)
+
+    def admit(self, group: str, domain: str, samples: int) -> None:
+        if group in self.held:
+            raise ValueError(f"group {group} already holds slots")
+        self.held[group] = (domain, samples)
+        self.outstanding[domain] += samples
+
+    def release(self, group: str) -> int:
+        """Free the group's slots, returns how many. Releasing twice is our own bug."""
+        domain, samples = self.held.pop(group)
+        self.outstanding[domain] -= samples
+        return samples

@@ -1,0 +1,314 @@
+"""The seams of rollart: what the control plane needs of engines, environments, rewards, trainers, weights,
+recorders and the runtime that starts processes. Adapters implement them; `compose` chooses which.
+
+Every port has one contract suite under `tests/contracts/` that fakes and real adapters both pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rollart.model import (
+    Completion,
+    EngineId,
+    EngineStats,
+    GenerateRequest,
+    Group,
+    Observation,
+    Outcome,
+    PauseMode,
+    Step,
+    TrainReport,
+    TrainSample,
+    Trajectory,
+    TrajectoryId,
+    WeightsRef,
+)
+
+__all__ = [
+    "EVAL_SEEDS_FROM",
+    "ActorSpec",
+    "Clock",
+    "Engine",
+    "Environment",
+    "EnvironmentFactory",
+    "Handle",
+    "Interval",
+    "Journal",
+    "Node",
+    "Recorder",
+    "Recovered",
+    "Rewarder",
+    "RunEvent",
+    "Runtime",
+    "RuntimeEvent",
+    "Tokenizer",
+    "Trainer",
+    "WeightStore",
+]
+
+Clock = Callable[[], float]
+"""Seconds of the loop: `asyncio.get_running_loop().time`. The only clock under rollart."""
+
+
+class Engine(Protocol):
+    """An inference server: token ids in, token ids with log-probabilities and weight versions out.
+
+    Errors: `EngineError` (with `retryable`); cancellation of `generate` aborts the request on the server.
+    """
+
+    @property
+    def id(self) -> EngineId: ...
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests now; their `generate` returns with finish ABORT and the tokens so far."""
+
+    async def release(self, session: str) -> None:
+        """The trajectory is over: its prefix KV may go."""
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, weights: WeightsRef) -> None:
+        """Load a published version. Requests in flight go on with their KV recomputed under the new weights (I5).
+        Call between `pause` and `resume`."""
+
+    async def stats(self) -> EngineStats: ...
+
+    async def healthy(self) -> bool: ...
+
+
+EVAL_SEEDS_FROM = 1 << 30
+"""Seeds from here on are held-out episodes: an environment that can should show them nothing it trains on."""
+
+
+class Environment(Protocol):
+    """One episode's world. Three async methods, nothing to inherit. An exception is an InfraFault."""
+
+    async def reset(self, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> Step: ...
+
+    async def close(self) -> None: ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+class Tokenizer(Protocol):
+    """Text at the borders: observations are encoded once, actions decoded for environments and people."""
+
+    def encode(self, text: str) -> tuple[int, ...]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def token(self, token_id: int) -> str:
+        """The text of one token."""
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that is exactly one token; ValueError otherwise."""
+
+
+class Rewarder(Protocol):
+    """Scores a finished trajectory. Never raises for a failed function: a failure is an InfraFault value."""
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome: ...
+
+
+class Trainer(Protocol):
+    """Owns the optimizer. One step at a time; the policy version is counted by the caller.
+
+    Errors: `TrainerError`.
+    """
+
+    async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
+        """One optimizer step (all epochs and mini-batches) on the samples, starting from `version`."""
+
+    async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
+        """Warm start: cross-entropy on the masked tokens for a number of mini-batches."""
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        """Log-probabilities of each sample's tokens under the current weights (0.0 where masked)."""
+
+    async def publish(self, version: int) -> WeightsRef:
+        """Write the current weights and the optimizer's state as `version`, complete or not at all."""
+
+    async def restore(self, weights: WeightsRef) -> None:
+        """Continue from a published version, optimizer state included."""
+
+
+class WeightStore(Protocol):
+    """Published versions on their way to engines."""
+
+    def path(self, version: int) -> str: ...
+
+    def complete(self, version: int) -> bool:
+        """Whether the version was written whole (its marker is there)."""
+
+    def versions(self) -> list[int]:
+        """Complete versions, ascending."""
+
+    def prune(self, keep: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A stretch of one resource in one state. Seconds of the run's clock; `units` of the resource (cores, GPUs).
+
+    `cause` names the waste when the time bought nothing ('' otherwise). `usd` = (t1 - t0) × units × price.
+    """
+
+    role: str
+    resource: str
+    t0: float
+    t1: float
+    state: str
+    cause: str = ""
+    units: float = 1.0
+    price_usd_per_unit_hour: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.t1 - self.t0
+
+    @property
+    def usd(self) -> float:
+        return (self.t1 - self.t0) * self.units * self.price_usd_per_unit_hour / 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something that happened to the run, attributed: lease expiry, fault, restart, publish, abort, drop."""
+
+    t: float
+    kind: str
+    subject: str
+    fields: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+class Recorder(Protocol):
+    """Where adapters and the runtime report what happened. Synchronous, cheap, never waits for a disk."""
+
+    def interval(self, interval: Interval) -> None: ...
+
+    def event(self, event: RunEvent) -> None: ...
+
+    def charge(
+        self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
+        turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
+        purpose: str, t0: float, t1: float,
+    ) -> None:
+        """One row per trajectory, whatever became of it: what it was charged and how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a resume starts from: the last committed version and the finished samples that it did not consume.
+
+    `seeds_drawn` counts the groups ever admitted, so that a resumed run draws new prompts; `pending` are the
+    groups that were admitted and neither consumed nor dropped, as (group, domain, seed).
+    """
+
+    version: int
+    step: int
+    samples: tuple[TrainSample, ...]
+    pending: tuple[tuple[str, str, int], ...]
+    seeds_drawn: Mapping[str, int]
+    clock: float
+
+
+class Journal(Protocol):
+    """The run's durable state. What these calls return from survives kill -9."""
+
+    async def admit(self, group: str, domain: str, seed: int) -> None: ...
+
+    async def finish(self, sample: TrainSample) -> None:
+        """Keep a finished, scored sample."""
+
+    async def drop(self, group: str, reason: str) -> None: ...
+
+    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """The batch was trained into `version`, which is published: consume its samples in one transaction."""
+
+    async def recover(self) -> Recovered | None:
+        """None for a run that never committed a version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """What a runtime starts: a class, where it may run, and how often it comes back.
+
+    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...).
+    `isolation` "inline" runs it on the caller's loop, "process" in a process of its own. Arguments and results
+    are values: they are copied even inline. `max_restarts` -1 = for ever.
+    """
+
+    name: str
+    factory: str
+    """Import path `package.module:Class`."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    max_task_retries: int = 0
+    max_concurrency: int = 1000
+    isolation: Literal["inline", "process"] = "inline"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A place for actors: labels and what is free of its resources."""
+
+    id: str
+    labels: Mapping[str, str]
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeEvent:
+    kind: Literal["node_up", "node_down", "actor_started", "actor_died", "actor_restarted"]
+    subject: str
+    detail: str = ""
+
+
+class Handle(Protocol):
+    """A running actor. `PartDied` if it is gone and may not come back."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def node(self) -> str: ...
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]: ...
+
+    async def kill(self, *, restart: bool = False) -> None: ...
+
+
+class Runtime(Protocol):
+    """Starts, places, watches and kills actors. Local (asyncio and subprocesses), local on virtual time, Ray."""
+
+    async def start(self) -> None: ...
+
+    async def spawn(self, spec: ActorSpec) -> Handle:
+        """Start an actor. `UsageError` at once when no node could ever hold it."""
+
+    def nodes(self) -> Sequence[Node]: ...
+
+    def events(self) -> AsyncIterator[RuntimeEvent]: ...
+
+    async def put(self, value: Any) -> str: ...
+
+    async def get(self, ref: str) -> Any: ...
+
+    async def close(self) -> None:
+        """Stop every actor and process that this runtime started; bounded."""

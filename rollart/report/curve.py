@@ -1,0 +1,130 @@
+"""Learning curves: success by policy version, per domain, as values, as a line of blocks, and as a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.errors import UsageError
+from rollart.report.rows import Column, Report, RunRows, Table
+
+__all__ = ["Curve", "Point", "curve", "curves", "sparkline", "write_png"]
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Success of `episodes` that started under a version."""
+
+    version: int
+    success: float
+    episodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A domain's points: sampled while training, and greedy on held-out seeds."""
+
+    domain: str
+    training: tuple[Point, ...]
+    evaluation: tuple[Point, ...]
+
+
+def curves(rows: RunRows) -> list[Curve]:
+    """One curve per domain. Training points are by a trajectory's first version."""
+    training: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    for charge in rows.charges:
+        if charge.purpose != "eval" and charge.judged:
+            at = training[charge.domain][charge.v0]
+            at[0] += charge.judged
+            at[1] += charge.successes
+    evaluation: dict[str, dict[int, Point]] = defaultdict(dict)
+    for event in rows.evaluations:
+        version, episodes = _int(event.fields.get("version")), _int(event.fields.get("episodes"))
+        if episodes:
+            rate = _int(event.fields.get("successes")) / episodes
+            evaluation[event.subject][version] = Point(version, rate, episodes)
+    return [
+        Curve(
+            domain,
+            tuple(Point(v, good / n, n) for v, (n, good) in sorted(training[domain].items())),
+            tuple(point for _, point in sorted(evaluation[domain].items())),
+        )
+        for domain in sorted({*training, *evaluation})
+    ]
+
+
+def curve(rows: RunRows) -> Report:
+    """The curve report."""
+    found = curves(rows)
+    summary = Table(
+        "summary",
+        "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)",
+        (Column("domain"), Column("curve"), Column("first", "share"), Column("last", "share"),
+         Column("evaluated_first", "share"), Column("evaluated_last", "share")),
+        tuple(
+            (c.domain, sparkline([p.success for p in c.training]), _at(c.training, 0), _at(c.training, -1),
+             _at(c.evaluation, 0), _at(c.evaluation, -1))
+            for c in found
+        ),
+    )  # fmt: skip
+    points = Table(
+        "points",
+        "Points",
+        (Column("domain"), Column("kind"), Column("version", "count"), Column("success", "share"),
+         Column("episodes", "count")),
+        tuple(
+            (c.domain, kind, p.version, p.success, p.episodes)
+            for c in found
+            for kind, points in (("training", c.training), ("evaluation", c.evaluation))
+            for p in points
+        ),
+    )  # fmt: skip
+    return Report("curve", rows.run, (summary, points))
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Shares of 1 as blocks, averaged down to `width` of them; the scale is always 0 to 1."""
+    if not values:
+        return ""
+    n = min(width, len(values))
+    bins = [values[len(values) * i // n : len(values) * (i + 1) // n] for i in range(n)]
+    means = [sum(b) / len(b) for b in bins]
+    return "".join(BLOCKS[min(len(BLOCKS) - 1, max(0, int(mean * len(BLOCKS))))] for mean in means)
+
+
+def write_png(rows: RunRows, path: str | Path) -> None:
+    """The curves as a picture. UsageError without matplotlib, or where the file cannot be written."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("a picture needs matplotlib", remedy="pip install matplotlib") from None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for i, one in enumerate(curves(rows)):
+        colour = f"C{i}"
+        axes.plot(
+            [p.version for p in one.training], [p.success for p in one.training], colour, alpha=0.6, label=one.domain
+        )
+        axes.plot([p.version for p in one.evaluation], [p.success for p in one.evaluation], "o", color=colour)
+    axes.set(
+        xlabel="policy version", ylabel="success (line: sampled, dots: greedy, held out)", ylim=(0, 1), title=rows.run
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        FigureCanvasAgg(figure).print_png(str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _at(points: Sequence[Point], index: int) -> float | None:
+    return points[index].success if points else None
+
+
+def _int(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0

@@ -1,0 +1,116 @@
+"""Reports as text: tables for people, JSON and CSV for machines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+from rollart.report.rows import Cell, Column, Report, Table
+
+__all__ = ["FORMATS", "SCHEMA_VERSION", "render"]
+
+FORMATS = ("table", "json", "csv")
+
+SCHEMA_VERSION = 1
+"""Of the JSON: grows when a key changes its meaning or goes away, not when one is added."""
+
+
+def render(report: Report, form: str, *, width: int = 110, colour: bool = False) -> str:
+    """The report in one of `FORMATS`, ending in a newline. `width` and `colour` are for tables."""
+    match form:
+        case "json":
+            return json.dumps(_json(report), indent=2, ensure_ascii=False) + "\n"
+        case "csv":
+            return _csv(report)
+        case "table":
+            return _text(report, width, colour)
+        case _:
+            raise ValueError(f"format {form!r} (rule: one of {', '.join(FORMATS)})")
+
+
+def _json(report: Report) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "report": report.kind,
+        "run": report.run,
+        "tables": {
+            table.name: [
+                {column.name: cell for column, cell in zip(table.columns, row, strict=True)} for row in table.rows
+            ]
+            for table in report.tables
+        },
+        "notes": list(report.notes),
+    }
+
+
+def _csv(report: Report) -> str:
+    """Long form, one cell a line, so that tables of different columns fit in one file."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["run", "report", "table", "row", "column", "value"])
+    for table in report.tables:
+        for n, row in enumerate(table.rows):
+            for column, cell in zip(table.columns, row, strict=True):
+                writer.writerow([report.run, report.kind, table.name, n, column.name, "" if cell is None else cell])
+    return out.getvalue()
+
+
+def _text(report: Report, width: int, colour: bool) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False)
+    console.print(Text(f"{report.kind} of {report.run}", style="bold"))
+    for table in report.tables:
+        console.print()
+        console.print(Text(table.title, style="bold"))
+        if not table.rows:
+            console.print("  nothing yet")
+            continue
+        shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for column in table.columns:
+            right = column.kind != "text"
+            shown.add_column(Text(column.name.replace("_", " ")), justify="right" if right else "left", overflow="fold")
+        for row in _rows_for_people(table):
+            shown.add_row(*(Text(cell) for cell in row))
+        console.print(shown)
+    for note in report.notes:
+        console.print(Text(note, style="dim"))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+LONGEST = 60
+"""Rows of a table for people; machines get them all."""
+
+
+def _rows_for_people(table: Table) -> list[list[str]]:
+    rows = [[_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+    if len(rows) <= LONGEST:
+        return rows
+    step = (len(rows) - 1) / (LONGEST - 1)
+    return [rows[round(i * step)] for i in range(LONGEST)]
+
+
+def _cell(value: Cell, column: Column) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    match column.kind:
+        case "usd":
+            return f"{value:,.6f}" if abs(value) < 1 else f"{value:,.2f}"
+        case "share":
+            return f"{value:.1%}"
+        case "seconds":
+            return f"{value:,.1f}"
+        case "count":
+            return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}"
+        case _:
+            return (
+                f"{value:,d}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+            )

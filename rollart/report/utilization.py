@@ -1,0 +1,77 @@
+"""What the hardware did and what the domains got from it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from rollart.ledger.intervals import State
+from rollart.ledger.reader import ChargeSum
+from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
+
+__all__ = ["utilization"]
+
+
+def utilization(rows: RunRows) -> Report:
+    """The utilization report."""
+    return Report("utilization", rows.run, (_resources(rows), _rates(rows), _domains(rows)))
+
+
+def _resources(rows: RunRows) -> Table:
+    """Share of each resource's life in each state; the shares of a row add up to 1."""
+    seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for i in rows.intervals:
+        seconds[i.role, i.resource][i.state] += i.seconds
+    states = [str(s) for s in State]
+    extra = sorted({i.state for i in rows.intervals} - set(states))
+    columns = (Column("resource"), Column("role"), Column("seconds", "seconds"),
+               *(Column(state, "share") for state in [*states, *extra]))  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for (role, resource), by_state in sorted(seconds.items()):
+        life = math.fsum(by_state.values())
+        shares = [by_state.get(state, 0.0) / life if life else None for state in [*states, *extra]]
+        found.append((resource, role, life, *shares))
+    return Table("resources", "Resources", columns, tuple(found))
+
+
+def _rates(rows: RunRows) -> Table:
+    seconds = rows.facts.seconds
+    busy = math.fsum(i.seconds for i in rows.intervals if i.role in ENGINE_ROLES and i.state == State.BUSY)
+    amounts = {
+        "trajectories": sum(c.trajectories for c in rows.charges),
+        "turns": sum(c.turns for c in rows.charges),
+        "prompt tokens": sum(c.prompt_tokens for c in rows.charges),
+        "sampled tokens": sum(c.action_tokens for c in rows.charges),
+        "trained tokens": rows.facts.trained_tokens,
+    }
+    columns = (Column("what"), Column("count", "count"), Column("per_second", "number"),
+               Column("per_busy_engine_second", "number"))  # fmt: skip
+    found = [
+        (what, n, n / seconds if seconds else None, n / busy if busy and what != "trained tokens" else None)
+        for what, n in amounts.items()
+    ]
+    return Table("rates", "Amounts and rates", columns, tuple(found))
+
+
+def _domains(rows: RunRows) -> Table:
+    groups: dict[tuple[str, str], list[ChargeSum]] = defaultdict(list)
+    for charge in rows.charges:
+        groups[charge.domain, charge.purpose].append(charge)
+    columns = (
+        Column("domain"), Column("purpose"), Column("trajectories", "count"), Column("used", "count"),
+        Column("waiting", "count"), Column("lost", "count"), Column("success", "share"), Column("turns", "number"),
+        Column("tokens", "number"), Column("seconds", "seconds"), Column("engine_seconds", "number"),
+    )  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for (domain, purpose), own in sorted(groups.items()):
+        n = sum(c.trajectories for c in own)
+        used = sum(c.trajectories for c in own if c.outcome in ("trained", "evaluated"))
+        waiting = sum(c.trajectories for c in own if c.outcome == "waiting")
+        judged = sum(c.judged for c in own)
+        found.append(
+            (domain, purpose, n, used, waiting, n - used - waiting,
+             sum(c.successes for c in own) / judged if judged else None,
+             sum(c.turns for c in own) / n, sum(c.action_tokens for c in own) / n, sum(c.seconds for c in own) / n,
+             math.fsum(c.engine_seconds for c in own) / n)
+        )  # fmt: skip
+    return Table("domains", "Domains (means per trajectory)", columns, tuple(found))

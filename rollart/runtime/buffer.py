@@ -1,0 +1,88 @@
+"""The sample buffer: complete groups in any order in, whole batches out, each group exactly once (I3, I6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from rollart.model import Group, GroupId
+from rollart.policy.batching import ReadyGroup, select_batch
+from rollart.policy.staleness import StalenessBound
+
+__all__ = ["SampleBuffer"]
+
+
+class SampleBuffer:
+    """Owns the complete groups that no batch has taken. Admission bounds it: it holds at most (alpha + 1) batches.
+
+    `add` is called by the scheduler and never waits. `take` is called by training alone and waits for a whole batch,
+    unblocked by `add` or `published`. Invariant: a group enters once and leaves once, by `take` or by `discard`.
+    """
+
+    def __init__(self, quotas: Mapping[str, int], *, bound: StalenessBound, token_budget: int | None = None) -> None:
+        self._quotas = dict(quotas)
+        self._bound = bound
+        self._token_budget = token_budget
+        self._groups: dict[str, Group] = {}
+        self._ready: dict[str, ReadyGroup] = {}
+        self._held = dict.fromkeys(self._quotas, 0)
+        self._seen = 0
+        self._changed = asyncio.Event()
+
+    def add(self, group: Group) -> None:
+        if group.id in self._groups:
+            raise ValueError(f"group {group.id} is in the buffer already")
+        self._seen += 1
+        self._held[group.domain] += len(group.samples)
+        tokens = sum(len(s.token_ids) for s in group.samples)
+        self._groups[group.id] = group
+        self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, len(group.samples), tokens, self._seen)
+        self._changed.set()
+
+    def discard(self, group_id: GroupId) -> bool:
+        """Remove a dropped group; whether it was here."""
+        if group_id not in self._ready:
+            return False
+        self._take_out(self._ready[group_id])
+        return True
+
+    def stale(self, version: int) -> list[Group]:
+        """Groups that no batch may take any more."""
+        return [self._groups[r.id] for r in self._ready.values() if self._bound.stale(r.v0, version)]
+
+    def published(self) -> None:
+        """The version advanced: what can be taken may have changed."""
+        self._changed.set()
+
+    async def take(self, version: int) -> tuple[Group, ...]:
+        """The next batch for training from `version`."""
+        while True:
+            chosen = self._select(version) if self._may_suffice() else None
+            if chosen is not None:
+                return tuple(self._take_out(ready) for ready in chosen)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _take_out(self, ready: ReadyGroup) -> Group:
+        del self._ready[ready.id]
+        self._held[ready.domain] -= ready.samples
+        return self._groups.pop(ready.id)
+
+    def _select(self, version: int) -> tuple[ReadyGroup, ...] | None:
+        return select_batch(
+            list(self._ready.values()),
+            self._quotas,
+            version=version,
+            bound=self._bound,
+            token_budget=self._token_budget,
+        )
+
+    def _may_suffice(self) -> bool:
+        """Cheap and necessary: without a token budget every domain must hold its quota. Asked at each added group."""
+        if self._token_budget is not None:
+            return True
+        return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
+
+    def waiting(self) -> dict[str, int]:
+        """Samples per domain that no batch has taken."""
+        return dict(self._held)

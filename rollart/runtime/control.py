@@ -1,0 +1,138 @@
+"""The control plane of one run: every component made and connected over the ports it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.ledger.clock import ResourceClock
+from rollart.model import EngineId, Group
+from rollart.policy.staleness import StalenessBound
+from rollart.ports import Journal, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
+from rollart.runtime.barrier import FreeRunning, TurnBarrier
+from rollart.runtime.buffer import SampleBuffer
+from rollart.runtime.domain import Domain
+from rollart.runtime.evaluation import Evaluation, EvaluationResult
+from rollart.runtime.gateway import Gateway, GatewayLimits
+from rollart.runtime.leases import Leases
+from rollart.runtime.publish import Publisher
+from rollart.runtime.rewarding import Rewarding
+from rollart.runtime.scheduler import Scheduler, SchedulerSettings
+from rollart.runtime.session import EvaluationPlan, Session
+from rollart.runtime.supervise import EnginePart, EngineSupervisor, Watchdog
+from rollart.runtime.training import StepDone, Training
+from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
+
+__all__ = ["ControlPlane", "ControlSettings", "Hooks"]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """How the run is scheduled and how long it waits, seconds. `lockstep` makes turns wait for the slowest environment
+    (the batch-level schedule); `token_budget` bounds a batch's tokens."""
+
+    schedule: SchedulerSettings
+    lockstep: bool = False
+    token_budget: int | None = None
+    waits: WaitLimits = field(default_factory=WaitLimits)
+    gateway: GatewayLimits = field(default_factory=GatewayLimits)
+    train_s: float = 600.0
+    publish_s: float = 120.0
+    stall_s: float = 600.0
+    evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the control plane tells its owner, on the loop. None of them may wait, except `recover_trainer`."""
+
+    recover_trainer: Callable[[], Awaitable[None]]
+    suspect: Callable[[EngineId], None]
+    version: Callable[[int], None] = lambda _: None
+    step: Callable[[StepDone], None] = lambda _: None
+    evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
+
+
+class ControlPlane:
+    """Owns the gateway, the scheduler and the training loop. Engines join `gateway`; then `session` runs it all.
+
+    Nobody outside needs to know how they are connected: trajectories ask staleness of the scheduler, a publish frees
+    slots and aborts what is stale before engines resume.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        *,
+        tokenizer: Tokenizer,
+        rewarder: Rewarder,
+        trainer: Trainer,
+        journal: Journal,
+        weights: WeightStore,
+        recorder: Recorder,
+        leases: Leases,
+        trainer_clock: ResourceClock,
+        version: int,
+        settings: ControlSettings,
+        hooks: Hooks,
+    ) -> None:
+        self._settings = settings
+        self._hooks = hooks
+        bound = StalenessBound(settings.schedule.alpha)
+        self.gateway = Gateway(leases, limits=settings.gateway, version=version, on_suspect=hooks.suspect)
+        runner = TrajectoryRunner(
+            self.gateway,
+            tokenizer,
+            leases,
+            limits=settings.waits,
+            stale=lambda v0: bound.stale(v0, self.gateway.version),
+            barrier=TurnBarrier() if settings.lockstep else FreeRunning(),
+        )
+        buffer = SampleBuffer({d.name: d.quota for d in domains}, bound=bound, token_budget=settings.token_budget)
+        rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
+        self.scheduler = Scheduler(domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule)
+        publisher = Publisher(
+            trainer,
+            self.gateway,
+            journal,
+            weights,
+            leases,
+            publish_s=settings.publish_s,
+            on_version=self._published,
+        )
+        self._training = Training(
+            trainer,
+            buffer,
+            publisher,
+            leases,
+            clock=trainer_clock,
+            train_s=settings.train_s,
+            stall_s=settings.stall_s,
+            recover=hooks.recover_trainer,
+            on_step=hooks.step,
+        )
+        self._evaluation = Evaluation(domains, runner, recorder, seed=settings.schedule.seed)
+
+    def session(
+        self,
+        *,
+        supervisor: EngineSupervisor | None = None,
+        parts: Sequence[EnginePart] = (),
+        watchdog: Watchdog | None = None,
+    ) -> Session:
+        """The run over this control plane; its engines have joined the gateway."""
+        return Session(
+            self.gateway,
+            self.scheduler,
+            self._training,
+            self._evaluation,
+            supervisor=supervisor,
+            parts=parts,
+            watchdog=watchdog,
+            plan=self._settings.evaluation,
+            on_evaluation=self._hooks.evaluation,
+        )
+
+    def _published(self, version: int, consumed: Sequence[Group]) -> None:
+        self.scheduler.published(version, consumed)
+        self._hooks.version(version)

@@ -1,0 +1,95 @@
+"""Held-out episodes, greedy, on the engines that training uses, while nothing trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollart.model import GroupId, Purpose, TrajectoryId
+from rollart.ports import EVAL_SEEDS_FROM, Recorder, RunEvent
+from rollart.runtime.domain import Domain
+from rollart.runtime.scheduler import charge
+from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
+
+__all__ = ["Evaluation", "EvaluationResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Success per domain: of `episodes` that ended, `successes` succeeded; `faults` met the infrastructure's."""
+
+    episodes: int
+    successes: int
+    faults: int
+
+    @property
+    def rate(self) -> float:
+        """Share of successes among the episodes that ended; 0.0 when none did."""
+        return self.successes / self.episodes if self.episodes else 0.0
+
+
+class Evaluation:
+    """Runs `episodes` of each domain at most `concurrency` at a time. An episode that meets a fault is tried once more,
+    then left out of the rate and counted."""
+
+    def __init__(self, domains: Sequence[Domain], runner: TrajectoryRunner, recorder: Recorder, *, seed: int) -> None:
+        self._domains = domains
+        self._runner = runner
+        self._recorder = recorder
+        self._seed = seed
+
+    async def run(
+        self, label: str, version: int, episodes: int, concurrency: int = 128
+    ) -> Mapping[str, EvaluationResult]:
+        slots = asyncio.Semaphore(concurrency)
+        outcomes: dict[str, list[bool | None]] = {d.name: [] for d in self._domains}
+
+        async def one(domain: Domain, seed: int) -> None:
+            async with slots:
+                outcomes[domain.name].append(await self._episode(label, domain, seed))
+
+        async with asyncio.TaskGroup() as tasks:
+            for domain in self._domains:
+                for seed in range(EVAL_SEEDS_FROM, EVAL_SEEDS_FROM + episodes):
+                    tasks.create_task(one(domain, seed), name=f"eval {domain.name} {seed}")
+        results = {}
+        for name, ended in outcomes.items():
+            known = [o for o in ended if o is not None]
+            results[name] = EvaluationResult(len(known), sum(known), len(ended) - len(known))
+            self._recorder.event(
+                RunEvent(
+                    asyncio.get_running_loop().time(),
+                    "evaluation",
+                    name,
+                    {
+                        "label": label,
+                        "version": version,
+                        "episodes": len(known),
+                        "successes": results[name].successes,
+                        "faults": results[name].faults,
+                        "success": results[name].rate,
+                    },
+                )
+            )
+        return results
+
+    async def _episode(self, label: str, domain: Domain, seed: int) -> bool | None:
+        for attempt in (1, 2):
+            live = Live(
+                id=TrajectoryId(f"eval-{label}-{domain.name}-{seed}.{attempt}"),
+                group=GroupId(f"eval-{label}-{domain.name}-{seed}"),
+                domain=domain,
+                seed=seed,
+                purpose=Purpose.EVAL,
+                run_seed=self._seed,
+                started=asyncio.get_running_loop().time(),
+            )
+            try:
+                trajectory = await self._runner.run(live)
+            except Aborted as aborted:
+                charge(self._recorder, live, str(aborted.reason), None, None)
+                continue
+            charge(self._recorder, live, "finished", None, trajectory.success)
+            return bool(trajectory.success)
+        return None

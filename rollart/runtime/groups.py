@@ -1,0 +1,110 @@
+"""The groups under way: who runs, who finished, what a fault or a publish does to them (invariants I2 and I6)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from rollart.model import AbortReason, Group, GroupId, TrainSample
+from rollart.policy.grouping import GroupDecision, GroupState
+from rollart.policy.staleness import StalenessBound
+from rollart.runtime.domain import Domain
+from rollart.runtime.trajectory import Live
+
+__all__ = ["GroupRun", "GroupTable"]
+
+
+@dataclass(slots=True)
+class GroupRun:
+    """A group that holds slots and is not complete. `live` and `tasks` are its members under way, by member index."""
+
+    id: GroupId
+    domain: Domain
+    seed: int
+    state: GroupState
+    samples: dict[int, TrainSample] = field(default_factory=dict)
+    live: dict[int, Live] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def whole(self) -> Group:
+        return Group(self.id, self.domain.name, tuple(self.samples[m] for m in sorted(self.samples)))
+
+    def cancel(self, members: Iterable[int], reason: AbortReason) -> None:
+        """Abort members under way: each task sees a cancellation whose reason stands in its `Live`."""
+        for member in members:
+            live = self.live.get(member)
+            if live is not None and live.abort is None:
+                live.abort = reason
+                self.tasks[member].cancel()
+
+
+class GroupTable:
+    """Owns the incomplete groups. Everything here is synchronous: decisions take effect between two awaits.
+
+    `on_drop` is told of each dropped group, `on_complete` of each complete one.
+    """
+
+    def __init__(
+        self,
+        *,
+        bound: StalenessBound,
+        max_attempts: int,
+        on_complete: Callable[[Group], None],
+        on_drop: Callable[[GroupRun, AbortReason, str], None],
+    ) -> None:
+        self._bound = bound
+        self._max_attempts = max_attempts
+        self._on_complete = on_complete
+        self._on_drop = on_drop
+        self._runs: dict[str, GroupRun] = {}
+
+    def open(self, group_id: GroupId, domain: Domain, seed: int) -> GroupRun:
+        run = GroupRun(group_id, domain, seed, GroupState(domain.group_size, self._max_attempts))
+        self._runs[group_id] = run
+        return run
+
+    def finish(self, run: GroupRun, member: int, sample: TrainSample) -> None:
+        """A member is scored and durable."""
+        run.samples[member] = sample
+        if run.state.finish(sample.id, sample.v0) is GroupDecision.COMPLETE:
+            del self._runs[run.id]
+            self._on_complete(run.whole())
+
+    def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str) -> bool:
+        """A member's attempt failed. True: try again; False: the group is dropped (or already was)."""
+        if run.id not in self._runs:
+            return False
+        if run.state.fail(reason) is GroupDecision.RETRY:
+            return True
+        self.drop(run, AbortReason.INFRA_FAULT, detail, besides=member)
+        return False
+
+    def drop(self, run: GroupRun, reason: AbortReason, detail: str, *, besides: int | None = None) -> None:
+        del self._runs[run.id]
+        run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
+        self._on_drop(run, reason, detail)
+
+    def published(self, version: int) -> None:
+        """A version is current: drop groups that can never be consumed whole, restart stale members of the others."""
+        for run in list(self._runs.values()):
+            if run.state.published(version, self._bound) is GroupDecision.DROP:
+                self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
+            else:
+                stale = [m for m, live in run.live.items() if self._bound.stale(live.v0, version)]
+                run.cancel(stale, AbortReason.STALE)
+
+    def cancel_all(self, reason: AbortReason) -> None:
+        for run in self._runs.values():
+            run.cancel(list(run.live), reason)
+
+    def holds(self, run: GroupRun) -> bool:
+        """Whether the group is still under way."""
+        return self._runs.get(run.id) is run
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def live(self) -> int:
+        """Trajectories under way."""
+        return sum(len(run.live) for run in self._runs.values())

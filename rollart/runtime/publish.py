@@ -1,0 +1,56 @@
+"""Publish: the trainer's weights become the current version, durably first and then on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rollart.errors import LeaseExpired, StorageFailed
+from rollart.model import Group, WeightsRef
+from rollart.policy.lease import Expiry
+from rollart.ports import Journal, Trainer, WeightStore
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.leases import Leases
+
+__all__ = ["Publisher"]
+
+
+class Publisher:
+    """Called by training alone, one publish at a time.
+
+    The order is what makes kill -9 safe: write the version whole, then commit it together with the samples it
+    consumed in one transaction, then move the engines. A crash before the commit leaves the old version and all its
+    samples; a crash after it leaves the new version, which engines load when they start.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        gateway: Gateway,
+        journal: Journal,
+        store: WeightStore,
+        leases: Leases,
+        *,
+        publish_s: float,
+        on_version: Callable[[int, Sequence[Group]], None],
+    ) -> None:
+        self._trainer = trainer
+        self._gateway = gateway
+        self._journal = journal
+        self._store = store
+        self._leases = leases
+        self._publish_s = publish_s
+        self._on_version = on_version
+        self.current: WeightsRef | None = None
+
+    async def publish(self, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """Returns when every healthy engine serves `version` and stale trajectories are aborted (I2)."""
+        async with self._leases.hold("publish", f"weights of v{version}", self._publish_s, Expiry.RESTART_PART):
+            weights = await self._trainer.publish(version)
+        try:
+            async with self._leases.hold("publish", "the journal's commit", self._publish_s, Expiry.FAIL_RUN):
+                await self._journal.commit(version=version, step=step, consumed=consumed, metrics=metrics)
+        except LeaseExpired as error:
+            raise StorageFailed(str(error), remedy="look at the disk of the run directory, then --resume") from None
+        self.current = weights
+        await self._gateway.update(weights, lambda v: self._on_version(v, consumed))
+        self._store.prune(keep=[version - 1, version])

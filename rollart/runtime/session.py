@@ -1,0 +1,86 @@
+"""A run from its first evaluation to its last: everything wired, the parts already made by `compose`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollart.ports import Recovered
+from rollart.runtime.evaluation import Evaluation, EvaluationResult
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.scheduler import Scheduler
+from rollart.runtime.supervise import EnginePart, EngineSupervisor, Watchdog
+from rollart.runtime.training import Training
+
+__all__ = ["EvaluationPlan", "Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """How many held-out episodes per domain, and whether before and after training."""
+
+    episodes: int
+    start: bool = True
+    end: bool = True
+
+
+class Session:
+    """Runs the control plane's tasks in one TaskGroup: supervision for ever, scheduling and training to their end.
+
+    The first task that fails ends all of them; the error that reaches the caller is that task's own.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        scheduler: Scheduler,
+        training: Training,
+        evaluation: Evaluation,
+        *,
+        supervisor: EngineSupervisor | None,
+        parts: Sequence[EnginePart],
+        watchdog: Watchdog | None,
+        plan: EvaluationPlan,
+        on_evaluation: Callable[[str, Mapping[str, EvaluationResult]], None],
+    ) -> None:
+        self._gateway = gateway
+        self._scheduler = scheduler
+        self._training = training
+        self._evaluation = evaluation
+        self._supervisor = supervisor
+        self._parts = parts
+        self._watchdog = watchdog
+        self._plan = plan
+        self._on_evaluation = on_evaluation
+
+    async def run(self, *, step: int, steps: int, recovered: Recovered | None = None) -> None:
+        """Steps `step` .. `steps` - 1 from the gateway's version."""
+        background: list[asyncio.Task[None]] = []
+        async with asyncio.TaskGroup() as tasks:
+            if self._supervisor is not None:
+                for part in self._parts:
+                    background.append(tasks.create_task(self._supervisor.watch(part), name=f"watch {part.id}"))
+            if self._watchdog is not None:
+                background.append(tasks.create_task(self._watchdog.run(), name="watchdog"))
+            await self._body(step, steps, recovered)
+            for task in background:
+                task.cancel()
+
+    async def _body(self, step: int, steps: int, recovered: Recovered | None) -> None:
+        if self._plan.start and step == 0:
+            await self._evaluate("start")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._train(step, steps), name="training")
+            tasks.create_task(self._scheduler.run(lambda: self._gateway.version, recovered), name="scheduler")
+        if self._plan.end:
+            await self._evaluate("end")
+
+    async def _train(self, step: int, steps: int) -> None:
+        await self._training.run(first_step=step, version=self._gateway.version, steps=steps)
+        self._scheduler.close()
+
+    async def _evaluate(self, label: str) -> None:
+        if self._plan.episodes:
+            results = await self._evaluation.run(label, self._gateway.version, self._plan.episodes)
+            self._on_evaluation(label, results)

@@ -1,0 +1,197 @@
+"""Keeping the parts alive: an engine that dies or stops answering is restarted with the current weights, a bounded
+number of times; a run without progress names who holds what and fails loudly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, PartDied, RunFailed
+from rollart.ledger.clock import EngineShares
+from rollart.ledger.intervals import State
+from rollart.model import EngineId, WeightsRef
+from rollart.policy.lease import Expiry
+from rollart.ports import Engine, Recorder, RunEvent
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.leases import Leases
+
+__all__ = ["EnginePart", "EngineSupervisor", "Watchdog"]
+
+
+class EnginePart(Protocol):
+    """An engine's process as supervise sees it."""
+
+    @property
+    def id(self) -> EngineId: ...
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        """Start the process with these weights; a process left from before is killed first. `PartDied` if it fails."""
+
+    async def wait(self) -> str:
+        """Returns when the process ends, with the cause in words."""
+
+
+class EngineSupervisor:
+    """Owns the start and restart of every engine. `suspect` may be called by anybody, any number of times; one task per
+    engine waits for the process's end or a suspicion, whichever comes first.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        leases: Leases,
+        recorder: Recorder,
+        *,
+        shares: Mapping[EngineId, EngineShares],
+        weights: Callable[[], WeightsRef],
+        start_s: float,
+        max_restarts: int = 5,
+    ) -> None:
+        self._gateway = gateway
+        self._leases = leases
+        self._recorder = recorder
+        self._shares = shares
+        self._weights = weights
+        self._start_s = start_s
+        self._max_restarts = max_restarts
+        self._suspicion: dict[str, asyncio.Event] = {}
+        self._engines: dict[str, Engine] = {}
+
+    def suspect(self, engine_id: EngineId) -> None:
+        event = self._suspicion.get(engine_id)
+        if event is not None:
+            event.set()
+
+    async def start(self, part: EnginePart) -> None:
+        """Start the engine and let it join the gateway."""
+        shares = self._shares[part.id]
+        shares.hold(State.STARTUP)
+        self._suspicion[part.id] = asyncio.Event()
+        while True:
+            weights = self._weights()
+            async with self._leases.hold(part.id, "its start", self._start_s, Expiry.RESTART_PART):
+                engine = await part.start(weights)
+            if weights.version == self._weights().version:
+                break
+        self._engines[part.id] = engine
+        self._gateway.join(engine, version=weights.version, shares=shares)
+        self._event("engine_started", part.id, version=weights.version)
+
+    async def watch(self, part: EnginePart) -> None:
+        """For ever: wait for the engine's end or a suspicion, then bring it back. `PartDied` past `max_restarts`."""
+        restarts = 0
+        while True:
+            cause = await self._trouble(part)
+            if cause is None:
+                continue
+            self._gateway.lose(part.id)
+            self._event("engine_lost", part.id, cause=cause)
+            while True:
+                restarts += 1
+                if restarts > self._max_restarts:
+                    raise PartDied(part.id, f"{cause}, after {self._max_restarts} restarts", remedy="see its log")
+                try:
+                    await self.start(part)
+                    break
+                except (PartDied, LeaseExpired, EngineError) as error:
+                    cause = str(error)
+                    await asyncio.sleep(min(0.25 * 2**restarts, 5.0))
+
+    async def _trouble(self, part: EnginePart) -> str | None:
+        """The cause once the engine is gone; None when a suspicion turned out wrong and it serves again."""
+        suspicion = self._suspicion[part.id]
+        died = asyncio.Event()
+        cause: list[str] = []
+
+        async def ended() -> None:
+            cause.append(await part.wait())
+            died.set()
+            suspicion.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            waiter = tasks.create_task(ended(), name=f"end of {part.id}")
+            await suspicion.wait()
+            waiter.cancel()
+        suspicion.clear()
+        if died.is_set():
+            return cause[0]
+        return None if await self._rejoin(part) else "it stopped answering"
+
+    async def _rejoin(self, part: EnginePart) -> bool:
+        """A single failed connection is no death: an engine that answers for the current version joins again."""
+        engine, shares = self._engines[part.id], self._shares[part.id]
+        weights = self._weights()
+        try:
+            async with self._leases.hold(part.id, "its health check", 5.0, Expiry.RESTART_PART):
+                if not await engine.healthy():
+                    return False
+                await engine.update_weights(weights)
+                await engine.resume()
+        except (EngineError, LeaseExpired):
+            return False
+        if weights.version != self._weights().version:
+            return False
+        self._gateway.join(engine, version=weights.version, shares=shares)
+        return True
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+
+class Watchdog:
+    """Looks every `period_s`: no progress for `stall_s` fails the run with the longest waits named; a passed budget
+    ends it. It waits only for its own timer."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        recorder: Recorder,
+        *,
+        progress: Callable[[], int],
+        stall_s: float,
+        check: Callable[[], Awaitable[None]],
+        period_s: float = 1.0,
+        budget_wall_s: float | None = None,
+        budget_usd: float | None = None,
+        spent_usd: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._leases = leases
+        self._recorder = recorder
+        self._progress = progress
+        self._stall_s = stall_s
+        self._check = check
+        self._period_s = period_s
+        self._wall_s = budget_wall_s
+        self._usd = budget_usd
+        self._spent = spent_usd
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        started = changed = loop.time()
+        last = self._progress()
+        while True:
+            await asyncio.sleep(self._period_s)
+            await self._check()
+            now = loop.time()
+            if self._progress() != last:
+                last, changed = self._progress(), now
+            self._budget(now - started)
+            if now - changed > self._stall_s:
+                holders = "; ".join(self._leases.describe()) or "no lease is open"
+                self._recorder.event(RunEvent(now, "stalled", "run", {"holders": holders}))
+                raise RunFailed(
+                    f"no progress for {now - changed:.0f} s: {holders}", remedy="rollart launch --resume continues"
+                )
+
+    def _budget(self, elapsed: float) -> None:
+        if self._wall_s is not None and elapsed > self._wall_s:
+            raise BudgetExceeded(
+                f"the run has taken {elapsed:.0f} s of a budget of {self._wall_s:.0f} s",
+                remedy="raise budget.wall_s, then rollart launch --resume",
+            )
+        if self._usd is not None and self._spent() > self._usd:
+            raise BudgetExceeded(
+                f"the run has cost ${self._spent():.4f} of a budget of ${self._usd:.4f}",
+                remedy="raise budget.usd, then rollart launch --resume",
+            )

@@ -1,0 +1,98 @@
+"""The training loop: take a batch, train it, publish it. One step at a time, beside the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from rollart.errors import LeaseExpired, TrainerError
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.intervals import State
+from rollart.model import Group, TrainReport
+from rollart.policy.lease import Expiry
+from rollart.ports import Trainer
+from rollart.runtime.buffer import SampleBuffer
+from rollart.runtime.leases import Leases
+from rollart.runtime.publish import Publisher
+
+__all__ = ["StepDone", "Training"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One training step, for progress lines and reports. Times are loop seconds."""
+
+    step: int
+    version: int
+    groups: tuple[Group, ...]
+    report: TrainReport
+    t0: float
+    t1: float
+    waited_s: float
+
+
+class Training:
+    """Consumes batches from the buffer, produces versions. Waits for a batch (unblocked by rollouts), for the trainer
+    and for the publish. A trainer that dies is restarted by `recover` and the same batch is trained again from the
+    same version: nothing of it was committed, so nothing is trained twice.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        buffer: SampleBuffer,
+        publisher: Publisher,
+        leases: Leases,
+        *,
+        clock: ResourceClock,
+        train_s: float,
+        stall_s: float,
+        recover: Callable[[], Awaitable[None]],
+        on_step: Callable[[StepDone], None],
+        attempts: int = 3,
+    ) -> None:
+        self._trainer = trainer
+        self._buffer = buffer
+        self._publisher = publisher
+        self._leases = leases
+        self._clock = clock
+        self._train_s = train_s
+        self._stall_s = stall_s
+        self._recover = recover
+        self._on_step = on_step
+        self._attempts = attempts
+
+    async def run(self, *, first_step: int, version: int, steps: int) -> None:
+        """Steps `first_step` .. `steps` - 1, from `version`."""
+        loop = asyncio.get_running_loop()
+        for step in range(first_step, steps):
+            waiting = loop.time()
+            self._clock.enter(State.IDLE, "waits_for_samples")
+            with self._leases.note("training", f"a batch for step {step}", self._stall_s):
+                groups = await self._buffer.take(version)
+            began = loop.time()
+            report = await self._step(groups, version, step)
+            version += 1
+            done = StepDone(step, version, groups, report, began, loop.time(), began - waiting)
+            self._on_step(done)
+        self._clock.enter(State.IDLE, "run_over")
+
+    async def _step(self, groups: Sequence[Group], version: int, step: int) -> TrainReport:
+        samples = [s for g in groups for s in g.samples]
+        for attempt in range(1, self._attempts + 1):
+            try:
+                self._clock.enter(State.BUSY)
+                async with self._leases.hold(
+                    "training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART
+                ):
+                    report = await self._trainer.train(samples, version)
+                self._clock.enter(State.SYNC)
+                await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
+                return report
+            except (TrainerError, LeaseExpired):
+                if attempt == self._attempts:
+                    raise
+                self._clock.enter(State.DOWN, "trainer_restart")
+                await self._recover()
+        raise AssertionError("unreachable: the last attempt returns or raises")

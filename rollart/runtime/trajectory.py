@@ -1,0 +1,220 @@
+"""One trajectory: an episode of turns between the policy and an environment, as straight-line await."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollart.errors import LeaseExpired, RollartError
+from rollart.model import (
+    AbortReason,
+    Completion,
+    FinishReason,
+    GroupId,
+    Observation,
+    Purpose,
+    Segment,
+    SegmentKind,
+    Step,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+)
+from rollart.policy.lease import Expiry
+from rollart.ports import Environment, Tokenizer
+from rollart.runtime.barrier import FreeRunning
+from rollart.runtime.domain import Domain, derive_seed
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.leases import Leases
+
+__all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
+
+
+class Aborted(Exception):
+    """A trajectory ends without a sample, for a reason that the ledger keeps. Data, not a crash."""
+
+    def __init__(self, reason: AbortReason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimits:
+    """Seconds that a trajectory waits for its environment and its reward, and its longest context in tokens."""
+
+    env_reset_s: float = 60.0
+    env_step_s: float = 30.0
+    reward_s: float = 60.0
+    context_tokens: int = 4096
+
+
+@dataclass(slots=True)
+class Live:
+    """A trajectory under way: what staleness and the ledger must know of it before it ends."""
+
+    id: TrajectoryId
+    group: GroupId
+    domain: Domain
+    seed: int
+    purpose: Purpose
+    run_seed: int
+    started: float
+    v0: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    engine_seconds: float = 0.0
+    prompt_tokens: int = 0
+    action_tokens: int = 0
+    abort: AbortReason | None = None
+
+    def spend(self, seconds: float) -> None:
+        """Charge engine time to it."""
+        self.engine_seconds += seconds
+
+
+class TrajectoryRunner:
+    """Runs episodes. Any number of tasks may call `run` at once; each owns its `Live` and its environment.
+
+    It waits for the environment, for the gateway and, in the batch schedule, for the turn barrier; every wait is under
+    a lease. `stale` is asked at every turn boundary (I2).
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        tokenizer: Tokenizer,
+        leases: Leases,
+        *,
+        limits: WaitLimits,
+        stale: Callable[[int | None], bool],
+        barrier: FreeRunning,
+    ) -> None:
+        self._gateway = gateway
+        self._tokenizer = tokenizer
+        self._leases = leases
+        self._limits = limits
+        self.stale = stale
+        self._barrier = barrier
+
+    async def run(self, live: Live) -> Trajectory:
+        """The episode. Raises `Aborted`; an environment that breaks or stalls is an infrastructure fault."""
+        environment = live.domain.environment()
+        self._barrier.join()
+        try:
+            observation = await self._reset(live, environment)
+            for turn in range(live.domain.max_turns):
+                text = await self._act(live, observation, turn)
+                step = await self._step(live, environment, text)
+                self._note_turn(live, observation, text, step)
+                if step.done or self._full(live, step.observation):
+                    return self._finished(live, step)
+                await self._boundary(live)
+                observation = step.observation
+            return self._finished(live, step)
+        finally:
+            self._barrier.leave()
+            await self._close(live, environment)
+
+    async def _act(self, live: Live, observation: Observation, turn: int) -> str:
+        shown = self._tokenizer.encode(observation.text)
+        kind = SegmentKind.PROMPT if turn == 0 else SegmentKind.OBSERVATION
+        live.segments.append(Segment(kind, turn, shown))
+        live.tokens.extend(shown)
+        allowed = None
+        if observation.actions is not None:
+            allowed = tuple(self._tokenizer.token_id(action) for action in observation.actions)
+        sampling = live.domain.sampling(
+            seed=derive_seed(live.run_seed, live.id, turn),
+            max_tokens=min(
+                observation.max_tokens or live.domain.max_tokens, self._limits.context_tokens - len(live.tokens)
+            ),
+            allowed=allowed,
+            greedy=live.purpose is Purpose.EVAL,
+        )
+        try:
+            completion = await self._gateway.generate(live.id, tuple(live.tokens), sampling, spend=live.spend)
+        except RollartError as error:
+            raise Aborted(AbortReason.INFRA_FAULT, str(error)) from None
+        live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
+        return self._append(live, completion, turn, allowed)
+
+    def _append(self, live: Live, completion: Completion, turn: int, allowed: tuple[int, ...] | None) -> str:
+        if completion.finish is FinishReason.ABORT or not completion.token_ids:
+            raise Aborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
+        for span in completion.spans:
+            ids, logprobs = completion.token_ids[span.start : span.end], completion.logprobs[span.start : span.end]
+            live.segments.append(Segment(SegmentKind.ACTION, turn, ids, span.version, logprobs, allowed))
+        if live.v0 is None:
+            live.v0 = completion.spans[0].version
+        live.tokens.extend(completion.token_ids)
+        live.action_tokens += len(completion.token_ids)
+        said = completion.token_ids
+        if completion.finish is FinishReason.STOP and said[-1] in live.domain.stop_token_ids:
+            said = said[:-1]
+        return self._tokenizer.decode(said)
+
+    def _note_turn(self, live: Live, observation: Observation, text: str, step: Step) -> None:
+        ids = [
+            t for s in live.segments if s.kind is SegmentKind.ACTION and s.turn == len(live.turns) for t in s.token_ids
+        ]
+        tokens = tuple(self._tokenizer.token(t) for t in ids)
+        live.turns.append(Turn(len(live.turns), observation.text, text, tokens, step.reward))
+
+    def _full(self, live: Live, observation: Observation) -> bool:
+        """Whether the next turn's observation would leave no room to answer."""
+        return len(live.tokens) + len(self._tokenizer.encode(observation.text)) >= self._limits.context_tokens
+
+    async def _boundary(self, live: Live) -> None:
+        await self._barrier.turn()
+        if live.purpose is Purpose.TRAIN and self.stale(live.v0):
+            raise Aborted(AbortReason.STALE, "turn boundary")
+
+    def _finished(self, live: Live, step: Step) -> Trajectory:
+        assert live.v0 is not None, "a finished trajectory has sampled at least one token"
+        return Trajectory(
+            id=live.id,
+            group=live.group,
+            domain=live.domain.name,
+            seed=live.seed,
+            purpose=live.purpose,
+            v0=live.v0,
+            segments=tuple(live.segments),
+            turns=tuple(live.turns),
+            success=step.success,
+            final_observation=step.observation.text,
+            metadata=step.metadata,
+            engine_seconds=live.engine_seconds,
+        )
+
+    async def _reset(self, live: Live, environment: Environment) -> Observation:
+        try:
+            async with self._leases.hold(
+                live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
+            ):
+                return await environment.reset(live.seed)
+        except Exception as error:
+            raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("reset", error)) from None
+
+    async def _step(self, live: Live, environment: Environment, text: str) -> Step:
+        try:
+            async with self._leases.hold(live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL):
+                return await environment.step(text)
+        except Exception as error:
+            raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("step", error)) from None
+
+    async def _close(self, live: Live, environment: Environment) -> None:
+        """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
+        try:
+            async with self._leases.hold(live.id, "close of its environment", self._limits.env_step_s, Expiry.GAP_FILL):
+                await environment.close()
+                await self._gateway.forget(live.id)
+        except Exception:
+            return
+
+
+def _environment_fault(what: str, error: Exception) -> str:
+    if isinstance(error, LeaseExpired):
+        return str(error)
+    return f"environment {what} raised {type(error).__name__}: {error}"

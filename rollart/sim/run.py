@@ -1,0 +1,175 @@
+"""The product's own control plane on simulated parts: what the invariants are tested on and the controller is measured
+with. Works on the virtual loop and, with parts that take no time, on a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.model import EngineId, TrajectoryId, WeightsRef
+from rollart.ports import Interval, Journal, Recorder, Recovered, RunEvent, Tokenizer
+from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
+from rollart.runtime.domain import Domain
+from rollart.runtime.leases import Leases
+from rollart.runtime.scheduler import SchedulerSettings
+from rollart.runtime.training import StepDone
+from rollart.sim.world import (
+    MemoryJournal,
+    MemoryWeights,
+    SimulatedEngine,
+    SimulatedEnvironment,
+    SimulatedRewarder,
+    SimulatedTrainer,
+    WordTokenizer,
+)
+
+__all__ = ["ListRecorder", "SimulatedRun", "make"]
+
+
+@dataclass
+class ListRecorder:
+    """Keeps everything it is told, in order."""
+
+    intervals: list[Interval] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
+    charges: list[dict[str, object]] = field(default_factory=list)
+
+    def interval(self, interval: Interval) -> None:
+        self.intervals.append(interval)
+
+    def event(self, event: RunEvent) -> None:
+        self.events.append(event)
+
+    def charge(self, trajectory: TrajectoryId, **row: object) -> None:
+        self.charges.append({"id": trajectory, **row})
+
+
+@dataclass
+class SimulatedRun:
+    """Build with `make`, run with `run`; afterwards everything that happened is in the parts."""
+
+    domains: Sequence[Domain]
+    alpha: int
+    steps: int
+    engines: list[SimulatedEngine]
+    trainer: SimulatedTrainer
+    rewarder: SimulatedRewarder
+    journal: Journal
+    recorder: Recorder
+    lockstep: bool = False
+    max_attempts: int = 3
+    max_fault_rate: float = 1.0
+    token_budget: int | None = None
+    on_step: Callable[[StepDone], None] = lambda _: None
+    tokenizer: Tokenizer = field(default_factory=WordTokenizer)
+    published: list[int] = field(default_factory=list)
+    shares: dict[str, EngineShares] = field(default_factory=dict)
+
+    async def run(self, recovered: Recovered | None = None) -> None:
+        """All steps, from the start or from where a journal's recovery says."""
+        loop = asyncio.get_running_loop()
+        self.leases = Leases(self.recorder)
+        version = recovered.version if recovered else 0
+        clocks = []
+        trainer_clock = ResourceClock(role="train", resource="trainer", recorder=self.recorder, clock=loop.time)
+        clocks.append(trainer_clock)
+        self.control = ControlPlane(
+            self.domains,
+            tokenizer=self.tokenizer,
+            rewarder=self.rewarder,
+            trainer=self.trainer,
+            journal=self.journal,
+            weights=MemoryWeights(),
+            recorder=self.recorder,
+            leases=self.leases,
+            trainer_clock=trainer_clock,
+            version=version,
+            settings=self.settings(),
+            hooks=Hooks(self._recover, self._suspect, version=self.published.append, step=self.on_step),
+        )
+        for engine in self.engines:
+            clock = ResourceClock(role="rollout", resource=engine.id, recorder=self.recorder, clock=loop.time)
+            clocks.append(clock)
+            self.shares[engine.id] = EngineShares(clock, clock=loop.time)
+            self.control.gateway.join(engine, version=version, shares=self.shares[engine.id])
+        try:
+            await self.control.session().run(
+                step=recovered.step if recovered else 0, steps=self.steps, recovered=recovered
+            )
+        finally:
+            for clock in clocks:
+                clock.close()
+
+    def settings(self) -> ControlSettings:
+        schedule = SchedulerSettings(
+            seed=0,
+            steps=self.steps,
+            alpha=self.alpha,
+            max_attempts=self.max_attempts,
+            max_fault_rate=self.max_fault_rate,
+        )
+        return ControlSettings(schedule, lockstep=self.lockstep, token_budget=self.token_budget)
+
+    async def _recover(self) -> None:
+        await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))
+
+    def _suspect(self, engine_id: EngineId) -> None:
+        loop = asyncio.get_running_loop()
+        engine = next(e for e in self.engines if e.id == engine_id)
+
+        def rejoin() -> None:
+            engine.fail = False
+            engine._version = self.control.gateway.version
+            engine._resumed.set()
+            self.control.gateway.join(engine, version=self.control.gateway.version, shares=self.shares[engine_id])
+
+        loop.call_later(3.0, rejoin)
+
+
+def make(
+    *,
+    quotas: Mapping[str, tuple[int, int]] = MappingProxyType({"a": (4, 2)}),
+    alpha: int = 1,
+    steps: int = 3,
+    engines: int = 2,
+    turns: int = 2,
+    tokens: int = 2,
+    seed: int = 0,
+    engine_s: Callable[..., float] | None = None,
+    env_s: Callable[..., float] | None = None,
+    reward_s: Callable[..., float] | None = None,
+    train_s: Callable[..., float] | None = None,
+    env_faults: float = 0.0,
+    reward_faults: float = 0.0,
+    fail_steps: frozenset[int] = frozenset(),
+    journal: Journal | None = None,
+    recorder: Recorder | None = None,
+    version: int = 0,
+    **more: object,
+) -> SimulatedRun:
+    """A run of `quotas` (domain -> samples per step, group size); durations are drawn by the given functions."""
+    domains = [
+        Domain(
+            name=name,
+            environment=lambda: SimulatedEnvironment(turns=turns, seed=seed, seconds=env_s, fault_rate=env_faults),
+            quota=quota,
+            group_size=size,
+            max_turns=turns,
+            max_tokens=tokens,
+        )
+        for name, (quota, size) in quotas.items()
+    ]
+    return SimulatedRun(
+        domains,
+        alpha,
+        steps,
+        [SimulatedEngine(f"e{i}", version=version, seed=seed, tokens=tokens, seconds=engine_s) for i in range(engines)],
+        SimulatedTrainer(seed, train_s, fail_steps),
+        SimulatedRewarder(seed, reward_s, reward_faults),
+        journal or MemoryJournal(),
+        recorder or ListRecorder(),
+        **more,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,293 @@
+"""The simplest simulated parts: they implement the ports, take time on the loop and nothing else.
+
+With all durations at 0 they are the no-op parts of `benchmarks/controller.py`; on the virtual loop they are what the
+invariants are tested with. Every draw comes from a `random.Random` of the entity's own, seeded by (seed, id).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.errors import EngineError, TrainerError
+from rollart.model import (
+    Completion,
+    EngineId,
+    EngineStats,
+    FinishReason,
+    GenerateRequest,
+    Group,
+    InfraFault,
+    Observation,
+    Outcome,
+    PauseMode,
+    Scored,
+    Step,
+    TrainReport,
+    TrainSample,
+    Trajectory,
+    VersionSpan,
+    WeightsRef,
+)
+from rollart.ports import Recovered
+from serverless.types import FaultKind
+
+__all__ = [
+    "MemoryJournal",
+    "MemoryWeights",
+    "SimulatedEngine",
+    "SimulatedEnvironment",
+    "SimulatedRewarder",
+    "SimulatedTrainer",
+    "WordTokenizer",
+]
+
+
+class WordTokenizer:
+    """One token per character code: enough for parts that say nothing."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def token(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_id(self, text: str) -> int:
+        return ord(text)
+
+
+class SimulatedEngine:
+    """Generates `tokens` tokens in `seconds(rng)`; keeps requests through a pause and spans their versions.
+
+    A request that is under way when the weights change gets its first half under the old and its second half under the
+    new version. `fail` makes it refuse everything, retryably, until set to False.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        version: int,
+        seed: int = 0,
+        tokens: int = 1,
+        seconds: Callable[[random.Random], float] | None = None,
+    ) -> None:
+        self._id = EngineId(name)
+        self._version = version
+        self._tokens = tokens
+        self._seconds = seconds
+        self._random = random.Random(f"{seed}:{name}")
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self.running = 0
+        self.served = 0
+        self.fail = False
+
+    @property
+    def id(self) -> EngineId:
+        return self._id
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._check()
+        self.running += 1
+        first = self._version
+        try:
+            if not self._resumed.is_set():
+                await self._resumed.wait()
+                first = self._version
+            if self._seconds is not None:
+                await asyncio.sleep(self._seconds(self._random))
+                if not self._resumed.is_set():
+                    await self._resumed.wait()
+            self._check()
+        finally:
+            self.running -= 1
+        self.served += 1
+        n, last = self._tokens, self._version
+        half = n // 2
+        spans = (
+            (VersionSpan(last, 0, n),)
+            if first == last or not half
+            else (
+                VersionSpan(first, 0, half),
+                VersionSpan(last, half, n),
+            )
+        )
+        return Completion((97,) * n, (-1.0,) * n, spans, FinishReason.LENGTH, len(request.token_ids), 0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        return None
+
+    async def release(self, session: str) -> None:
+        return None
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._check()
+        self._resumed.clear()
+
+    async def resume(self) -> None:
+        self._resumed.set()
+
+    async def update_weights(self, weights: WeightsRef) -> None:
+        self._check()
+        self._version = weights.version
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(self.running, 0, 0, self.served * self._tokens, 0, 0.0, 0.0)
+
+    async def healthy(self) -> bool:
+        return not self.fail
+
+    def _check(self) -> None:
+        if self.fail:
+            raise EngineError(f"{self._id} is down", retryable=True)
+
+
+class SimulatedEnvironment:
+    """`turns` turns; a reset and a step take `seconds(rng)` each and fail with probability `fault_rate`."""
+
+    def __init__(
+        self,
+        *,
+        turns: int,
+        seed: int = 0,
+        seconds: Callable[[random.Random], float] | None = None,
+        fault_rate: float = 0.0,
+    ) -> None:
+        self._turns = turns
+        self._world_seed = seed
+        self._seconds = seconds
+        self._fault_rate = fault_rate
+        self._turn = 0
+
+    async def reset(self, seed: int) -> Observation:
+        self._random = random.Random(f"{self._world_seed}:{seed}") if self._seconds or self._fault_rate else None
+        await self._take_time()
+        return Observation("look")
+
+    async def step(self, action: str) -> Step:
+        await self._take_time()
+        self._turn += 1
+        done = self._turn >= self._turns
+        return Step(Observation("go"), reward=1.0 if done else 0.0, done=done, success=done)
+
+    async def close(self) -> None:
+        return None
+
+    async def _take_time(self) -> None:
+        if self._random is None:
+            return
+        if self._seconds is not None:
+            await asyncio.sleep(self._seconds(self._random))
+        if self._random.random() < self._fault_rate:
+            raise ConnectionError("the simulated environment broke")
+
+
+@dataclass(slots=True)
+class SimulatedRewarder:
+    """Scores 1.0 after `seconds(rng)`; an infrastructure fault with probability `fault_rate`."""
+
+    seed: int = 0
+    seconds: Callable[[random.Random], float] | None = None
+    fault_rate: float = 0.0
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
+        if self.seconds is None and not self.fault_rate:
+            return Scored(1.0)
+        rng = random.Random(f"{self.seed}:{trajectory.id}")
+        if self.seconds is not None:
+            await asyncio.sleep(self.seconds(rng))
+        if rng.random() < self.fault_rate:
+            return InfraFault(FaultKind.CRASH, retryable=True, detail="the simulated function crashed")
+        return Scored(1.0)
+
+
+@dataclass(slots=True)
+class SimulatedTrainer:
+    """Takes `seconds(rng)` a step and remembers every batch, for tests of what was trained under which version."""
+
+    seed: int = 0
+    seconds: Callable[[random.Random], float] | None = None
+    fail_steps: frozenset[int] = frozenset()
+    batches: list[tuple[int, tuple[TrainSample, ...]]] = field(default_factory=list)
+    _calls: int = 0
+
+    async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
+        self._calls += 1
+        if self.seconds is not None:
+            await asyncio.sleep(self.seconds(random.Random(f"{self.seed}:{self._calls}")))
+        if self._calls in self.fail_steps:
+            raise TrainerError("the simulated trainer died")
+        self.batches.append((version, tuple(samples)))
+        return TrainReport(sum(map(sum, (s.loss_mask for s in samples))), 0.0, {})
+
+    async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
+        return TrainReport(0, 0.0, {})
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return [s.logprobs for s in samples]
+
+    async def publish(self, version: int) -> WeightsRef:
+        return WeightsRef(version, f"v{version:06d}")
+
+    async def restore(self, weights: WeightsRef) -> None:
+        return None
+
+
+class MemoryWeights:
+    """A weight store that holds nothing but names."""
+
+    def path(self, version: int) -> str:
+        return f"v{version:06d}"
+
+    def complete(self, version: int) -> bool:
+        return True
+
+    def versions(self) -> list[int]:
+        return []
+
+    def prune(self, keep: Sequence[int]) -> None:
+        return None
+
+
+@dataclass(slots=True)
+class MemoryJournal:
+    """A journal without a disk, with the same rules: a sample consumed twice is an error."""
+
+    admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
+    finished: dict[str, TrainSample] = field(default_factory=dict)
+    consumed: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    version: int = 0
+    step: int = 0
+    drawn: dict[str, int] = field(default_factory=dict)
+
+    async def admit(self, group: str, domain: str, seed: int) -> None:
+        self.admitted[group] = (domain, seed)
+        self.drawn[domain] = self.drawn.get(domain, 0) + 1
+
+    async def finish(self, sample: TrainSample) -> None:
+        self.finished[sample.id] = sample
+
+    async def drop(self, group: str, reason: str) -> None:
+        self.dropped[group] = reason
+
+    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        for group in consumed:
+            for sample in group.samples:
+                if sample.id in self.consumed:
+                    raise ValueError(f"sample {sample.id} was trained already, into v{self.consumed[sample.id]}")
+                self.consumed[sample.id] = version
+        self.version, self.step = version, step
+
+    async def recover(self) -> Recovered | None:
+        done = {self.finished[s].group for s in self.consumed}
+        pending = tuple((g, d, s) for g, (d, s) in self.admitted.items() if g not in done and g not in self.dropped)
+        left = {g for g, _, _ in pending}
+        samples = tuple(s for s in self.finished.values() if s.group in left)
+        return Recovered(self.version, self.step, samples, pending, dict(self.drawn), 0.0)

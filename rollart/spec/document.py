@@ -1,0 +1,211 @@
+"""YAML text with places: plain values, and for every path in them the line and column it came from.
+
+The dialect is YAML 1.2's core schema where it matters: `no` and `on` are texts, `1e-3` is a number, a date is a text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from rollart.errors import SpecError
+
+__all__ = ["Document", "Loc", "Place", "parse_value", "read_document"]
+
+Loc: TypeAlias = tuple[str | int, ...]
+"""A path into a document: keys and indices."""
+
+MAX_NODES = 20_000
+"""Largest document, aliases expanded: a spec has hundreds of nodes, an alias bomb billions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something stands: a file's line and column (from 1), or the override that set it."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+@dataclass(slots=True)
+class Document:
+    """Values, and the places of keys and values."""
+
+    name: str
+    values: dict[str, Any]
+    keys: dict[Loc, Place] = field(default_factory=dict)
+    places: dict[Loc, Place] = field(default_factory=dict)
+
+    def place(self, loc: Loc, *, key: bool = False) -> Place:
+        """Place of a value (or of its key), or of the nearest thing around it that stands in the text."""
+        if key and loc in self.keys:
+            return self.keys[loc]
+        for end in range(len(loc), -1, -1):
+            if loc[:end] in self.places:
+                return self.places[loc[:end]]
+        return Place(self.name)
+
+    def forget(self, loc: Loc, place: Place) -> None:
+        """Everything at and below `loc` now comes from `place`."""
+        for table in (self.keys, self.places):
+            for known in [k for k in table if k[: len(loc)] == loc]:
+                del table[known]
+            table[loc] = place
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's booleans and floats, and without dates."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] not in ("bool", "float", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+def read_document(path: str | Path) -> Document:
+    """Parse a YAML file whose top is a mapping. SpecError for everything that is wrong with it as text."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file", remedy="give the path of a YAML spec") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path}: is a directory", remedy="give the path of a YAML spec") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_document(text, name=str(path))
+
+
+def parse_document(text: str, *, name: str) -> Document:
+    """Parse YAML text whose top is a mapping; `name` is what places call the file."""
+    node = _compose(text, name)
+    if node is None:
+        raise SpecError("the file is empty (rule: a spec is a mapping of keys to values)", where=f"{name}:1:1")
+    document = Document(name, {})
+    builder = _Builder(document)
+    try:
+        values = builder.build(node, ())
+    except RecursionError:
+        raise SpecError("not a spec: nested too deeply", where=name) from None
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else "a single value"
+        raise SpecError(
+            f"the file holds {kind} (rule: a spec is a mapping of keys to values)", where=str(builder.at(node))
+        )
+    document.values = values
+    return document
+
+
+def parse_value(text: str, *, name: str) -> Any:
+    """The value of an override: `3` is a number, `[a, b]` a list, an empty text nothing."""
+    node = _compose(text, name)
+    return None if node is None else _Builder(Document(name, {})).build(node, ())
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        context = f"{error.context}: " if error.context and error.context != error.problem else ""
+        raise SpecError(f"not YAML: {context}{error.problem or 'cannot be parsed'}", where=where) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"not YAML: {str(error).splitlines()[0]}", where=name) from None
+    except RecursionError:
+        raise SpecError("not a spec: nested too deeply", where=name) from None
+
+
+class _Builder:
+    """Turns nodes into values and notes where each stood."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._open: set[int] = set()
+        self._count = 0
+        self._scalars = yaml.constructor.SafeConstructor()
+
+    def at(self, node: yaml.Node) -> Place:
+        mark = node.start_mark
+        return Place(self._document.name, mark.line + 1, mark.column + 1)
+
+    def build(self, node: yaml.Node, loc: Loc) -> Any:
+        self._count += 1
+        if self._count > MAX_NODES:
+            raise SpecError(f"more than {MAX_NODES} values (rule: aliases may not blow up)", where=str(self.at(node)))
+        if id(node) in self._open:
+            raise SpecError("an alias contains itself (rule: a spec is a tree)", where=str(self.at(node)))
+        self._document.places[loc] = self.at(node)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return [self.build(child, (*loc, i)) for i, child in enumerate(node.value)]
+            assert isinstance(node, yaml.MappingNode)
+            return self._mapping(node, loc)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                merged |= self._merge(value_node, loc)
+                continue
+            key = self._key(key_node)
+            here = (*loc, key)
+            if key in values:
+                first = self._document.keys[here]
+                raise SpecError(
+                    f"key '{key}' is given twice (rule: once; first at line {first.line})", where=str(self.at(key_node))
+                )
+            self._document.keys[here] = self.at(key_node)
+            values[key] = self.build(value_node, here)
+        return merged | values
+
+    def _merge(self, node: yaml.Node, loc: Loc) -> dict[str, Any]:
+        parts: Sequence[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        merged: dict[str, Any] = {}
+        for part in reversed(parts):
+            value = self.build(part, loc)
+            if not isinstance(value, dict):
+                raise SpecError("'<<' merges something that is not a mapping", where=str(self.at(part)))
+            merged |= value
+        return merged
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise SpecError("a key is a list or a mapping (rule: keys are texts)", where=str(self.at(node)))
+        return str(node.value)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self._scalars.construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+            raise SpecError(f"value {node.value!r}: {problem}", where=str(self.at(node))) from None

@@ -1,0 +1,201 @@
+"""Specs from files: YAML, then overrides, then validation. Nothing is looked up and nothing is started here.
+
+A wrong spec is one SpecError that lists every problem, one per line, as `file:line:column: what (rule: …)`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rollart.errors import SpecError
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.document import Document, Loc, Place, read_document
+from rollart.spec.overrides import apply_overrides
+from rollart.spec.prices import PriceList
+from rollart.spec.rules import Problem, cluster_problems, price_problems, run_problems
+from rollart.spec.run import RunSpec
+from rollart.spec.suggest import did_you_mean
+
+__all__ = ["builtin", "kind_of", "load_cluster", "load_file", "load_prices", "load_run", "saved_specs"]
+
+SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a run spec."""
+    return _load(path, overrides, RunSpec, "run", run_problems)
+
+
+def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
+    """Read a cluster spec."""
+    return _load(path, overrides, ClusterSpec, "cluster", cluster_problems)
+
+
+def load_prices(path: str | Path) -> PriceList:
+    """Read a price list."""
+    return _load(path, (), PriceList, "prices", price_problems)
+
+
+def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList:
+    """Read any spec; what it is shows in its keys."""
+    loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList]] = {
+        "run": load_run, "cluster": load_cluster, "prices": load_prices,
+    }  # fmt: skip
+    return loaders[kind_of(read_document(path).values)](path)
+
+
+def kind_of(values: Mapping[str, Any]) -> str:
+    """`run`, `cluster` or `prices`, by the keys that only one of them has."""
+    scores = {
+        kind: len(values.keys() & model.model_fields.keys())
+        for kind, model in (("run", RunSpec), ("cluster", ClusterSpec), ("prices", PriceList))
+    }
+    if "pools" in values:
+        return "cluster"
+    return max(scores, key=lambda kind: scores[kind])
+
+
+def saved_specs(
+    path: str | Path, overrides: Mapping[str, Sequence[str]]
+) -> tuple[RunSpec, ClusterSpec, PriceList, str]:
+    """The specs that a run's directory keeps (`Resolved.to_yaml`), with overrides of `run` and `cluster`."""
+    values = read_document(path).values
+    parts: dict[str, Document] = {}
+    for part in ("run", "cluster", "prices"):
+        if not isinstance(values.get(part), dict):
+            raise SpecError(f"{path}: key '{part}' is missing (rule: what `rollart launch` wrote)")
+        parts[part] = Document(f"{path}: {part}", values[part])
+        apply_overrides(parts[part], overrides.get(part, ()))
+    return (
+        _validate(parts["run"], RunSpec, "run", run_problems),
+        _validate(parts["cluster"], ClusterSpec, "cluster", cluster_problems),
+        _validate(parts["prices"], PriceList, "prices", price_problems),
+        str(values.get("base", ".")),
+    )
+
+
+def builtin(relative: str) -> Path:
+    """A shipped spec, e.g. `runs/quickstart.yaml` or `clusters/local.yaml`."""
+    return Path(__file__).resolve().parent.parent / "configs" / relative
+
+
+def _load(
+    path: str | Path,
+    overrides: Sequence[str],
+    model: type[SpecModel],
+    top: str,
+    rules: Callable[[SpecModel], list[Problem]],
+) -> SpecModel:
+    document = read_document(path)
+    apply_overrides(document, overrides)
+    return _validate(document, model, top, rules)
+
+
+def _validate(
+    document: Document, model: type[SpecModel], top: str, rules: Callable[[SpecModel], list[Problem]]
+) -> SpecModel:
+    try:
+        spec = model.model_validate(document.values)
+    except ValidationError as error:
+        raise _report([_problem(e, model, top, document) for e in error.errors(include_url=False)]) from None
+    problems = [_Line(document.place(p.loc), p.message) for p in rules(spec)]
+    if problems:
+        raise _report(problems)
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    where: Place
+    message: str
+
+
+def _report(lines: Sequence[_Line]) -> SpecError:
+    """One error for all problems, in file order; the first one's place is the error's."""
+    unique = sorted(dict.fromkeys(lines), key=lambda line: (line.where.line, line.where.column))
+    first, rest = unique[0], unique[1:]
+    return SpecError(
+        "\n".join([first.message, *(f"{line.where}: {line.message}" for line in rest)]), where=str(first.where)
+    )
+
+
+def _problem(error: Any, model: type[BaseModel], top: str, document: Document) -> _Line:
+    """A pydantic error in our words: place, value, rule."""
+    loc: Loc = tuple(error["loc"])
+    if error["type"] == "extra_forbidden":
+        parent = _model_at(model, loc[:-1])
+        hint = did_you_mean(str(loc[-1]), parent.model_fields if parent else ())
+        within = _dotted(loc[:-1], top)
+        return _Line(
+            document.place(loc, key=True),
+            f"unknown key '{loc[-1]}' in {within} (rule: only keys of `rollart schema {top}`{hint})",
+        )
+    if error["type"] == "missing":
+        within = _dotted(loc[:-1], top)
+        return _Line(document.place(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)")
+    loc = _written(loc, document.values)
+    name = _dotted(loc, top)
+    rule = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return _Line(document.place(loc), f"{name} is {_shown(error['input'])} (rule: {_rule(error['type'], rule)})")
+
+
+def _rule(kind: str, message: str) -> str:
+    """Pydantic's message, with the regular expressions that people meet put into words."""
+    if kind == "string_pattern_mismatch":
+        return (
+            "an import path like package.module:attribute"
+            if r"\w" in message
+            else ("letters, digits, '_', '.', '-', starting with a letter or digit")
+        )
+    if kind == "model_type":
+        return "a mapping of keys to values"
+    return message
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _written(loc: Loc, values: Any) -> Loc:
+    """The part of a path that is in the document: pydantic adds the names of union members."""
+    for i, part in enumerate(loc):
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return loc[:i]
+    return loc
+
+
+def _dotted(loc: Loc, top: str) -> str:
+    return ".".join(str(part) for part in loc) if loc else top
+
+
+def _model_at(model: type[BaseModel], loc: Loc) -> type[BaseModel] | None:
+    """The model that describes the mapping at `loc`."""
+    at: Any = model
+    for part in loc:
+        if isinstance(part, int):
+            at = next(iter(typing.get_args(at)), None)
+            continue
+        found = _as_model(at)
+        if found is None or part not in found.model_fields:
+            return None
+        at = found.model_fields[part].annotation
+    return _as_model(at)
+
+
+def _as_model(annotation: Any) -> type[BaseModel] | None:
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    options = typing.get_args(annotation) if union else [annotation]
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None

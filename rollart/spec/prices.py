@@ -1,0 +1,31 @@
+"""The price list as text: every price has a unit, a source and a date."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Literal
+
+from pydantic import Field
+
+from rollart.spec.base import Entry, Name
+
+__all__ = ["PriceEntry", "PriceList"]
+
+
+class PriceEntry(Entry):
+    """What one unit of something costs, who says so, and when."""
+
+    name: Name = Field(description="Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`).")
+    unit: Literal["device-hour", "GB-second", "GiB-second", "core-second", "million-requests"] = Field(
+        default="device-hour", description="What is counted."
+    )
+    usd: float = Field(ge=0, description="Dollars per unit.")
+    source: str = Field(min_length=1, description="Who says so.")
+    date: dt.date = Field(description="When it was read (YYYY-MM-DD).")
+
+
+class PriceList(Entry):
+    """A dated price list. Prices move: every entry can be overridden in a cluster spec."""
+
+    currency: Literal["USD"] = Field(default="USD", description="Currency of every price.")
+    prices: list[PriceEntry] = Field(min_length=1, description="Prices by name and unit; names repeat across units.")

@@ -1,0 +1,186 @@
+"""Rules between the fields of a spec, each with the place that breaks it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollart.errors import SpecError
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.document import Loc
+from rollart.spec.prices import PriceList
+from rollart.spec.run import RunSpec
+from rollart.spec.run_parts import DomainSpec
+from rollart.spec.suggest import did_you_mean
+
+__all__ = ["Problem", "cluster_problems", "price_problems", "quotas", "run_problems"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A broken rule and the path of the value that breaks it."""
+
+    loc: Loc
+    message: str
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def run_problems(run: RunSpec) -> list[Problem]:
+    """Every broken rule of a run spec, in file order."""
+    problems = [
+        *_model(run), *_schedule(run), *_unique("domains", run.domains), *_unique("functions", run.functions),
+        *_rewards(run), *_turns(run), *_quota_rules(run), *_warm_start(run),
+    ]  # fmt: skip
+    if not problems:
+        try:
+            quotas(run)
+        except SpecError as error:
+            problems.append(Problem(("batch", "trajectories"), error.message))
+    return problems
+
+
+def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
+    """Every broken rule of a cluster spec."""
+    problems = list(_unique("pools", cluster.pools))
+    devices = [pool.device for pool in cluster.pools]
+    for role, wanted in (("engines", cluster.engines.device), ("trainer", cluster.trainer.device)):
+        if wanted is not None and wanted not in devices:
+            problems.append(
+                Problem(
+                    (role, "device"),
+                    f"{role}.device is '{wanted}' (rule: the device of a pool{did_you_mean(wanted, devices)})",
+                )
+            )
+    return problems
+
+
+def price_problems(prices: PriceList) -> list[Problem]:
+    """A name has one price per unit."""
+    counts = Counter((p.name, p.unit) for p in prices.prices)
+    return [
+        Problem(("prices", i, "name"), f"price of '{p.name}' per {p.unit} is given twice (rule: once)")
+        for i, p in enumerate(prices.prices)
+        if counts[p.name, p.unit] > 1
+    ]
+
+
+def quotas(run: RunSpec) -> dict[str, int]:
+    """Trajectories of each domain per step, whole groups, summing to `batch.trajectories`.
+
+    Explicit quotas are taken as they are. Otherwise each domain gets its share by weight, rounded down to whole
+    groups and at least one; what remains goes group by group to the domain furthest below its share (ties: the
+    first named). SpecError when group sizes cannot fill the batch exactly.
+    """
+    explicit = {d.name: d.trajectories for d in run.domains if d.trajectories is not None}
+    if len(explicit) == len(run.domains):
+        return explicit
+    batch, weight = run.batch.trajectories, sum(d.weight for d in run.domains)
+    share = {d.name: batch * d.weight / weight for d in run.domains}
+    filled = {d.name: max(1, int(share[d.name] // d.group_size)) * d.group_size for d in run.domains}
+    while (left := batch - sum(filled.values())) > 0:
+        fitting = [d for d in run.domains if d.group_size <= left]
+        if not fitting:
+            break
+        most = max(fitting, key=lambda d: share[d.name] - filled[d.name])
+        filled[most.name] += most.group_size
+    total = sum(filled.values())
+    if total != batch:
+        sizes = ", ".join(f"{d.name} {d.group_size}" for d in run.domains)
+        raise SpecError(
+            f"batch.trajectories is {batch} (rule: filled by whole groups of {sizes}; these shares make {total})"
+        )
+    return filled
+
+
+def _model(run: RunSpec) -> Iterable[Problem]:
+    if (run.model.path is None) == (run.model.init is None):
+        yield Problem(("model",), "model has both or neither of 'path' and 'init' (rule: exactly one)")
+
+
+def _schedule(run: RunSpec) -> Iterable[Problem]:
+    if run.schedule == "sync" and run.staleness != 0:
+        yield Problem(
+            ("staleness",),
+            f"staleness is {run.staleness} (rule: 0 under `schedule: sync`, whose batches are of the current version)",
+        )
+
+
+def _unique(key: str, entries: Sequence[_Named]) -> Iterable[Problem]:
+    counts = Counter(entry.name for entry in entries)
+    for i, entry in enumerate(entries):
+        if counts[entry.name] > 1:
+            yield Problem(
+                (key, i, "name"),
+                f"{key}.{i}.name is '{entry.name}' (rule: names are unique; it occurs {counts[entry.name]} times)",
+            )
+
+
+def _rewards(run: RunSpec) -> Iterable[Problem]:
+    known = [f.name for f in run.functions]
+    for i, domain in enumerate(run.domains):
+        for j, use in enumerate(domain.rewards):
+            if use.function not in known:
+                hint = did_you_mean(use.function, known)
+                yield Problem(
+                    ("domains", i, "rewards", j, "function"),
+                    f"domain '{domain.name}' uses function '{use.function}' (rule: an entry of `functions`{hint})",
+                )
+        if not domain.rewards and domain.env_reward_weight == 0:
+            yield Problem(
+                ("domains", i),
+                f"domain '{domain.name}' pays nothing (rule: a reward function, or env_reward_weight other than 0)",
+            )
+
+
+def _turns(run: RunSpec) -> Iterable[Problem]:
+    for i, domain in enumerate(run.domains):
+        if domain.max_tokens >= run.model.context:
+            yield Problem(
+                ("domains", i, "max_tokens"),
+                f"domain '{domain.name}' has max_tokens {domain.max_tokens} "
+                f"(rule: below model.context, {run.model.context})",
+            )
+        if domain.advantage.baseline == "group" and domain.group_size == 1:
+            yield Problem(
+                ("domains", i, "group_size"),
+                f"domain '{domain.name}' has group_size 1 "
+                "(rule: at least 2 for `advantage.baseline: group`, whose mean is the sample itself otherwise)",
+            )
+
+
+def _quota_rules(run: RunSpec) -> Iterable[Problem]:
+    given: list[tuple[int, DomainSpec, int]] = [
+        (i, d, d.trajectories) for i, d in enumerate(run.domains) if d.trajectories is not None
+    ]
+    for i, domain, quota in given:
+        if quota % domain.group_size:
+            yield Problem(
+                ("domains", i, "trajectories"),
+                f"domain '{domain.name}' has trajectories {quota} "
+                f"(rule: a multiple of its group_size {domain.group_size})",
+            )
+    if given and len(given) != len(run.domains):
+        yield Problem(
+            ("domains",), f"{len(given)} of {len(run.domains)} domains have 'trajectories' (rule: all or none)"
+        )
+    elif given and (total := sum(quota for _, _, quota in given)) != run.batch.trajectories:
+        yield Problem(
+            ("batch", "trajectories"),
+            f"batch.trajectories is {run.batch.trajectories} (rule: the sum of the domains' trajectories, {total})",
+        )
+
+
+def _warm_start(run: RunSpec) -> Iterable[Problem]:
+    known = [d.name for d in run.domains]
+    for i, name in enumerate(run.warm_start.domains if run.warm_start else ()):
+        if name not in known:
+            yield Problem(
+                ("warm_start", "domains", i),
+                f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})",
+            )

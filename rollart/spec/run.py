@@ -1,0 +1,81 @@
+"""The run spec: what is trained, on which domains, with which rewards, and under which bounds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rollart.spec.base import Entry, Name
+from rollart.spec.run_parts import (
+    BatchSpec,
+    BudgetSpec,
+    DomainSpec,
+    EvaluationSpec,
+    FaultsSpec,
+    FunctionEntry,
+    LeasesSpec,
+    ModelSpec,
+    TrainingSpec,
+    WarmStartSpec,
+)
+
+__all__ = ["MAX_STALENESS", "RunSpec"]
+
+MAX_STALENESS = 8
+"""Largest staleness bound: past 8 versions every loss we measured degrades (facts/training.md, staleness study)."""
+
+
+class RunSpec(Entry):
+    """A training run. Only `name`, `model` and `domains` have no default."""
+
+    name: Name = Field(description="Name of the run; its directory under the runs directory is called after it.")
+    seed: int = Field(default=0, ge=0, description="Seed of every random stream, each derived by (seed, id).")
+    model: ModelSpec = Field(description="The policy.")
+    schedule: Literal["sync", "async"] = Field(
+        default="async",
+        description="sync: generate a batch, train on it, publish, repeat. async: generate while training.",
+    )
+    staleness: int = Field(
+        default=1,
+        ge=0,
+        le=MAX_STALENESS,
+        description="Largest number of versions between a trajectory's first token and the step that trains on it "
+        "(α). 0 under `schedule: sync`.",
+    )
+    steps: int = Field(default=100, ge=0, description="Training steps; each publishes one policy version.")
+    batch: BatchSpec = Field(default_factory=BatchSpec, description="What one training step consumes.")
+    domains: list[DomainSpec] = Field(min_length=1, description="Tasks, each with its environment and rewards.")
+    functions: list[FunctionEntry] = Field(default_factory=list, description="Reward functions.")
+    training: TrainingSpec = Field(default_factory=TrainingSpec, description="Optimizer and loss.")
+    warm_start: WarmStartSpec | None = Field(
+        default=None, description="Imitation of worked examples before the first step."
+    )
+    evaluation: EvaluationSpec = Field(
+        default_factory=EvaluationSpec, description="Episodes that are never trained on."
+    )
+    leases: LeasesSpec = Field(default_factory=LeasesSpec, description="Deadlines of everything that is waited for.")
+    faults: FaultsSpec = Field(default_factory=FaultsSpec, description="How much broken infrastructure a run bears.")
+    budget: BudgetSpec = Field(default_factory=BudgetSpec, description="Where the run stops by itself.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sync_is_on_policy(cls, data: Any) -> Any:
+        """A sync run that says nothing about staleness has none."""
+        if isinstance(data, dict) and data.get("schedule") == "sync" and "staleness" not in data:
+            return {**data, "staleness": 0}
+        return data
+
+    def domain(self, name: str) -> DomainSpec:
+        """The domain of that name; KeyError if there is none."""
+        for entry in self.domains:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)
+
+    def function(self, name: str) -> FunctionEntry:
+        """The function of that name; KeyError if there is none."""
+        for entry in self.functions:
+            if entry.name == name:
+                return entry
+        raise KeyError(name)

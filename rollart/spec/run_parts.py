@@ -1,0 +1,195 @@
+"""The parts of a run spec, in the order in which a run spec names them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rollart.spec.base import Entry, ImportPath, Name
+
+__all__ = [
+    "AdvantageSpec",
+    "BatchSpec",
+    "BudgetSpec",
+    "DomainSpec",
+    "EvaluationSpec",
+    "FaultsSpec",
+    "FunctionEntry",
+    "LeasesSpec",
+    "LossSpec",
+    "ModelSpec",
+    "RewardUse",
+    "TrainingSpec",
+    "WarmStartSpec",
+]
+
+
+class ModelSpec(Entry):
+    """The policy: either weights on disk or a configuration to initialise from."""
+
+    path: str | None = Field(
+        default=None, description="Hugging Face directory (config.json, safetensors). Relative to the run file."
+    )
+    init: dict[str, Any] | ImportPath | None = Field(
+        default=None,
+        description="Hugging Face model configuration to initialise random weights from (seeded), or "
+        "`package.module:function` that returns one.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Directory with tokenizer.json, or `package.module:function` that writes one into a directory; the "
+        "model's own directory if not given.",
+    )
+    context: int = Field(default=2048, ge=8, description="Longest trajectory in tokens, prompt included.")
+
+
+class BatchSpec(Entry):
+    """What one training step consumes."""
+
+    trajectories: int = Field(default=128, ge=1, description="Trajectories per step, over all domains.")
+    tokens: int | None = Field(
+        default=None, ge=1, description="Optional bound on the tokens of one batch; groups stay whole."
+    )
+
+
+class AdvantageSpec(Entry):
+    """How rewards become advantages."""
+
+    level: Literal["token", "turn", "trajectory"] = Field(
+        default="trajectory", description="What a reward-to-go belongs to: a token, a turn, or the trajectory."
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per turn (or token, at that level).")
+    baseline: Literal["domain", "group", "none"] = Field(
+        default="group", description="Mean that is subtracted: of the domain's batch, of the group, or nothing."
+    )
+    normalize: bool = Field(default=True, description="Divide by the standard deviation of the same set.")
+
+
+class RewardUse(Entry):
+    """A reward function's part in a domain's reward."""
+
+    function: Name = Field(description="Name of an entry of `functions`.")
+    weight: float = Field(default=1.0, description="Factor of its value in the sum.")
+    pays: Literal["last", "steps"] = Field(
+        default="last", description="last: at the last action token; steps: where its step_rewards say."
+    )
+
+
+class DomainSpec(Entry):
+    """A task: where episodes come from, how they are sampled, and what they are paid."""
+
+    name: Name = Field(description="Name of the domain.")
+    environment: ImportPath = Field(description="Class or factory of the environment, `package.module:attribute`.")
+    environment_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
+    weight: float = Field(default=1.0, gt=0, description="Share of the batch, relative to the other domains.")
+    trajectories: int | None = Field(
+        default=None, ge=1, description="Trajectories per step, instead of a share by `weight`: all domains or none."
+    )
+    group_size: int = Field(default=8, ge=1, description="Trajectories of one prompt (GRPO); 1 for single ones.")
+    max_turns: int = Field(default=8, ge=1, description="Turns after which an episode ends.")
+    max_tokens: int = Field(default=256, ge=1, description="Generated tokens per turn.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling bound.")
+    stop: list[str] = Field(default_factory=list, description="Texts that end a turn; each must be one token.")
+    advantage: AdvantageSpec = Field(default_factory=AdvantageSpec, description="How rewards become advantages.")
+    rewards: list[RewardUse] = Field(default_factory=list, description="Reward functions and their weights.")
+    env_reward_weight: float = Field(default=1.0, description="Factor of the rewards that the environment pays.")
+    loss_weight: float = Field(default=1.0, gt=0, description="Weight of its mean in the loss, see domain_balance.")
+
+
+class FunctionEntry(Entry):
+    """A reward function: stateless, so that it can run in function workers that scale to zero."""
+
+    name: Name = Field(description="Name that domains refer to.")
+    source: str = Field(description="Python file (relative to the run file) or module that holds the handler.")
+    handler: str = Field(description="Attribute of the source, made with @rollart.reward or a known signature.")
+    memory_mb: int = Field(default=512, ge=128, le=10_240, description="Memory of one worker.")
+    timeout_s: float = Field(default=10.0, gt=0, le=900, description="Longest run of one invocation.")
+    concurrency: int = Field(default=2, ge=1, description="Largest number of workers at a time.")
+    batch_items: int = Field(default=16, ge=1, description="Largest number of samples per invocation.")
+    batch_wait_ms: float = Field(default=5.0, ge=0, description="How long a sample waits for others to join.")
+    keep_alive_s: float = Field(default=10.0, ge=0, description="Idle time after which a worker is stopped.")
+    artefact: str | None = Field(
+        default=None,
+        description="File that the handler loads: a path, or `package.module:producer` called once before the run.",
+    )
+    preload: list[str] = Field(default_factory=list, description="Modules that a worker imports at start.")
+
+
+class LossSpec(Entry):
+    """The policy loss. For its parts under staleness see docs/training.md."""
+
+    kind: Literal["pg", "ppo", "decoupled", "tis"] = Field(
+        default="ppo",
+        description="pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal "
+        "and behaviour policies apart; tis: truncated importance sampling.",
+    )
+    clip_low: float = Field(default=0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(default=0.2, ge=0, description="Ratio is clipped above 1 + clip_high.")
+    cap: float = Field(default=2.0, gt=0, description="Largest importance weight (decoupled, tis).")
+    entropy: float = Field(default=0.0, ge=0, description="Factor of the entropy bonus.")
+
+
+class TrainingSpec(Entry):
+    """Optimizer, loss and how a batch is cut."""
+
+    lr: float = Field(default=1e-5, gt=0, description="Learning rate (AdamW).")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient.")
+    loss: LossSpec = Field(default_factory=LossSpec, description="The policy loss.")
+    epochs: int = Field(default=1, ge=1, description="Passes over a batch.")
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass.")
+    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, description="Padded tokens per forward pass.")
+    domain_balance: Literal["tokens", "domains"] = Field(
+        default="tokens",
+        description="tokens: every token has the same weight; domains: every domain has the same total weight.",
+    )
+
+
+class WarmStartSpec(Entry):
+    """Cross-entropy on worked examples of some domains, before the first step."""
+
+    domains: list[Name] = Field(min_length=1, description="Domains whose environments give worked examples.")
+    examples: int = Field(default=300, ge=1, description="Examples per domain.")
+    batches: int = Field(default=60, ge=1, description="Mini-batches of imitation.")
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate of the imitation.")
+    batch: int = Field(default=32, ge=1, description="Examples per mini-batch.")
+
+
+class EvaluationSpec(Entry):
+    """Greedy episodes on held-out seeds: scored and shown, never trained on."""
+
+    episodes: int = Field(default=0, ge=0, description="Episodes per domain and evaluation; 0 for none.")
+    at: tuple[Literal["start", "end"], ...] = Field(
+        default=("start", "end"), description="Evaluate before the first and after the last step."
+    )
+    every: int | None = Field(default=None, ge=1, description="Also evaluate every so many steps.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
+
+
+class LeasesSpec(Entry):
+    """Longest waits in seconds. An expiry is an event with a bounded action, never a silence."""
+
+    generate_s: float = Field(default=120.0, gt=0, description="One turn's generation; then another engine.")
+    env_step_s: float = Field(default=60.0, gt=0, description="One reset or step of an environment.")
+    reward_s: float = Field(default=60.0, gt=0, description="Scoring of one trajectory, retries included.")
+    train_s: float = Field(default=600.0, gt=0, description="One training step.")
+    publish_s: float = Field(default=120.0, gt=0, description="Writing a version and loading it into every engine.")
+    engine_start_s: float = Field(default=120.0, gt=0, description="Start of an engine or trainer process.")
+
+
+class FaultsSpec(Entry):
+    """How much broken infrastructure a run bears before it stops with exit code 5."""
+
+    max_rate: float = Field(default=0.05, ge=0, le=1, description="Largest share of trajectories lost to faults.")
+    min_count: int = Field(default=10, ge=1, description="Faults before the rate is judged.")
+    max_attempts_per_group: int = Field(default=3, ge=1, description="Attempts after which a group is dropped.")
+
+
+class BudgetSpec(Entry):
+    """Where the run stops by itself (exit code 4 for money)."""
+
+    usd: float | None = Field(default=None, gt=0, description="Largest cost in dollars; none if not given.")
+    wall_s: float | None = Field(default=None, gt=0, description="Longest run in seconds; none if not given.")

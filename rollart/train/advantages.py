@@ -1,0 +1,110 @@
+"""From rewards to advantages, on arrays: credit units, discounted returns, baselines, scaling.
+
+Notation. A sample's sampled tokens fall into *credit units* k = 0, 1, …: each token (`token`), all sampled tokens of
+a turn (`turn`), or all of the sample (`trajectory`). r_k is the sum of the rewards paid at the unit's tokens.
+
+    return-to-go   G_k = Σ_{j ≥ k} γ^{j−k} r_j                                   (Sutton & Barto 2018, §3.3)
+    baseline       b_k = mean of G_k over the samples that reach unit k, of the same domain in the batch
+                         (`domain`), of the same group (`group`), or 0 (`none`)
+    advantage      A_k = G_k − b_k
+    group_std      A_k / std of G_k over the group: at trajectory level this is GRPO (arXiv:2402.03300, eq. 3)
+    normalize      A_k / std of A over all units of the domain in the batch (arXiv:1707.06347 practice; scale only,
+                   since the baseline already centres)
+
+Every token of a unit gets the unit's advantage. Rewards at tokens that were not sampled are ignored: the contract of
+`TrainSample` pays a turn at its last action token. Turn-level credit: arXiv:2505.11821.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rollart.train.batch import Batch, BoolArray, FloatArray, IntArray
+from rollart.train.config import AdvantageConfig, DomainConfig
+
+__all__ = ["MIN_STD", "advantages", "batch_advantages", "credit_units", "returns_to_go", "unit_baseline"]
+
+MIN_STD = 1e-6
+"""A smaller spread counts as none: dividing rounding noise by it would invent a signal."""
+
+
+def batch_advantages(batch: Batch, domains: Mapping[str, DomainConfig]) -> FloatArray:
+    """Advantage of every loss token [N]. `ValueError` for a domain that is not configured."""
+    out = np.zeros(len(batch.loss), np.float64)
+    at, owner = batch.loss.position, batch.loss.sample
+    for index, name in enumerate(batch.domains):
+        if name not in domains:
+            known = ", ".join(sorted(domains)) or "none"
+            raise ValueError(f"domain {name!r} is not configured, the trainer knows {known}")
+        pick = np.flatnonzero(batch.domain[owner] == index)
+        if len(pick):
+            out[pick] = advantages(
+                domains[name].advantage, sample=owner[pick], turn=batch.turn[at[pick]],
+                rewards=batch.rewards[at[pick]], group=batch.group,
+            )  # fmt: skip
+    return out
+
+
+def advantages(
+    config: AdvantageConfig, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
+) -> FloatArray:
+    """Advantages [N] of one domain's loss tokens. `sample` [N] ascends; `group` is indexed by sample."""
+    unit = credit_units(config.level, sample, turn)
+    present, row = np.unique(sample, return_inverse=True)
+    reward = np.zeros((len(present), int(unit.max()) + 1), np.float64)
+    reached = np.zeros(reward.shape, np.bool_)
+    np.add.at(reward, (row, unit), rewards)
+    reached[row, unit] = True
+    value = returns_to_go(reward, config.gamma)
+    if config.baseline != "none":
+        keys = group[present] if config.baseline == "group" else np.zeros(len(present), np.int64)
+        mean, std = unit_baseline(value, reached, keys)
+        value = value - mean
+        if config.group_std:
+            value = np.where(std > MIN_STD, value / np.maximum(std, MIN_STD), 0.0)
+    if config.normalize:
+        spread = float(value[reached].std())
+        value = value / spread if spread > MIN_STD else value
+    picked: FloatArray = value[row, unit]
+    return picked
+
+
+def credit_units(level: str, sample: IntArray, turn: IntArray) -> IntArray:
+    """The unit of each loss token within its sample [N], counted from 0. `sample` [N] ascends."""
+    count = len(sample)
+    if level == "trajectory" or count == 0:
+        return np.zeros(count, np.int64)
+    begins = np.ones(count, np.bool_)
+    begins[1:] = sample[1:] != sample[:-1]
+    starts = np.flatnonzero(begins)
+    spans = np.diff(np.append(starts, count))
+    if level == "token":
+        return np.arange(count) - np.repeat(starts, spans)
+    if level != "turn":
+        raise ValueError(f"credit level {level!r} is not one of token, turn, trajectory")
+    changes = np.zeros(count, np.int64)
+    changes[1:] = (turn[1:] != turn[:-1]) & ~begins[1:]
+    running: IntArray = np.cumsum(changes)
+    return running - np.repeat(running[starts], spans)
+
+
+def returns_to_go(rewards: FloatArray, gamma: float) -> FloatArray:
+    """G_k = r_k + γ G_{k+1} along the last axis. [samples, units] -> [samples, units]."""
+    out = rewards.astype(np.float64, copy=True)
+    for k in range(out.shape[1] - 2, -1, -1):
+        out[:, k] += gamma * out[:, k + 1]
+    return out
+
+
+def unit_baseline(value: FloatArray, reached: BoolArray, key: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Mean and standard deviation of each unit over the rows with the same key that reach it. All [samples, units]."""
+    _, index = np.unique(key, return_inverse=True)
+    shape = (int(index.max()) + 1, value.shape[1])
+    count, total, square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    np.add.at(count, index, reached.astype(np.float64))
+    np.add.at(total, index, np.where(reached, value, 0.0))
+    mean = (total / np.maximum(count, 1.0))[index]
+    np.add.at(square, index, np.where(reached, (value - mean) ** 2, 0.0))
+    return mean, np.sqrt(square / np.maximum(count, 1.0))[index]

@@ -1,0 +1,176 @@
+"""Samples as flat arrays: one row of numbers per token, all samples in a row. No per-token Python anywhere after this.
+
+Wire format (msgpack map; the encoder is `rollart.adapters.trainers.http`), little-endian packed arrays as bytes,
+S samples, T tokens in total:
+
+    ids       list[str]   S     for error messages
+    domains   list[str]         table;  domain  int32[S]  indexes it
+    group     int32[S]          equal numbers are one group
+    lengths   int32[S]
+    score     float64[S]
+    tokens    int32[T]    mask uint8[T]   logprobs float32[T]   versions int32[T]   turn int32[T]   rewards float64[T]
+    sets      list[list[int]]   the distinct legal sets;  legal  int32[T]  is 1 + index into it, 0 = unrestricted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Batch", "BoolArray", "FloatArray", "IntArray", "LegalSets", "LossTokens", "decode"]
+
+IntArray: TypeAlias = NDArray[np.int64]
+FloatArray: TypeAlias = NDArray[np.float64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class LegalSets:
+    """The distinct legal-action sets of a batch, padded to the largest: `ids` and `valid` are [sets + 1, widest].
+    Row 0 stands for "unrestricted" and is empty."""
+
+    ids: IntArray
+    valid: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """The N tokens that carry loss, in sample order. `first[s]:first[s + 1]` are those of sample s."""
+
+    position: IntArray
+    """Index into the batch's flat token arrays."""
+    sample: IntArray
+    first: IntArray
+    slot: IntArray
+    """Where the token stands in its legal set (0 for unrestricted tokens)."""
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """S samples of T tokens in total; token arrays are flat, sample s owns `offsets[s]:offsets[s + 1]`."""
+
+    ids: tuple[str, ...]
+    domains: tuple[str, ...]
+    domain: IntArray
+    group: IntArray
+    offsets: IntArray
+    score: FloatArray
+    tokens: IntArray
+    mask: BoolArray
+    logprobs: FloatArray
+    versions: IntArray
+    turn: IntArray
+    rewards: FloatArray
+    legal: IntArray
+    sets: LegalSets
+    loss: LossTokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> IntArray:
+        return np.diff(self.offsets)
+
+    @property
+    def used_lengths(self) -> IntArray:
+        """Tokens of each sample that a forward pass needs: up to, not including, its last token with loss (that one
+        is only a target). 0 for samples without loss."""
+        last = np.zeros(len(self), np.int64)
+        has = np.diff(self.loss.first) > 0
+        ends = self.loss.position[self.loss.first[1:][has] - 1]
+        last[has] = ends - self.offsets[:-1][has]
+        return last
+
+
+def decode(wire: Mapping[str, Any], vocab_size: int) -> Batch:
+    """Check and unpack the wire form. `ValueError` names the sample and the rule that it breaks."""
+    try:
+        batch = _unpack(wire)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"malformed samples: {error!r}") from error
+    _check(batch, vocab_size)
+    return batch
+
+
+def _unpack(wire: Mapping[str, Any]) -> Batch:
+    def ints(name: str) -> IntArray:
+        return np.frombuffer(wire[name], "<i4").astype(np.int64)
+
+    ids, lengths = tuple(wire["ids"]), ints("lengths")
+    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+    mask = np.frombuffer(wire["mask"], np.uint8) != 0
+    tokens, legal, sets = ints("tokens"), ints("legal"), _legal_sets(wire["sets"])
+    arrays = {
+        "versions": ints("versions"), "turn": ints("turn"), "legal": legal, "tokens": tokens, "mask": mask,
+        "logprobs": np.frombuffer(wire["logprobs"], "<f4").astype(np.float64),
+        "rewards": np.frombuffer(wire["rewards"], "<f8"),
+    }  # fmt: skip
+    per_sample = {"domain": ints("domain"), "group": ints("group"), "score": np.frombuffer(wire["score"], "<f8")}
+    for name, array in (*arrays.items(), *per_sample.items()):
+        expected = int(offsets[-1]) if name in arrays else len(ids)
+        if len(array) != expected:
+            raise ValueError(f"{name} has {len(array)} entries for {expected}")
+    if len(lengths) != len(ids) or (lengths < 0).any() or legal.max(initial=0) >= len(sets.ids) or (legal < 0).any():
+        raise ValueError("lengths or legal sets do not fit")
+    domains = tuple(wire["domains"])
+    if per_sample["domain"].max(initial=-1) >= len(domains) or per_sample["domain"].min(initial=0) < 0:
+        raise ValueError("domain index out of range")
+    return Batch(
+        ids=ids, domains=domains, offsets=offsets, sets=sets,
+        loss=_loss_tokens(mask, offsets, tokens, legal, sets), **arrays, **per_sample,
+    )  # fmt: skip
+
+
+def _legal_sets(sets: list[list[int]]) -> LegalSets:
+    widest = max((len(set(s)) for s in sets), default=0)
+    ids = np.zeros((len(sets) + 1, widest), np.int64)
+    valid = np.zeros((len(sets) + 1, widest), np.bool_)
+    for row, listed in enumerate(sets, start=1):
+        members = sorted(set(listed))
+        ids[row, : len(members)] = members
+        valid[row, : len(members)] = True
+    return LegalSets(ids, valid)
+
+
+def _loss_tokens(
+    mask: BoolArray, offsets: IntArray, tokens: IntArray, legal: IntArray, sets: LegalSets
+) -> LossTokens:
+    position = np.flatnonzero(mask)
+    first = np.searchsorted(position, offsets)
+    sample = np.repeat(np.arange(len(offsets) - 1), np.diff(first))
+    slot = np.zeros(len(position), np.int64)
+    restricted = np.flatnonzero(legal[position])
+    if len(restricted):
+        at = position[restricted]
+        hit = (sets.ids[legal[at]] == tokens[at, None]) & sets.valid[legal[at]]
+        slot[restricted] = np.where(hit.any(1), hit.argmax(1), -1)
+    return LossTokens(position, sample, first, slot)
+
+
+def _check(batch: Batch, vocab_size: int) -> None:
+    loss = batch.loss
+
+    def refuse(bad: BoolArray, sample: IntArray, rule: str) -> None:
+        if bad.any():
+            raise ValueError(f"sample {batch.ids[int(sample[int(bad.argmax())])]}: {rule}")
+
+    owner = np.repeat(np.arange(len(batch)), batch.lengths)
+    outside = (batch.tokens < 0) | (batch.tokens >= vocab_size)
+    refuse(outside, owner, f"a token id is outside the {vocab_size} of the model")
+    if ((batch.sets.ids < 0) | (batch.sets.ids >= vocab_size)).any():
+        raise ValueError(f"a legal set holds a token id outside the {vocab_size} of the model")
+    refuse(loss.slot < 0, loss.sample, "a sampled token is not in its own legal set")
+    at = loss.position
+    refuse(at == batch.offsets[loss.sample], loss.sample, "its first token cannot carry loss: nothing precedes it")
+    wrong = ~np.isfinite(batch.logprobs[at]) | (batch.logprobs[at] > 1e-3)
+    refuse(wrong, loss.sample, "a log-probability is not finite or above 0")
+    refuse(~np.isfinite(batch.rewards[at]), loss.sample, "a reward is not finite")
+    refuse(~np.isfinite(batch.score), np.arange(len(batch)), "its score is not finite")

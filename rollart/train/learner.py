@@ -1,0 +1,288 @@
+"""The learner: model, optimizer and counters, and the three things that are done with them (train, imitate, score).
+
+Deterministic: shuffles are drawn from (seed, what, how many calls before), so a learner that is restored from a
+published version goes on bit for bit like one that was never stopped. Not thread-safe; its owner runs one call at a
+time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollart.errors import TrainerError
+from rollart.model import TrainReport
+from rollart.train.advantages import batch_advantages
+from rollart.train.batch import Batch, FloatArray, IntArray
+from rollart.train.config import TrainerConfig
+from rollart.train.losses import kl_estimate, policy_loss, token_weights
+from rollart.train.microbatch import MicroBatch, build, plan
+from rollart.train.policy import ActionTensors, Policy, load_model
+
+__all__ = ["Counters", "Learner"]
+
+Objective: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probabilities, entropies, which loss tokens), all [M] -> per-token loss [M] and per-token statistics [M]."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a published version must remember beside tensors: calls choose the shuffle, updates the warm-up."""
+
+    train_calls: int = 0
+    imitate_calls: int = 0
+    updates: int = 0
+
+
+class Learner:
+    """Owns the weights. `train` and `imitate` change them, `logprobs` does not.
+
+    Imitation has an optimizer of its own, kept from one `imitate` to the next and dropped at the first `train`: the
+    moments of one objective mean nothing to the other.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        torch.set_num_threads(config.threads)
+        self.config = config
+        self.policy = Policy(load_model(config.model, config.device), temperature=config.temperature)
+        self.counters = Counters()
+        self.optimizers: dict[str, torch.optim.AdamW] = {}
+        self._parameters = list(self.policy.model.parameters())
+
+    def train(self, batch: Batch, version: int) -> TrainReport:
+        """All epochs and mini-batches of one step. `ValueError` for samples that cannot be trained on (weights
+        untouched), `TrainerError` if the loss diverges.
+
+        Of the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update: rounding
+        (1e-6) for fresh samples if engine and trainer agree, staleness otherwise."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        used, alive = _with_loss(batch)
+        advantage = batch_advantages(batch, self.config.domains)
+        job = _Job(
+            batch=batch,
+            used=used,
+            actions=ActionTensors(batch, self.policy.device),
+            weight=np.array([self.config.domains[d].weight for d in batch.domains]),
+            objective=self._policy_objective(batch, used, advantage),
+            entropy_grad=self.config.loss.entropy != 0,
+        )
+        gap: float | None = None
+        rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
+        self.optimizers.pop("imitation", None)
+        optimizer = self._optimizer("policy", self.config.optimizer.lr)
+        for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
+            scale = self._warmup()
+            for group in optimizer.param_groups:
+                group["lr"] = self.config.optimizer.lr * scale
+            self._update(optimizer, job, part)
+            self.counters.updates += 1
+            gap = job.meter.mean("behaviour_gap") if gap is None else gap
+        self.counters.train_calls += 1
+        metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage)
+        metrics |= {
+            "behaviour_gap": gap or 0.0,
+            "lr": optimizer.param_groups[0]["lr"],
+            "cpu_seconds": time.thread_time() - cpu,
+        }
+        return TrainReport(len(batch.loss), time.perf_counter() - started, metrics)
+
+    def imitate(self, batch: Batch, batches: int) -> TrainReport:
+        """Cross-entropy on the masked tokens: `batches` mini-batches, the samples reshuffled whenever they run out."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        used, alive = _with_loss(batch)
+        job = _Job(
+            batch=batch,
+            used=used,
+            actions=ActionTensors(batch, self.policy.device),
+            weight=np.ones(len(batch.domains)),
+            objective=_cross_entropy,
+            entropy_grad=False,
+        )
+        rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
+        optimizer = self._optimizer("imitation", self.config.imitation.lr)
+        for part in _cycle(alive, self.config.imitation.batch, batches, rng):
+            self._update(optimizer, job, part)
+        self.counters.imitate_calls += 1
+        metrics = job.meter.metrics() | {"cpu_seconds": time.thread_time() - cpu}
+        return TrainReport(job.meter.tokens, time.perf_counter() - started, metrics)
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        """Log-probability of every token [T] under the current weights, 0.0 where it carries no loss."""
+        out = np.zeros(len(batch.tokens), np.float64)
+        used = batch.used_lengths
+        if (used > 0).any():
+            out[batch.loss.position] = self._score(batch, used).double().cpu().numpy()
+        return out
+
+    def optimizer(self, name: str) -> torch.optim.AdamW:
+        """The optimizer of that name ("policy", "imitation"), made if it is not there: for restoring its state."""
+        return self._optimizer(name, self.config.optimizer.lr if name == "policy" else self.config.imitation.lr)
+
+    def _policy_objective(self, batch: Batch, used: IntArray, advantage: FloatArray) -> Objective:
+        device, config = self.policy.device, self.config.loss
+        behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).float().to(device)
+        credit = torch.from_numpy(advantage).float().to(device)
+        proximal = self._score(batch, used) if config.kind == "decoupled" else None
+
+        def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            near = None if proximal is None else proximal[pick]
+            reference = behaviour[pick] if near is None else near
+            token = policy_loss(
+                config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=near
+            )
+            loss = token.loss - config.entropy * entropy if config.entropy else token.loss
+            seen = logprobs.detach()
+            return loss, {
+                "entropy": entropy.detach(),
+                "clip_fraction": token.clipped,
+                "approx_kl": kl_estimate(seen, reference),
+                "ratio": token.ratio,
+                "behaviour_gap": (seen - behaviour[pick]).abs(),
+            }
+
+        return objective
+
+    def _update(self, optimizer: torch.optim.AdamW, job: _Job, part: IntArray) -> None:
+        """One optimizer update on the samples `part`, gradient accumulated over micro-batches."""
+        policy, config, loss = self.policy, self.config, job.batch.loss
+        tokens = np.concatenate([np.arange(loss.first[s], loss.first[s + 1]) for s in part])
+        shares = np.zeros(len(loss))
+        domain = job.batch.domain[loss.sample[tokens]]
+        shares[tokens] = token_weights(domain, job.weight, balance=config.loss.domain_balance)
+        scale = torch.from_numpy(shares).float().to(policy.device)
+        optimizer.zero_grad(set_to_none=True)
+        for samples in plan(job.used[part], config.max_tokens_per_microbatch):
+            micro = build(job.batch, part[samples], job.used, policy.device)
+            logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
+            per_token, statistics = job.objective(logprobs, entropy, micro.pick)
+            weighted = (per_token * scale[micro.pick]).sum()
+            weighted.backward()  # type: ignore[no-untyped-call]
+            job.meter.add(micro, weighted.detach(), statistics)
+        limit = config.optimizer.grad_clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True)
+        if not torch.isfinite(norm):
+            raise TrainerError(
+                f"the gradient is not finite at update {self.counters.updates + 1}",
+                remedy="restore the last published version; lower the learning rate or the importance cap",
+            )
+        optimizer.step()
+        job.meter.update(norm)
+
+    def _score(self, batch: Batch, used: IntArray) -> Tensor:
+        """Log-probabilities of all loss tokens [N], no gradient."""
+        policy = self.policy
+        actions = ActionTensors(batch, policy.device)
+        out = torch.zeros(len(batch.loss), device=policy.device)
+        with torch.no_grad():
+            for samples in plan(used, self.config.max_tokens_per_microbatch):
+                micro = build(batch, samples, used, policy.device)
+                out[micro.pick] = policy.score(micro, actions, entropy_grad=False)[0]
+        return out
+
+    def _optimizer(self, name: str, lr: float) -> torch.optim.AdamW:
+        if name not in self.optimizers:
+            config = self.config.optimizer
+            groups = [
+                {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ]
+            self.optimizers[name] = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+        return self.optimizers[name]
+
+    def _warmup(self) -> float:
+        length = self.config.optimizer.warmup
+        return min(1.0, (self.counters.updates + 1) / length) if length else 1.0
+
+
+@dataclass(slots=True)
+class _Job:
+    """What one call trains on: the samples, what was done in them, and what is wanted of it."""
+
+    batch: Batch
+    used: IntArray
+    actions: ActionTensors
+    weight: FloatArray
+    objective: Objective
+    entropy_grad: bool
+    meter: _Meter = field(default_factory=lambda: _Meter())
+
+
+class _Meter:
+    """Sums over everything that was trained on; one transfer from the device at the end."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.real = self.padded = self.updates = self.tokens = 0
+
+    def add(self, micro: MicroBatch, loss: Tensor, statistics: dict[str, Tensor]) -> None:
+        self.real += micro.real_tokens
+        self.padded += micro.padded_tokens
+        self.tokens += len(micro.pick)
+        sums = {name: value.sum() for name, value in statistics.items()} | {"loss": loss}
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def update(self, norm: Tensor) -> None:
+        self.updates += 1
+        self.sums["grad_norm"] = self.sums["grad_norm"] + norm if "grad_norm" in self.sums else norm
+
+    def mean(self, name: str) -> float:
+        """Per update for `loss` and `grad_norm`, per visited token for the rest."""
+        return float(self.sums[name].item()) / max(1, self.updates if name in ("loss", "grad_norm") else self.tokens)
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: self.mean(name) for name in self.sums}
+        return means | {"updates": float(self.updates), "padding_share": 1.0 - self.real / max(1, self.padded)}
+
+
+def _cross_entropy(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return -logprobs, {"entropy": entropy.detach()}
+
+
+def _with_loss(batch: Batch) -> tuple[IntArray, IntArray]:
+    used = batch.used_lengths
+    alive = np.flatnonzero(used > 0)
+    if not len(alive):
+        raise ValueError(f"none of the {len(batch)} samples has a token with loss")
+    return used, alive
+
+
+def _minibatches(alive: IntArray, epochs: int, parts: int, rng: np.random.Generator) -> Iterator[IntArray]:
+    """Whole samples, each in exactly one mini-batch per epoch; sizes differ by at most one."""
+    for _ in range(epochs):
+        for part in np.array_split(rng.permutation(alive), min(parts, len(alive))):
+            yield np.asarray(part, np.int64)
+
+
+def _cycle(alive: IntArray, size: int, batches: int, rng: np.random.Generator) -> Iterator[IntArray]:
+    """`batches` mini-batches of `size` samples (of all, if there are fewer), without repeats inside one."""
+    size = min(size, len(alive))
+    queue = rng.permutation(alive)
+    for _ in range(batches):
+        if len(queue) < size:
+            fresh = rng.permutation(alive)
+            queue = np.concatenate((queue, fresh[~np.isin(fresh, queue)], fresh[np.isin(fresh, queue)]))
+        yield queue[:size]
+        queue = queue[size:]
+
+
+def _batch_metrics(batch: Batch, version: int, advantage: FloatArray) -> dict[str, float]:
+    staleness = version - batch.versions[batch.loss.position]
+    metrics = {
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": float(staleness.max()),
+        "trained_tokens": float(len(batch.loss)),
+        "samples": float(len(batch)),
+        "advantage_abs": float(np.abs(advantage).mean()),
+    }
+    for index, name in enumerate(batch.domains):
+        mine = batch.domain == index
+        if mine.any():
+            metrics[f"reward/{name}"] = float(batch.score[mine].mean())
+    return metrics

@@ -1,0 +1,85 @@
+"""Policy losses per token, on tensors, and the weights that make a mean of them.
+
+Notation. π current policy (has the gradient), μ the behaviour policy that sampled (the engine, perhaps some versions
+ago), π₀ the proximal policy (the weights at the start of the step), A the advantage, clip(x) = x within
+[1 − ε_low, 1 + ε_high], sg stop-gradient.
+
+    pg         −A log π                                                 REINFORCE (Williams 1992)
+    ppo        −min(ρ A, clip(ρ) A),  ρ = π/μ                           arXiv:1707.06347, eq. 7; ε_high ≠ ε_low: DAPO
+    decoupled  −w min(ρ A, clip(ρ) A),  ρ = π/π₀,  w = min(π₀/μ, cap)   arXiv:2110.00641; as in AReaL, 2505.24298
+    tis        −sg[min(π/μ, cap)] A log π                               truncated importance sampling, arXiv:1802.01561
+
+The batch loss is Σ_t w_t ℓ_t with Σ_t w_t = 1 over the loss tokens of the mini-batch, so masked tokens are in neither
+the numerator nor the denominator, and splitting a mini-batch into micro-batches does not change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollart.train.batch import FloatArray, IntArray
+from rollart.train.config import LossConfig
+
+__all__ = ["MAX_LOG_RATIO", "TokenLoss", "kl_estimate", "policy_loss", "token_weights"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped here: exp(20) is far outside every clip range, and an infinity would poison the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """Per-token loss, and the ratio and clip flags that the metrics show (both without gradient). All [N]."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def policy_loss(
+    config: LossConfig, *, logprobs: Tensor, behaviour: Tensor, advantage: Tensor, proximal: Tensor | None = None
+) -> TokenLoss:
+    """Loss of each token [N] before weighting. `proximal` is needed by kind `decoupled` only."""
+    reference = proximal if config.kind == "decoupled" and proximal is not None else behaviour
+    ratio = _ratio(logprobs, reference)
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    if config.kind == "pg":
+        return TokenLoss(-advantage * logprobs, ratio.detach(), torch.zeros_like(advantage))
+    if config.kind == "tis":
+        weight = ratio.detach().clamp(max=config.cap)
+        return TokenLoss(-weight * advantage * logprobs, ratio.detach(), (ratio.detach() > config.cap).float())
+    gain, bound = ratio * advantage, ratio.clamp(low, high) * advantage
+    loss = -torch.minimum(gain, bound)
+    clipped = (bound < gain).float()
+    if config.kind == "decoupled":
+        if proximal is None:
+            raise ValueError("the decoupled loss needs the proximal policy's log-probabilities")
+        loss = loss * _ratio(proximal, behaviour).clamp(max=config.cap)
+    return TokenLoss(loss, ratio.detach(), clipped)
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Per-token estimate of KL(reference ‖ current) from samples of `reference`: x − 1 − log x with x = π/μ ≥ 0
+    (Schulman 2020, "k3")."""
+    difference = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp() - 1.0 - difference
+
+
+def token_weights(domain: IntArray, weight: FloatArray, *, balance: bool) -> FloatArray:
+    """The weight of each loss token of a mini-batch, summing to 1 [N].
+
+    `domain` [N] indexes `weight` [D]. Balanced: w_t = ω_d / Σ_{d' present} ω_d' / N_d, a weighted mean of domain means;
+    otherwise w_t = ω_d / Σ_t' ω_d(t'), a weighted token mean.
+    """
+    counts = np.bincount(domain, minlength=len(weight)).astype(np.float64)
+    share = weight / np.maximum(counts, 1.0) if balance else weight
+    out: FloatArray = share[domain]
+    out /= out.sum()
+    return out
+
+
+def _ratio(logprobs: Tensor, reference: Tensor) -> Tensor:
+    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

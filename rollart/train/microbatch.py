@@ -1,0 +1,91 @@
+"""Which samples share a forward pass, and the tensors of one.
+
+Samples are sorted by length, cut into micro-batches and padded on the right, with no attention mask at all: under
+causal attention a pad on the right is never seen by a real token. Measured against packing (several samples in a row
+with a block-diagonal mask) this takes 0.7× the CPU time at 20–60 tokens and 0.5× at 100–150, because a CPU computes
+the masked-out blocks of attention as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollart.train.batch import Batch, IntArray
+
+__all__ = ["OVERHEAD_TOKENS", "MicroBatch", "build", "plan"]
+
+OVERHEAD_TOKENS = 128
+"""What a micro-batch costs before its first token, in tokens: 1.2 ms at 11 µs a token (1 × 64) and 2.7 ms at 36 µs
+(2 × 96), one CPU thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward pass. M loss tokens, the unrestricted ones first: `[:free]` of `at`, `pick`."""
+
+    ids: Tensor
+    """[rows, longest], zero-padded on the right."""
+    at: Tensor
+    """Where the hidden state that predicts each loss token stands in the flattened [rows × longest] [M]."""
+    pick: Tensor
+    """Each loss token's index among the batch's loss tokens [M]."""
+    free: int
+    real_tokens: int
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.ids.numel()
+
+
+def plan(lengths: IntArray, max_tokens: int, overhead: int = OVERHEAD_TOKENS) -> list[IntArray]:
+    """Split samples into micro-batches that minimise Σ (padded tokens + overhead), each of at most `max_tokens`
+    padded tokens (a longer sample goes alone). Returns index arrays; every index with length > 0 is in exactly one.
+
+    Exact for sorted lengths: cost(j) = min_i cost(i) + overhead + (j − i) × length(j), a shortest path.
+    """
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    count = len(order)
+    size = lengths[order]
+    cost = np.zeros(count + 1, np.int64)
+    cut = np.zeros(count + 1, np.int64)
+    for j in range(1, count + 1):
+        longest = int(size[j - 1])
+        low = max(0, j - max(1, max_tokens // longest))
+        candidates = cost[low:j] - np.arange(low, j) * longest
+        best = int(candidates.argmin())
+        cut[j] = low + best
+        cost[j] = candidates[best] + overhead + j * longest
+    out: list[IntArray] = []
+    end = count
+    while end > 0:
+        out.append(order[cut[end] : end])
+        end = int(cut[end])
+    return out[::-1]
+
+
+def build(batch: Batch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:
+    """Tensors of one micro-batch. `used` is `batch.used_lengths`."""
+    lengths = used[samples]
+    longest = int(lengths.max())
+    column = np.arange(longest)
+    inside = column < lengths[:, None]
+    source = np.where(inside, batch.offsets[samples][:, None] + column, 0)
+    ids = np.where(inside, batch.tokens[source], 0)
+    loss = batch.loss
+    counts = loss.first[samples + 1] - loss.first[samples]
+    row = np.repeat(np.arange(len(samples)), counts)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pick = np.repeat(loss.first[samples], counts) + within
+    restricted = batch.legal[loss.position[pick]] > 0
+    order = np.argsort(restricted, kind="stable")
+    pick, row = pick[order], row[order]
+    at = row * longest + (loss.position[pick] - 1 - batch.offsets[samples][row])
+    return MicroBatch(
+        ids=torch.from_numpy(ids).to(device), at=torch.from_numpy(at).to(device),
+        pick=torch.from_numpy(pick).to(device), free=len(order) - int(restricted.sum()), real_tokens=int(lengths.sum()),
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The model: loading it, and log-probabilities and entropies of loss tokens under it.
+
+Logits are computed only where loss is, and so is the last layer's MLP: with one layer and one action token in six
+that saves a quarter of a step. Log-probabilities are normalised over the legal set where there is one: for these
+tokens only the legal columns are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rollart.errors import UsageError
+from rollart.train.batch import Batch
+from rollart.train.config import ModelConfig
+from rollart.train.microbatch import MicroBatch
+
+__all__ = ["ActionTensors", "Policy", "load_model"]
+
+ILLEGAL = -1e30
+"""Logit of an illegal action: its probability is exactly 0 and, unlike with −inf, 0 × log 0 stays 0 in the entropy."""
+
+
+class ActionTensors:
+    """The loss tokens of a batch on the device: what was sampled, out of which legal set."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        at = batch.loss.position
+        self.target = torch.from_numpy(batch.tokens[at]).to(device)
+        self.slot = torch.from_numpy(batch.loss.slot).to(device)
+        self.legal = torch.from_numpy(batch.legal[at]).to(device)
+        self.legal_ids = torch.from_numpy(batch.sets.ids).to(device)
+        self.legal_valid = torch.from_numpy(batch.sets.valid).to(device)
+
+
+class Policy:
+    """A causal language model at its sampling temperature."""
+
+    def __init__(self, model: Any, *, temperature: float) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.device: torch.device = next(model.parameters()).device
+        self._body = model.base_model
+        self._head = model.get_output_embeddings()
+        self.vocab_size = int(self._head.weight.shape[0])
+        self._check_head()
+        self.trims_last_layer = self._agrees(self._last_layer_trimmed)
+
+    def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
+        hidden = self._last_layer_trimmed if self.trims_last_layer else self._whole
+        logits = self._head(hidden(micro.ids, micro.at)).float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        free, total = micro.free, len(micro.pick)
+        parts = []
+        if free:
+            parts.append(_score(logits[:free], actions.target[micro.pick[:free]], entropy_grad))
+        if free < total:
+            pick = micro.pick[free:]
+            legal = actions.legal[pick]
+            narrow = logits[free:].gather(1, actions.legal_ids[legal])
+            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL)
+            parts.append(_score(narrow, actions.slot[pick], entropy_grad))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _whole(self, ids: Tensor, at: Tensor) -> Tensor:
+        """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest]: any architecture."""
+        hidden: Tensor = self._body(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
+
+    def _last_layer_trimmed(self, ids: Tensor, at: Tensor) -> Tensor:
+        """The same for decoders built like Llama and Qwen: behind the last attention, only the wanted positions."""
+        body = self._body
+        x = body.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rotary = body.rotary_emb(x, positions)
+        *layers, last = body.layers
+        for layer in layers:
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotary, use_cache=False)
+        attended, _ = last.self_attn(last.input_layernorm(x), position_embeddings=rotary, attention_mask=None)
+        x = (x + attended).reshape(-1, x.shape[-1]).index_select(0, at)
+        x = x + last.mlp(last.post_attention_layernorm(x))
+        hidden: Tensor = body.norm(x)
+        return hidden
+
+    def _agrees(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
+        """Whether a shortcut computes what the model does: tried once, on two rows of four tokens."""
+        ids = (torch.arange(8, device=self.device) % self.vocab_size).reshape(2, 4)
+        at = torch.tensor([1, 3, 6], device=self.device)
+        with torch.no_grad():
+            try:
+                return torch.allclose(self._whole(ids, at), shortcut(ids, at), atol=1e-5, rtol=1e-4)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                return False  # built differently: the general way is slower, not wrong
+
+    def _check_head(self) -> None:
+        """Some architectures do more than `head(hidden)` (soft caps, logit scales): refuse them, not train wrong."""
+        with torch.no_grad():
+            ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
+            whole = self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state).float()
+        if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):
+            raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
+
+
+def load_model(config: ModelConfig, device: str) -> nn.Module:
+    """The policy in fp32 and in eval mode (no dropout: log-probabilities must equal the engine's)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        where = torch.device(device)
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"device {device!r}: torch sees no CUDA device")
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is not a torch device") from error
+    if config.path is not None:
+        if not (Path(config.path) / "config.json").is_file():
+            raise UsageError(f"{config.path} is not a model directory: it has no config.json")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path, dtype=torch.float32, attn_implementation=config.attention, local_files_only=True
+            )
+        except Exception as error:
+            raise UsageError(f"cannot load the model at {config.path}: {_line(error)}") from error
+    else:
+        init = dict(config.init or {})
+        try:
+            shape = AutoConfig.for_model(init.pop("model_type", "qwen3"), **init)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)
+                model = AutoModelForCausalLM.from_config(
+                    shape, dtype=torch.float32, attn_implementation=config.attention
+                )
+        except Exception as error:
+            raise UsageError(f"model.init does not describe a model: {_line(error)}") from error
+    module: nn.Module = model.to(where).eval()
+    return module
+
+
+def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    every = F.log_softmax(logits, dim=-1)
+    chosen = every.gather(1, index[:, None]).squeeze(1)
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = -(every.exp() * every).sum(-1)
+    return chosen, entropy
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

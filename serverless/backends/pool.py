@@ -1,0 +1,350 @@
+"""The workers of one function: started on demand up to the concurrency, kept warm a while, scaled to zero.
+
+Knows nothing of processes: a `Launcher` starts workers, so the local and the simulated backend share this code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from serverless.backends.base import Reply
+from serverless.deploy.package import Package
+from serverless.meter import MeterSink, WorkerSpan, WorkerState, billed_seconds
+from serverless.types import FaultKind, InfraFault, Invocation
+
+__all__ = ["Answer", "Launcher", "Pool", "Request", "Worker", "WorkerFault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call as a worker sees it. `remaining_s` is the time limit, counted from receipt."""
+
+    id: str
+    event: Sequence[dict[str, Any]]
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`run_s` is the handler's time as the worker measured it; `keep` False if the worker ends after it."""
+
+    body: object
+    run_s: float
+    fault: InfraFault | None = None
+    keep: bool = True
+
+
+class WorkerFault(Exception):
+    """A worker died under its call, or did not start."""
+
+    def __init__(self, fault: InfraFault) -> None:
+        super().__init__(fault.detail)
+        self.fault = fault
+
+
+class Worker(Protocol):
+    """One execution environment. `call` is never entered twice at once."""
+
+    @property
+    def init_s(self) -> float:
+        """Time of the function's own start-up, which is billed with the first call."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def call(self, request: Request) -> Answer: ...
+
+    def kill(self) -> None:
+        """End it now, whatever it does. Idempotent."""
+
+
+class Launcher(Protocol):
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+        """A ready worker, or `WorkerFault`. `gone` is called once if it ends by itself. Cleans up if cancelled."""
+
+
+class _State(enum.Enum):
+    STARTING = enum.auto()
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A worker and its clock: `since` is when its present state began, `cold_s` its start until a call pays it."""
+
+    slot: int
+    name: str
+    since: float
+    state: _State = _State.STARTING
+    worker: Worker | None = None
+    cold_s: float = 0.0
+    init_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
+class Pool:
+    """Owns the workers of one function version.
+
+    `invoke` may be called by any number of tasks: each waits for a worker, in order of arrival, and is unblocked by
+    a free or a newly started worker, its deadline, or `close`. A worker serves one call at a time.
+    Invariants: at most `concurrency` seats; at most `queue` waiters; a waiter and an idle worker never coexist
+    after a change; every second of a seat's life is in exactly one reported span.
+    Tie-break: the worker used last is used next, so that the others reach their keep-alive and go.
+    """
+
+    def __init__(
+        self, package: Package, *, launcher: Launcher, meter: MeterSink, provider: str,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self.package = package
+        self._spec = package.spec
+        self._launcher = launcher
+        self._meter = meter
+        self._provider = provider
+        self._spawn = spawn
+        self._seats: dict[int, _Seat] = {}
+        self._idle: list[_Seat] = []
+        self._starting = 0
+        self._waiters: deque[asyncio.Future[_Seat | InfraFault]] = deque()
+        self._reaper: asyncio.TimerHandle | None = None
+        self._calls = 0
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Workers that exist now, starting ones included."""
+        return len(self._seats)
+
+    def warm_up(self) -> None:
+        """Start workers until `warm` exist. Returns at once."""
+        while not self._closed and len(self._seats) < self._spec.warm:
+            self._start_one()
+
+    async def invoke(self, event: Sequence[dict[str, Any]], deadline_s: float) -> Reply:
+        now = asyncio.get_running_loop().time
+        expires = now() + deadline_s
+        seat = await self._acquire(deadline_s)
+        if isinstance(seat, InfraFault):
+            return Reply(fault=seat)
+        return await self._serve(seat, event, expires - now())
+
+    def close(self, *, drain: bool = False) -> None:
+        """End the idle workers and the starts; with `drain`, calls in flight finish first. Waiters are told."""
+        self._closed = True
+        if self._reaper is not None:
+            self._reaper.cancel()
+        gone = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{self._spec.name} was replaced or closed")
+        self._tell_waiters(gone)
+        for seat in list(self._seats.values()):
+            if seat.task is not None:
+                seat.task.cancel()
+            if seat.state is not _State.BUSY or not drain:
+                self._retire(seat)
+
+    async def _acquire(self, deadline_s: float) -> _Seat | InfraFault:
+        name = self._spec.name
+        if self._closed:
+            return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{name} is closed")
+        if self._idle and not self._waiters:
+            return self._take(self._idle.pop())
+        if len(self._waiters) >= self._spec.queue:
+            return InfraFault(FaultKind.THROTTLED, retryable=True, detail=f"{self._spec.queue} calls wait for {name}")
+        future: asyncio.Future[_Seat | InfraFault] = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        self._pump()
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError:
+            self._forget(future)
+            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=f"no worker of {name} in {deadline_s:.3f} s")
+        except asyncio.CancelledError:
+            self._forget(future)
+            raise
+
+    def _forget(self, future: asyncio.Future[_Seat | InfraFault]) -> None:
+        """A waiter left; if it had just been given a worker, that goes to the next."""
+        if future.done() and not future.cancelled() and isinstance(seat := future.result(), _Seat):
+            self._release(seat)
+        elif future in self._waiters:
+            self._waiters.remove(future)
+
+    async def _serve(self, seat: _Seat, event: Sequence[dict[str, Any]], remaining_s: float) -> Reply:
+        now = asyncio.get_running_loop().time
+        t0 = now()
+        limit = min(self._spec.timeout_s, remaining_s)
+        self._calls += 1
+        request = Request(f"{self.package.version[:8]}-{self._calls:012d}", event, limit)
+        worker = seat.worker
+        assert worker is not None
+        answer: Answer | None = None
+        fault: InfraFault | None = None
+        status = "cancelled"
+        try:
+            try:
+                async with asyncio.timeout(limit):
+                    answer = await worker.call(request)
+                fault = answer.fault
+            except TimeoutError:
+                fault = self._overrun(limit)
+            except WorkerFault as error:
+                fault = error.fault
+            status = str(fault.kind) if fault else "ok"
+        finally:
+            t1 = now()
+            run_s = answer.run_s if answer else t1 - t0
+            bill = self._bill(seat, t0, t1, run_s, len(event), status)
+            if answer is None or not answer.keep:
+                self._retire(seat)
+                self._pump()
+                self.warm_up()
+            else:
+                self._release(seat)
+        return Reply(answer.body if answer and fault is None else None, fault, bill)
+
+    def _overrun(self, limit: float) -> InfraFault:
+        if limit < self._spec.timeout_s:
+            detail = f"no answer in the {limit:.3f} s that were left"
+            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
+        return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
+
+    def _bill(self, seat: _Seat, t0: float, t1: float, run_s: float, items: int, status: str) -> Invocation:
+        bill = Invocation(
+            function=self._spec.name, provider=self._provider, worker=seat.name, t0=t0, t1=t1,
+            cold_start_s=seat.cold_s, billed_s=billed_seconds(seat.init_s + run_s), memory_mb=self._spec.memory_mb,
+            items=items, status=status,
+        )
+        seat.cold_s = seat.init_s = 0.0
+        self._meter.invocation(bill)
+        return bill
+
+    def _pump(self) -> None:
+        """Give idle workers to waiters; start as many as are still missing and allowed."""
+        while self._waiters and self._idle:
+            future = self._waiters.popleft()
+            if not future.done():
+                future.set_result(self._take(self._idle.pop()))
+        while len(self._waiters) > self._starting and len(self._seats) < self._spec.concurrency and not self._closed:
+            self._start_one()
+
+    def _start_one(self) -> None:
+        slot = next(n for n in range(len(self._seats) + 1) if n not in self._seats)
+        name = f"{self._provider}/{self._spec.name}/{slot}"
+        seat = _Seat(slot, name, asyncio.get_running_loop().time())
+        self._seats[slot] = seat
+        self._starting += 1
+        seat.task = self._spawn(self._start(seat))
+
+    async def _start(self, seat: _Seat) -> None:
+        fault: InfraFault | None = None
+        try:
+            async with asyncio.timeout(self._spec.init_timeout_s):
+                seat.worker = await self._launcher.start(
+                    self.package, seat.name, seat.slot, lambda: self._gone(seat)
+                )
+        except TimeoutError:
+            limit = self._spec.init_timeout_s
+            fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
+        except WorkerFault as error:
+            fault = error.fault
+        except asyncio.CancelledError:
+            self._starting -= 1
+            self._retire(seat)
+            raise
+        seat.task = None
+        self._starting -= 1
+        if seat.worker is None or not seat.worker.alive or self._closed:
+            self._failed_start(seat, fault)
+            return
+        seat.cold_s = asyncio.get_running_loop().time() - seat.since
+        seat.init_s = seat.worker.init_s
+        self._turn(seat, _State.IDLE)
+        self._idle.append(seat)
+        self._pump()
+        self._schedule_reaper()
+
+    def _failed_start(self, seat: _Seat, fault: InfraFault | None) -> None:
+        """A start that would fail again fails all who wait; any other fails the first, and the rest go on."""
+        fault = fault or InfraFault(FaultKind.CRASH, retryable=True, detail="the worker died as it became ready")
+        now = asyncio.get_running_loop().time()
+        seat.init_s = now - seat.since
+        self._bill(seat, seat.since, now, 0.0, 0, str(fault.kind))
+        self._retire(seat)
+        if not fault.retryable:
+            self._tell_waiters(fault)
+        elif self._waiters and not (first := self._waiters.popleft()).done():
+            first.set_result(fault)
+        self._pump()
+
+    def _tell_waiters(self, fault: InfraFault) -> None:
+        waiters, self._waiters = self._waiters, deque()
+        for future in waiters:
+            if not future.done():
+                future.set_result(fault)
+
+    def _take(self, seat: _Seat) -> _Seat:
+        self._turn(seat, _State.BUSY)
+        return seat
+
+    def _release(self, seat: _Seat) -> None:
+        if seat.state is not _State.BUSY:
+            return
+        if self._closed or seat.worker is None or not seat.worker.alive:
+            self._retire(seat)
+        else:
+            self._turn(seat, _State.IDLE)
+            self._idle.append(seat)
+            self._schedule_reaper()
+        self._pump()
+
+    def _gone(self, seat: _Seat) -> None:
+        """A worker ended by itself: an idle one is dropped, a busy one's call is already being told."""
+        if seat.state is _State.IDLE:
+            self._retire(seat)
+            self._pump()
+
+    def _retire(self, seat: _Seat) -> None:
+        if seat.worker is not None:
+            seat.worker.kill()
+        if seat.state is _State.GONE:
+            return
+        if seat.state is _State.IDLE:
+            self._idle.remove(seat)
+        self._turn(seat, _State.GONE)
+        del self._seats[seat.slot]
+
+    def _turn(self, seat: _Seat, state: _State) -> None:
+        """Change a seat's state and report the span that ends."""
+        now = asyncio.get_running_loop().time()
+        span = WorkerSpan(
+            function=self._spec.name, provider=self._provider, worker=seat.name, t0=seat.since, t1=now,
+            state=_METERED[seat.state], memory_mb=self._spec.memory_mb,
+        )
+        seat.state, seat.since = state, now
+        if span.t1 > span.t0:
+            self._meter.worker(span)
+
+    def _schedule_reaper(self) -> None:
+        """One timer for all: idle seats are in the order in which they became idle."""
+        if self._reaper is None and self._idle and not self._closed:
+            due = self._idle[0].since + self._spec.keep_alive_s
+            self._reaper = asyncio.get_running_loop().call_at(due, self._reap)
+
+    def _reap(self) -> None:
+        self._reaper = None
+        now = asyncio.get_running_loop().time()
+        while self._idle and len(self._seats) > self._spec.warm:
+            if self._idle[0].since + self._spec.keep_alive_s > now + 1e-9:
+                self._schedule_reaper()
+                return
+            self._retire(self._idle[0])
+
+
+_METERED = {_State.STARTING: WorkerState.COLD, _State.IDLE: WorkerState.IDLE, _State.BUSY: WorkerState.BUSY}

@@ -1,0 +1,311 @@
+"""The parent's side of worker processes: the fork server and one worker.
+
+No name in the file system, no listening socket: every channel is a socket pair made here and handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from serverless.backends.pool import Answer, Request, WorkerFault
+from serverless.types import FaultKind, InfraFault
+
+__all__ = ["ForkServer", "ProcessWorker"]
+
+_STOP_S = 2.0
+"""How long a stopping zygote may take to kill and reap its workers before it is killed itself."""
+
+_CAUSE_S = 1.0
+"""How long a dead worker's wait status may take to arrive."""
+
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""A zygote may have one thread only: a fork copies no other, and locks held by them stay locked."""
+
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""Of the caller's environment, functions see these alone: credentials stay here."""
+
+
+class ForkServer:
+    """Owns the zygote process. Called from one loop.
+
+    `fork` waits for the zygote's answer and is unblocked by it or by the zygote's death. A dead zygote is noticed
+    at once (its socket closes), takes its workers with it, and is replaced by the next `fork`.
+    """
+
+    def __init__(self, root: pathlib.Path, *, preload: list[str], cleanup: bool) -> None:
+        self._root = root
+        self._preload = preload
+        self._cleanup = cleanup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._keys = 0
+        self._forking: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._running: dict[int, asyncio.Future[int]] = {}
+        self.failed_preloads: dict[str, str] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's process id, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def preload(self, modules: list[str]) -> None:
+        """Have these imported before further forks."""
+        new = [m for m in modules if m not in self._preload]
+        self._preload += new
+        if new and self._control is not None:
+            with contextlib.suppress(WorkerFault):  # a dead zygote: the next one starts with all of them
+                self._send(["preload", new])
+
+    async def fork(self, order: dict[str, Any], gone: Callable[[], None]) -> ProcessWorker:
+        """A worker process, not yet ready. `WorkerFault` (retryable) if the zygote dies meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._keys += 1
+        key = self._keys
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        forked: asyncio.Future[tuple[int, int]] = loop.create_future()
+        ended: asyncio.Future[int] = loop.create_future()
+        try:
+            with theirs:
+                self._order(["fork", key, order], theirs.fileno(), key, forked, ended)
+            pid, pidfd = await forked
+        except BaseException:
+            ours.close()
+            raise
+        worker = ProcessWorker(pid, pidfd, ended, gone)
+        await loop.create_unix_connection(lambda: worker, sock=ours)
+        return worker
+
+    async def close(self) -> None:
+        """Stop the zygote and with it every worker; at most about `_STOP_S` seconds."""
+        process = self._lose()
+        if process is None:
+            return
+        loop = asyncio.get_running_loop()
+        exited: asyncio.Future[None] = loop.create_future()
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            loop.add_reader(pidfd, lambda: None if exited.done() else exited.set_result(None))
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await exited
+            except TimeoutError:
+                process.kill()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            process.kill()
+            process.wait()
+
+    def _ensure(self) -> None:
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        source = str(pathlib.Path(__file__).parents[2])
+        environment = {k: os.environ[k] for k in _PASSED_ON if k in os.environ}
+        environment |= dict.fromkeys(_ONE_THREAD, "1") | {"PYTHONPATH": source, "PYTHONUNBUFFERED": "1"}
+        cleanup = str(self._root) if self._cleanup else ""
+        arguments = ["-m", "serverless.backends._zygote", str(theirs.fileno()), str(os.getpid()), cleanup]
+        with theirs, (self._root / "zygote.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, env=environment, cwd=self._root, start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._control = ours
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
+        if self._preload:
+            self._send(["preload", self._preload])
+
+    def _order(
+        self, message: list[Any], fd: int, key: int, forked: asyncio.Future[tuple[int, int]],
+        ended: asyncio.Future[int],
+    ) -> None:
+        """Send to a living zygote: one whose death was not noticed yet is replaced once."""
+        self._ensure()
+        try:
+            self._send(message, [fd])
+        except WorkerFault:
+            self._died()
+            self._ensure()
+            self._send(message, [fd])
+        self._forking[key], self._running[key] = forked, ended
+
+    def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
+        """A few hundred bytes on a socket pair. A full or closed socket is a zygote that does not answer."""
+        assert self._control is not None
+        try:
+            socket.send_fds(self._control, [msgpack.packb(message)], fds or [])
+        except OSError as error:
+            detail = f"the zygote takes no orders: {error}"
+            raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
+
+    def _readable(self) -> None:
+        while self._control is not None:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._control, 1 << 17, 4)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self._died()
+                return
+            self._handle(msgpack.unpackb(data), fds)
+
+    def _handle(self, message: list[Any], fds: list[int]) -> None:
+        if message[0] == "forked":
+            future = self._forking.pop(message[1])
+            os.set_inheritable(fds[0], False)
+            if future.done():
+                os.close(fds[0])
+            else:
+                future.set_result((message[2], fds[0]))
+        elif message[0] == "failed":
+            future = self._forking.pop(message[1])
+            self._running.pop(message[1])
+            if not future.done():
+                detail = f"no new process: {message[2]}"
+                future.set_exception(WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)))
+        elif message[0] == "exit":
+            self._ended(message[1], message[2])
+        elif message[2] is not None:
+            self.failed_preloads[message[1]] = message[2]
+
+    def _ended(self, key: int, status: int) -> None:
+        future = self._running.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(status)
+
+    def _died(self) -> None:
+        process = self._lose()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _lose(self) -> subprocess.Popen[bytes] | None:
+        """Close the channel and tell everyone who waits on this zygote."""
+        process, self._process = self._process, None
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._control.close()
+            self._control = None
+        fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="the zygote ended")
+        forking, self._forking = self._forking, {}
+        for future in forking.values():
+            if not future.done():
+                future.set_exception(WorkerFault(fault))
+        for key in list(self._running):
+            self._ended(key, signal.SIGKILL)
+        return process
+
+
+class ProcessWorker(asyncio.Protocol):
+    """A worker process and its channel. Implements `pool.Worker`.
+
+    One call at a time; it waits for the worker's frame and is unblocked by it or by the channel's end.
+    """
+
+    def __init__(self, pid: int, pidfd: int, ended: asyncio.Future[int], gone: Callable[[], None]) -> None:
+        self.pid = pid
+        self.init_s = 0.0
+        self._pidfd = pidfd
+        self._ended = ended
+        self._gone = gone
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._reply: asyncio.Future[list[Any]] | None = asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def ready(self) -> None:
+        """Wait for the end of the init phase. `WorkerFault` if it failed; not retryable if the code itself did."""
+        _, self.init_s, error = await self._message()
+        if error is not None:
+            detail = f"the function did not load: {error}"
+            raise WorkerFault(InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
+
+    async def call(self, request: Request) -> Answer:
+        transport = self._transport
+        if transport is None:
+            raise WorkerFault(await self._cause())
+        try:
+            body = msgpack.packb([request.id, request.event, request.remaining_s * 1000.0])
+        except (TypeError, ValueError, OverflowError) as error:
+            detail = f"the event has no wire form: {error}"
+            return Answer(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        self._reply = asyncio.get_running_loop().create_future()
+        transport.write(struct.pack(">I", len(body)) + body)
+        message = await self._message()
+        if message[0] == "ok":
+            return Answer(message[2], message[1])
+        _, run_s, kind, detail, retryable, keep = message
+        return Answer(None, run_s, InfraFault(FaultKind(kind), retryable=retryable, detail=detail), keep)
+
+    def kill(self) -> None:
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _message(self) -> list[Any]:
+        assert self._reply is not None
+        try:
+            return await self._reply
+        except ConnectionResetError:
+            raise WorkerFault(await self._cause()) from None
+        finally:
+            self._reply = None
+
+    async def _cause(self) -> InfraFault:
+        """What the process died of. Retryable: a death may have come from outside."""
+        detail = "the worker's channel closed"
+        try:
+            async with asyncio.timeout(_CAUSE_S):
+                status = await asyncio.shield(self._ended)
+            code = os.waitstatus_to_exitcode(status)
+            detail = f"the worker exited with code {code}" if code >= 0 else f"the worker was ended by signal {-code}"
+        except TimeoutError:
+            pass
+        return InfraFault(FaultKind.CRASH, retryable=True, detail=detail)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        # A process that the function left behind may hold the channel open after the worker's death.
+        self._ended.add_done_callback(lambda _: transport.abort())
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if len(self._buffer) < 4:
+            return
+        (length,) = struct.unpack_from(">I", self._buffer)
+        if len(self._buffer) < 4 + length:
+            return
+        frame = bytes(self._buffer[4 : 4 + length])
+        del self._buffer[: 4 + length]
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(msgpack.unpackb(frame))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(ConnectionResetError())
+        self._gone()

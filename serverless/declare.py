@@ -1,0 +1,109 @@
+"""`@reward`: how a plain function says that it may leave for functions, and what it needs there.
+
+    @reward(memory_mb=512, timeout_s=10, deterministic=True)
+    def exact_match(sample: Item) -> float: ...
+
+    @reward(artefacts=("scorer.safetensors",), preload=("numpy",))
+    class Scorer:
+        def load(self, artefacts: pathlib.Path) -> None: ...
+        def __call__(self, sample: Item) -> float: ...
+
+The decorator stores its arguments and returns what it was given: nothing is wrapped, registered or imported.
+The controller reads them from the source text (`declarations`), so user code runs in workers only.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+from serverless.errors import SpecInvalid
+
+__all__ = ["ATTRIBUTE", "RewardOptions", "declarations", "reward"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ATTRIBUTE = "__rollart_reward__"
+"""Where the options of a decorated function are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOptions:
+    """The arguments of `@reward`, by the names of `FunctionSpec`."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@overload
+def reward(function: F, /) -> F: ...
+@overload
+def reward(
+    *, name: str | None = None, takes: str = "auto", memory_mb: int = 512, timeout_s: float = 10.0,
+    timeout_floor: float | None = None, concurrency: int = 4, keep_alive_s: float = 60.0, warm: int = 0,
+    deterministic: bool = True, batch: dict[str, float] | None = None, requirements: tuple[str, ...] = (),
+    artefacts: tuple[str, ...] = (), preload: tuple[str, ...] = (),
+) -> Callable[[F], F]: ...
+def reward(function: Any = None, /, **settings: Any) -> Any:
+    """Mark a function, an async function or a class with `__call__` as a reward. Arguments are `FunctionSpec`'s.
+
+    It takes one `Item` and gives a number, `Scored`, `ModelFault` or a dict ({"score", "metrics", "steps"},
+    {"model_fault", "floor"} or the wire form). `TypeError` for an argument that `FunctionSpec` does not have.
+    """
+    _known(settings)
+
+    def mark(target: Any) -> Any:
+        setattr(target, ATTRIBUTE, RewardOptions(dict(settings)))
+        return target
+
+    return mark if function is None else mark(function)
+
+
+def declarations(source: str, *, filename: str = "<source>") -> dict[str, dict[str, Any]]:
+    """The `@reward` arguments in a source text, by attribute, without running it.
+
+    `SpecInvalid` if an argument is not a literal or the text is not Python.
+    """
+    try:
+        tree = ast.parse(source, filename)
+    except SyntaxError as error:
+        raise SpecInvalid(f"{filename}:{error.lineno}: not Python: {error.msg}") from None
+    found: dict[str, dict[str, Any]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for decorator in node.decorator_list:
+                settings = _decorated(decorator, filename)
+                if settings is not None:
+                    found[node.name] = settings
+    return found
+
+
+def _decorated(node: ast.expr, filename: str) -> dict[str, Any] | None:
+    call = node if isinstance(node, ast.Call) else None
+    target = call.func if call else node
+    name = target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
+    if name != "reward":
+        return None
+    settings: dict[str, Any] = {}
+    for keyword in call.keywords if call else ():
+        try:
+            settings[str(keyword.arg)] = ast.literal_eval(keyword.value)
+        except ValueError:
+            raise SpecInvalid(
+                f"{filename}:{node.lineno}: @reward({keyword.arg}=...) is not a literal",
+                remedy="write the value itself, or set it in the run's spec",
+            ) from None
+    return settings
+
+
+_SETTINGS = frozenset({
+    "artefacts", "batch", "concurrency", "deterministic", "init_timeout_s", "keep_alive_s", "memory_mb", "name",
+    "preload", "queue", "requirements", "takes", "timeout_floor", "timeout_s", "warm",
+})
+
+
+def _known(settings: dict[str, Any]) -> None:
+    unknown = sorted(set(settings) - _SETTINGS)
+    if unknown:
+        raise TypeError(f"@reward has no argument {unknown[0]!r}; it has {', '.join(sorted(_SETTINGS))}")

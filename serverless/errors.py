@@ -1,0 +1,55 @@
+"""The error tree of serverless.
+
+ServerlessError
+├── SpecInvalid        a function's declaration breaks a rule
+├── PackageError       its source or an artefact cannot be packed
+├── UnknownFunction    a call names a function that is not deployed
+├── BackendFailed      a backend cannot start or was closed
+└── PolicyFault        raised *by a reward function*: the policy's own output made scoring impossible
+
+A failed *call* is not an error here: it is an `InfraFault` value (`serverless.types`).
+"""
+
+from __future__ import annotations
+
+__all__ = ["BackendFailed", "PackageError", "PolicyFault", "ServerlessError", "SpecInvalid", "UnknownFunction"]
+
+
+class ServerlessError(Exception):
+    """Base of what this package raises: one line of cause, one of remedy."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+
+class SpecInvalid(ServerlessError):
+    pass
+
+
+class PackageError(ServerlessError):
+    pass
+
+
+class UnknownFunction(ServerlessError):
+    pass
+
+
+class BackendFailed(ServerlessError):
+    pass
+
+
+class PolicyFault(ServerlessError):
+    """Raise it in a reward function when the completion cannot be scored: it becomes `ModelFault(floor, reason)`.
+
+    Any other exception is an `InfraFault(CRASH, retryable=False)`: the code failed, not the policy.
+    """
+
+    def __init__(self, reason: str, *, floor: float = 0.0) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.floor = floor

@@ -1,0 +1,98 @@
+"""What functions cost: backends report calls and worker time to a `MeterSink`; `Meter` adds them up.
+
+Conservation: a worker is cold (starting), busy (a call runs in it) or idle from its start to its end, so for every
+worker life cold + busy + idle seconds = end - start. Spans are half-open and follow each other without gaps.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serverless.types import Invocation
+
+__all__ = ["Meter", "MeterSink", "NullMeter", "Usage", "WorkerSpan", "WorkerState", "billed_seconds"]
+
+
+class WorkerState(enum.StrEnum):
+    COLD = "cold"
+    BUSY = "busy"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpan:
+    """A stretch of one worker in one state, loop seconds."""
+
+    function: str
+    provider: str
+    worker: str
+    t0: float
+    t1: float
+    state: WorkerState
+    memory_mb: int
+
+
+class MeterSink(Protocol):
+    """Where backends report. Synchronous and cheap."""
+
+    def invocation(self, invocation: Invocation) -> None:
+        """A call ended, well or not. Cancelled calls and failed starts (0 items) are reported too."""
+
+    def worker(self, span: WorkerSpan) -> None: ...
+
+
+def billed_seconds(seconds: float) -> float:
+    """Rounded up to 1 ms, as Lambda does. A start that failed is billed too."""
+    return math.ceil(round(seconds * 1000.0, 6)) / 1000.0
+
+
+class NullMeter:
+    def invocation(self, invocation: Invocation) -> None: ...
+
+    def worker(self, span: WorkerSpan) -> None: ...
+
+
+@dataclass(slots=True)
+class Usage:
+    """Totals of one function."""
+
+    invocations: int = 0
+    items: int = 0
+    cold_starts: int = 0
+    cold_start_s: float = 0.0
+    billed_s: float = 0.0
+    gb_s: float = 0.0
+    worker_s: dict[WorkerState, float] = field(default_factory=lambda: dict.fromkeys(WorkerState, 0.0))
+    statuses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_worker_s(self) -> float:
+        return sum(self.worker_s.values())
+
+
+class Meter:
+    """Adds up calls and worker time by function."""
+
+    def __init__(self) -> None:
+        self._usage: dict[str, Usage] = {}
+
+    @property
+    def usage(self) -> Mapping[str, Usage]:
+        return self._usage
+
+    def invocation(self, invocation: Invocation) -> None:
+        usage = self._usage.setdefault(invocation.function, Usage())
+        usage.invocations += 1
+        usage.items += invocation.items
+        usage.cold_starts += invocation.cold_start_s > 0.0
+        usage.cold_start_s += invocation.cold_start_s
+        usage.billed_s += invocation.billed_s
+        usage.gb_s += invocation.billed_s * invocation.memory_mb / 1024.0
+        usage.statuses[invocation.status] = usage.statuses.get(invocation.status, 0) + 1
+
+    def worker(self, span: WorkerSpan) -> None:
+        self._usage.setdefault(span.function, Usage()).worker_s[span.state] += span.t1 - span.t0

@@ -1,0 +1,61 @@
+"""When a failed item is tried again, and after how long. Pure: the jitter comes from an injected Random."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from serverless.types import InfraFault
+
+__all__ = ["RetryBudget", "RetryPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential back-off with full jitter, uniform in [0, min(cap, base * 2^(attempt-1))] (AWS's recommendation).
+
+    Bound: one item is called at most `max_attempts` times (once more if its first call was in a batch that failed
+    as a whole), and a run makes at most `reserve + budget * items` retries.
+    """
+
+    max_attempts: int = 3
+    base_s: float = 0.05
+    cap_s: float = 2.0
+    budget: float = 0.2
+    """Retries earned per submitted item: under an outage, load grows by at most a fifth."""
+    reserve: float = 20.0
+    """Retries that a quiet function may make before it has earned any."""
+
+    def delay(self, fault: InfraFault, attempt: int, remaining_s: float, rng: random.Random) -> float | None:
+        """Seconds to wait after attempt number `attempt` (from 1) failed, or None: do not try again.
+
+        None for a fault that is not retryable, after the last attempt, and when the deadline would pass first.
+        """
+        if not fault.retryable or attempt >= self.max_attempts:
+            return None
+        ceiling: float = min(self.cap_s, self.base_s * 2.0 ** (attempt - 1))
+        wait = rng.uniform(0.0, ceiling)
+        return wait if wait < remaining_s else None
+
+
+class RetryBudget:
+    """A token bucket: every submitted item deposits `budget`, every retry takes 1, never more than `reserve` saved.
+
+    Bound: retries <= reserve + budget * items.
+    """
+
+    __slots__ = ("_budget", "_reserve", "_tokens")
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._budget = policy.budget
+        self._reserve = policy.reserve
+        self._tokens = policy.reserve
+
+    def earn(self) -> None:
+        self._tokens = min(self._reserve, self._tokens + self._budget)
+
+    def take(self) -> bool:
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True

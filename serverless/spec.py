@@ -1,0 +1,71 @@
+"""What a function is: where its source lies, what it may use, how it is called."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["BatchSpec", "FunctionSpec", "Takes"]
+
+Takes = Literal["auto", "item", "items", "event"]
+"""What the user's callable is given: one `Item`, the list of wire dicts, or Lambda's (event, context)."""
+
+
+class BatchSpec(BaseModel):
+    """Items of one call. A batch leaves when it is full or its oldest item has waited `max_wait_ms`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_items: int = Field(default=32, ge=1, le=10_000)
+    max_wait_ms: float = Field(default=2.0, ge=0.0, le=60_000.0)
+    max_bytes: int = Field(default=5_000_000, ge=1_000)
+    """Lambda's synchronous payload limit is 6 MB."""
+
+
+class FunctionSpec(BaseModel):
+    """A stateless function. Defaults are Lambda's where Lambda has one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    source: str = Field(min_length=1)
+    """`path/to/file.py`, or `package.module:attribute`. One self-contained file, beside requirements and artefacts."""
+    handler: str = Field(default="", pattern=r"^[A-Za-z_]?\w*$")
+    """The attribute of the source to call; empty: the one after ':', else the one with `@reward`, else `handler`."""
+    takes: Takes = "auto"
+    memory_mb: int = Field(default=512, ge=128, le=32_768)
+    timeout_s: float = Field(default=10.0, gt=0.0, le=5_400.0)
+    """Time limit of one call (of a whole batch). Its expiry is an InfraFault, or a ModelFault with `timeout_floor`."""
+    timeout_floor: float | None = Field(default=None, allow_inf_nan=False)
+    """Declares that running out of time is the policy's fault (it wrote the code that loops), with this value."""
+    init_timeout_s: float = Field(default=10.0, gt=0.0, le=600.0)
+    concurrency: int = Field(default=4, ge=1, le=10_000)
+    """Most workers at once; also the most calls in flight."""
+    queue: int = Field(default=10_000, ge=1)
+    """Most items that wait for a worker; one more is THROTTLED."""
+    batch: BatchSpec = BatchSpec()
+    keep_alive_s: float = Field(default=60.0, ge=0.0)
+    """An idle worker lives this long, then the function scales towards `warm`."""
+    warm: int = Field(default=0, ge=0)
+    """Workers that are started at deployment and kept."""
+    deterministic: bool = True
+    """Same item, same answer: a bad answer is then not worth a retry, and results may be cached."""
+    requirements: tuple[str, ...] = ()
+    artefacts: tuple[str, ...] = ()
+    """Files and directories packed with the function, under `artefacts/<basename>`."""
+    preload: tuple[str, ...] = ()
+    """Modules that the local backend imports once, before it forks workers."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FunctionSpec:
+        if self.warm > self.concurrency:
+            raise ValueError(f"warm={self.warm} is more than concurrency={self.concurrency}")
+        if self.handler and ":" in self.source:
+            raise ValueError(f"handler={self.handler!r} and source={self.source!r} both name the attribute: drop one")
+        return self
+
+    def identity(self) -> dict[str, object]:
+        """The settings that make a version: what runs, not how many of it or from which path it was packed."""
+        chosen = {"name", "takes", "memory_mb", "timeout_s", "timeout_floor", "deterministic", "requirements"}
+        return self.model_dump(mode="json", include=chosen)

@@ -1,0 +1,131 @@
+"""The list form on the wire: items to events, answers to outcomes. Pure.
+
+Event  `[{id, messages, reference_answer, metadata}]`
+Answer `[{id, aggregate_reward_score, metrics_list: [{name, value, type}], step_rewards?, model_fault?, error?}]`
+(the form of Amazon Nova and Bedrock RFT reward Lambdas, with three optional fields of ours).
+
+`model_fault` is a reason and makes `aggregate_reward_score` the floor. `error` is `{type, message, kind?, retryable?}`.
+What cannot be read is `InfraFault(BAD_ANSWER)` for the items concerned: NaN, infinities, booleans and strings are
+not scores, an id that was not asked for discredits the whole answer, a missing or doubled id only its item.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+
+__all__ = ["WireItem", "encode", "events", "outcomes", "size"]
+
+WireItem = dict[str, Any]
+
+
+def encode(item: Item) -> WireItem:
+    return {
+        "id": item.id,
+        "messages": [dict(m) for m in item.messages],
+        "reference_answer": item.reference_answer,
+        "metadata": dict(item.metadata),
+    }
+
+
+def size(wire: WireItem) -> int:
+    """Bytes of one item. TypeError, ValueError or OverflowError if something in it has no wire form."""
+    return len(msgpack.packb(wire))
+
+
+def events(wires: Sequence[WireItem]) -> list[WireItem]:
+    """One call's event: ids are made unique within it (`id#n` for a repeated one)."""
+    seen: set[str] = set()
+    out: list[WireItem] = []
+    for position, wire in enumerate(wires):
+        if wire["id"] in seen:
+            wire = {**wire, "id": f"{wire['id']}#{position}"}
+        seen.add(wire["id"])
+        out.append(wire)
+    return out
+
+
+def outcomes(body: object, event: Sequence[WireItem], *, deterministic: bool) -> list[Outcome]:
+    """One outcome per item of the event, in its order, whatever the answer looks like."""
+    retryable = not deterministic
+    if not isinstance(body, list):
+        return [_bad(f"the answer is {type(body).__name__}, not a list", retryable)] * len(event)
+    asked = {wire["id"] for wire in event}
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for answer in body:
+        key = answer.get("id") if isinstance(answer, dict) else None
+        if not isinstance(key, str) or key not in asked:
+            shown = repr(answer)[:80]
+            return [_bad(f"an answer is for no item of the call: {shown}", retryable)] * len(event)
+        answers.setdefault(key, []).append(answer)
+    return [_one(answers.get(wire["id"], []), wire["id"], retryable) for wire in event]
+
+
+def _one(answers: list[dict[str, Any]], key: str, retryable: bool) -> Outcome:
+    if len(answers) != 1:
+        return _bad(f"{len(answers)} answers for item {key}", retryable)
+    answer = answers[0]
+    if "error" in answer:
+        return _error(answer["error"])
+    value = _number(answer.get("aggregate_reward_score"))
+    if value is None:
+        return _bad(f"aggregate_reward_score is {answer.get('aggregate_reward_score')!r:.60}, not a number", retryable)
+    if "model_fault" in answer:
+        return ModelFault(floor=value, reason=str(answer["model_fault"]))
+    metrics = _metrics(answer.get("metrics_list"))
+    if isinstance(metrics, str):
+        return _bad(metrics, retryable)
+    steps = answer.get("step_rewards")
+    if steps is None:
+        return Scored(value, metrics)
+    paid = tuple(map(_number, steps)) if isinstance(steps, list) else (None,)
+    numbers = tuple(p for p in paid if p is not None)
+    if len(numbers) != len(paid):
+        return _bad("step_rewards is not a list of numbers", retryable)
+    return Scored(value, metrics, numbers)
+
+
+def _metrics(entries: object) -> dict[str, float] | str:
+    """The metrics by name, or what is wrong with them."""
+    if entries is None:
+        return {}
+    if not isinstance(entries, list):
+        return f"metrics_list is {type(entries).__name__}, not a list"
+    metrics: dict[str, float] = {}
+    for entry in entries:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        value = _number(entry.get("value")) if isinstance(entry, dict) else None
+        if not isinstance(name, str) or value is None:
+            return f"a metric is {entry!r:.60}, not a name and a number"
+        metrics[name] = value
+    return metrics
+
+
+def _number(value: object) -> float | None:
+    """A finite number, and only that: True is not 1.0 here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _error(error: object) -> InfraFault:
+    """An exception of the function's code. Not retryable unless the function says so: code that failed fails again."""
+    if not isinstance(error, dict):
+        return InfraFault(FaultKind.CRASH, retryable=False, detail=str(error)[:500])
+    kind = str(error.get("kind"))
+    known = FaultKind(kind) if kind in set(FaultKind) else FaultKind.CRASH
+    detail = f"{error.get('type', 'Error')}: {error.get('message', '')}"[:500]
+    return InfraFault(known, retryable=error.get("retryable") is True, detail=detail)
+
+
+def _bad(detail: str, retryable: bool) -> InfraFault:
+    return InfraFault(FaultKind.BAD_ANSWER, retryable=retryable, detail=detail)

@@ -1,0 +1,176 @@
+"""The rewarder over serverless: what a domain is worth, where it is paid, and that a fault is never a number."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, Pays, RewardTerm, combine, item_of
+from rollart.errors import UsageError
+from rollart.model import (
+    GroupId,
+    InfraFault,
+    ModelFault,
+    Outcome,
+    Purpose,
+    Scored,
+    Segment,
+    SegmentKind,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+)
+from rollart.sim import loop as virtual
+from serverless.backends.simulated import Profile, SimulatedBackend
+from serverless.pipeline import Offload
+from serverless.types import FaultKind, Item
+from tests.serverless.support import package
+
+LAST, STEPS = Pays.LAST, Pays.STEPS
+
+
+def trajectory(tokens: tuple[int, ...] = (2, 1), env: tuple[float, ...] = (), **metadata: Any) -> Trajectory:
+    """Turns with so many action tokens each, between observations; a turn may be split over two versions."""
+    env = env or (0.0,) * len(tokens)
+    segments, turns = [], []
+    for n, count in enumerate(tokens):
+        segments.append(Segment(SegmentKind.OBSERVATION if n else SegmentKind.PROMPT, n, (7, 8)))
+        for part, version in ((count - count // 2, 3), (count // 2, 4)):
+            if part:
+                segments.append(Segment(SegmentKind.ACTION, n, (1,) * part, version, (-0.5,) * part))
+        turns.append(Turn(n, f"o{n}", f"a{n}", ("t",) * count, env[n]))
+    return Trajectory(
+        TrajectoryId("t1"), GroupId("g"), "lake", 0, Purpose.TRAIN, 3, tuple(segments), tuple(turns), True,
+        f"o{len(tokens)}", metadata,
+    )
+
+
+def test_an_item_is_the_conversation_and_how_it_went() -> None:
+    item = item_of(trajectory(env=(0.0, 1.0), reference_answer=42, board="x"))
+    assert item == Item(
+        "t1",
+        ({"role": "user", "content": "o0"}, {"role": "assistant", "content": "a0"},
+         {"role": "user", "content": "o1"}, {"role": "assistant", "content": "a1"}),
+        "42",
+        {"reference_answer": 42, "board": "x", "observations": ["o0", "o1", "o2"], "env_rewards": [0.0, 1.0],
+         "action_tokens": ["t", "t", "t"], "success": True},
+    )
+    assert item.completion == "a1"
+
+
+def test_scores_are_weighted_and_paid_last_and_environment_rewards_at_their_turns() -> None:
+    rewards = DomainRewards((RewardTerm("a", 2.0), RewardTerm("b", 0.5)), env_weight=10.0)
+    outcome = combine(trajectory((2, 3), (0.1, 0.2)), rewards, [Scored(1.0, {"m": 3.0}), Scored(-2.0)])
+    assert outcome == Scored(
+        pytest.approx(4.0), {"env_reward": pytest.approx(0.3), "a": 1.0, "a/m": 3.0, "b": -2.0},
+        pytest.approx((0.0, 1.0, 0.0, 0.0, 3.0)),
+    )
+
+
+@pytest.mark.parametrize(("steps", "paid"), [
+    ((0.25, 0.5), (0.0, 0.25, 0.5 + 0.25)),
+    ((0.1, 0.2, 0.3), (0.1, 0.2, 0.3 + 0.4)),
+])
+def test_step_rewards_are_paid_by_turn_or_by_token_and_their_rest_at_the_end(
+    steps: tuple[float, ...], paid: tuple[float, ...]
+) -> None:
+    rewards = DomainRewards((RewardTerm("pv", 1.0, STEPS),))
+    outcome = combine(trajectory((2, 1)), rewards, [Scored(1.0, {}, steps)])
+    assert isinstance(outcome, Scored)
+    assert outcome.steps == pytest.approx(paid)
+
+
+@pytest.mark.parametrize("steps", [None, (), (1.0,), (1.0,) * 4])
+def test_step_rewards_that_fit_nothing_are_a_bad_answer(steps: tuple[float, ...] | None) -> None:
+    outcome = combine(trajectory((2, 1)), DomainRewards((RewardTerm("pv", 1.0, STEPS),)), [Scored(1.0, {}, steps)])
+    assert isinstance(outcome, InfraFault)
+    assert outcome.kind is FaultKind.BAD_ANSWER
+
+
+def test_a_function_that_pays_last_may_give_steps_of_any_length() -> None:
+    outcome = combine(trajectory(), DomainRewards((RewardTerm("a"),)), [Scored(1.0, {}, (1.0,) * 9)])
+    assert isinstance(outcome, Scored)
+    assert outcome.steps == (0.0, 0.0, 1.0)
+
+
+def test_any_infrastructure_fault_is_the_whole_outcome() -> None:
+    rewards = DomainRewards((RewardTerm("a"), RewardTerm("b"), RewardTerm("c")), env_weight=1.0)
+    crash, timeout = InfraFault(FaultKind.CRASH, False), InfraFault(FaultKind.TIMEOUT, True)
+    assert combine(trajectory(), rewards, [ModelFault(0.0, "x"), timeout, crash]) == timeout
+
+
+def test_a_model_fault_makes_the_whole_one_with_the_combined_floor() -> None:
+    rewards = DomainRewards((RewardTerm("a", 2.0), RewardTerm("b", 1.0)), env_weight=1.0)
+    outcome = combine(trajectory(env=(0.0, 0.5)), rewards, [Scored(1.0), ModelFault(-1.0, "empty")])
+    assert outcome == ModelFault(1.5, "b: empty")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), tokens=st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple))
+def test_what_is_paid_adds_up_to_the_value(data: Any, tokens: tuple[int, ...]) -> None:
+    number = st.floats(-10.0, 10.0)
+    terms, outcomes = [], []
+    for n in range(data.draw(st.integers(0, 3))):
+        pays = data.draw(st.sampled_from(Pays))
+        length = data.draw(st.sampled_from([len(tokens), sum(tokens)]))
+        terms.append(RewardTerm(f"f{n}", data.draw(number), pays))
+        outcomes.append(Scored(data.draw(number), {}, tuple(data.draw(number) for _ in range(length))))
+    env = tuple(data.draw(number) for _ in tokens)
+    rewards = DomainRewards(tuple(terms), data.draw(number))
+    outcome = combine(trajectory(tokens, env), rewards, outcomes)
+    assert isinstance(outcome, Scored)
+    assert outcome.steps is not None
+    assert len(outcome.steps) == sum(tokens)
+    if sum(tokens):
+        assert sum(outcome.steps) == pytest.approx(outcome.value, abs=1e-6)
+
+
+def rewarded(rewards: DomainRewards, *, profile: Profile | None = None, **metadata: Any) -> tuple[Outcome, float]:
+    """Score one trajectory with two simulated functions, `value` and `length`; and the seconds it took."""
+    packages = [package(name="value"), package(name="length")]
+    functions = {"value": lambda s: s.metadata["value"], "length": lambda s: len(s.messages)}
+    profiles = dict.fromkeys(functions, profile or Profile(cold_start_s=0.0, call_s=1.0, item_s=0.0))
+
+    async def main() -> tuple[Outcome, float]:
+        async with SimulatedBackend(functions, profiles=profiles) as backend, Offload(packages, backend) as offload:
+            rewarder = OffloadRewarder(offload, {"lake": rewards})
+            outcome = await rewarder.score(trajectory(**metadata), 30.0)
+            return outcome, asyncio.get_running_loop().time()
+
+    return virtual.run(main())
+
+
+def test_the_functions_of_a_domain_are_called_at_once() -> None:
+    outcome, seconds = rewarded(DomainRewards((RewardTerm("value"), RewardTerm("length", 0.5))), value=1.0)
+    assert isinstance(outcome, Scored)
+    assert outcome.value == 3.0
+    assert seconds < 1.1
+
+
+def test_a_domain_without_functions_is_paid_by_its_environment() -> None:
+    outcome, seconds = rewarded(DomainRewards(env_weight=2.0))
+    assert outcome == Scored(0.0, {"env_reward": 0.0}, (0.0, 0.0, 0.0))
+    assert seconds == 0.0
+
+
+def test_a_failed_function_is_a_value_and_no_number() -> None:
+    outcome, _ = rewarded(DomainRewards((RewardTerm("value"), RewardTerm("length"))))
+    assert outcome == InfraFault(FaultKind.CRASH, False, "KeyError: 'value'")
+    crashing = Profile(faults={FaultKind.CRASH: 1.0})
+    outcome, _ = rewarded(DomainRewards((RewardTerm("length"),)), profile=crashing)
+    assert isinstance(outcome, InfraFault)
+
+
+def test_metadata_that_cannot_travel_is_the_environments_fault() -> None:
+    outcome, _ = rewarded(DomainRewards((RewardTerm("value"),)), value=object())
+    assert isinstance(outcome, InfraFault)
+    assert outcome.kind is FaultKind.ENVIRONMENT
+
+
+def test_a_reward_that_is_no_function_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match=r"'judge'.*functions: value, length"):
+        rewarded(DomainRewards((RewardTerm("judge"),)))

@@ -1,0 +1,59 @@
+"""The directory of weight versions: only whole versions exist, and pruning removes whole versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.errors import StorageFailed
+from rollart.ports import WeightStore
+
+
+def make(root: Path, name: str, *, whole: bool = True) -> Path:
+    directory = root / name
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"x")
+    if whole:
+        (directory / MARKER).write_text("{}")
+    return directory
+
+
+def test_only_whole_versions_are_listed_in_numeric_order(tmp_path: Path) -> None:
+    store: WeightStore = DirectoryWeightStore(tmp_path)
+    for name in ("v000010", "v000002", "v1000000", ".tmp-v000011", "notes", "v3"):
+        make(tmp_path, name)
+    make(tmp_path, "v000011", whole=False)
+    assert store.versions() == [2, 10, 1_000_000]
+    assert store.complete(2)
+    assert not store.complete(11)
+    assert not store.complete(12)
+    assert store.path(2) == str(tmp_path / "v000002")
+    assert store.path(1_000_000) == str(tmp_path / "v1000000")
+
+
+def test_a_root_that_is_not_there_yet_has_no_versions(tmp_path: Path) -> None:
+    store = DirectoryWeightStore(tmp_path / "later")
+    assert store.versions() == []
+    store.prune([1])
+
+
+def test_prune_keeps_what_it_is_told_and_what_it_does_not_know(tmp_path: Path) -> None:
+    for version in range(4):
+        make(tmp_path, f"v{version:06d}")
+    make(tmp_path, "v000009", whole=False)
+    make(tmp_path, ".tmp-v000010")
+    make(tmp_path, ".pruned-v000077")
+    store = DirectoryWeightStore(tmp_path)
+    with (tmp_path / "v000001" / "model.safetensors").open("rb") as reader:
+        store.prune([2, 3, 55])
+        assert reader.read() == b"x"
+    assert store.versions() == [2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-v000010", "v000002", "v000003", "v000009"]
+
+
+def test_a_root_that_cannot_be_listed_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageFailed, match=r"cannot list .*file: Not a directory"):
+        DirectoryWeightStore(tmp_path / "file").versions()

@@ -1,0 +1,271 @@
+"""Commands: what they print where, how they fail, and with which code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollart.cli import pidfile
+from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed
+
+Call = Callable[..., Any]
+
+
+def ledger_in(directory: Path) -> None:
+    import asyncio
+
+    from rollart.ledger.store import Ledger
+    from rollart.ports import Interval
+
+    async def main() -> None:
+        with Ledger(directory, clock=lambda: 0.0, config={"run": {"steps": 2}}, inline=True) as ledger:
+            ledger.interval(Interval("engine", "engine-0", 0, 3600, "busy", "", 1, 2.0))
+            await ledger.commit(version=1, step=1, consumed=[], metrics={})
+
+    asyncio.run(main())
+
+
+class TestLaunch:
+    def test_it_resolves_makes_a_directory_and_calls_compose(self, rollart: Call, compose: Any) -> None:
+        done = rollart("launch", "run.yaml", "steps=5", "cluster.engines.max_slots=8", "--name", "mine")
+        assert done.code == 0
+        assert f"run directory: {Path('runs/mine')}" in done.out
+        assert "step   1/2  lake █████░░░░░░░░░░░░░░░ 0.25" in done.err
+        ((resolved, directory, resume),) = compose.calls
+        assert (resolved.run.steps, resolved.cluster.engines.max_slots, resume) == (5, 8, False)
+        assert directory == Path("runs/mine")
+        assert yaml.safe_load((directory / "resolved.yaml").read_text()) == resolved.to_dict()
+        assert not (directory / pidfile.FILE).exists()
+
+    def test_runs_are_numbered_and_names_are_used_once(self, rollart: Call, compose: Any) -> None:
+        for _ in range(2):
+            assert rollart("launch", "run.yaml").code == 0
+        assert [call[1].name for call in compose.calls] == ["test-1", "test-2"]
+        done = rollart("launch", "run.yaml", "--name", "test-1")
+        assert done.code == 2
+        assert "run 'test-1' exists" in done.err
+        assert "--resume test-1" in done.err
+        assert rollart("launch", "run.yaml", "--name", "../x").code == 2
+
+    def test_dry_run_prints_what_would_run(self, rollart: Call, compose: Any) -> None:
+        done = rollart("launch", "run.yaml", "--dry-run")
+        assert (done.code, done.err, compose.calls) == (0, "", [])
+        assert yaml.safe_load(done.out)["plan"]["assignments"][0]["part"] == "engine-0"
+        assert not Path("runs").exists()
+
+    def test_without_a_file_it_is_the_quickstart(self, rollart: Call, compose: Any) -> None:
+        assert yaml.safe_load(rollart("launch", "--dry-run").out)["run"]["name"] == "quickstart"
+
+    def test_resume_continues_as_it_was_started(self, rollart: Call, compose: Any) -> None:
+        rollart("launch", "run.yaml", "steps=5", "--name", "mine")
+        assert rollart("launch", "--resume", "mine", "budget.usd=1").code == 0
+        resolved, directory, resume = compose.calls[-1]
+        assert (resolved.run.steps, resolved.run.budget.usd, directory.name, resume) == (5, 1, "mine", True)
+        assert "continues a run as it was started" in rollart("launch", "run.yaml", "--resume", "mine").err
+        done = rollart("launch", "--resume", "mime")
+        assert done.code == 2
+        assert "did you mean 'mine'?" in done.err
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (["none.yaml"], "rollart: none.yaml: no such file"),
+            (["run.yaml", "other.yaml"], "'other.yaml' is neither the run file nor key=value"),
+            (["run.yaml", "stepz=1"], "override 'stepz=1': unknown key 'stepz' in run"),
+            (["run.yaml", "--cluster", "c.yaml"], "rollart: c.yaml: no such file"),
+            (["run.yaml", "--clusterr", "c.yaml"], "No such option"),
+            (["run.yaml", "--runs-dir", "run.yaml"], "rollart: run.yaml: cannot be written"),
+        ],
+    )
+    def test_wrong_uses_are_a_line_and_a_remedy(
+        self, rollart: Call, compose: Any, arguments: list[str], expected: str
+    ) -> None:
+        done = rollart("launch", *arguments)
+        assert done.code == (1 if "cannot be written" in expected else 2)
+        assert expected in done.err
+        assert "Traceback" not in done.err
+        assert done.out == ""
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (RunFailed("it broke", remedy="mend it"), 1),
+            (ProviderError("no key"), 3),
+            (BudgetExceeded("spent"), 4),
+            (FaultRateExceeded("too many"), 5),
+            (KeyboardInterrupt(), 130),
+            (ExceptionGroup("g", [PartDied("engine-0", "gone"), FaultRateExceeded("too many")]), 5),
+            (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130),
+        ],
+    )
+    def test_errors_have_their_codes(self, rollart: Call, compose: Any, error: BaseException, code: int) -> None:
+        def fail(directory: Path) -> None:
+            raise error
+
+        compose.action = fail
+        done = rollart("launch", "run.yaml")
+        assert done.code == code
+        assert "Traceback" not in done.err
+        assert "rollart: " in done.err
+        if isinstance(error, RunFailed):
+            assert "rollart: it broke\n  remedy: mend it\n" in done.err
+
+    def test_an_unexpected_error_leaves_its_traceback_in_the_run(self, rollart: Call, compose: Any) -> None:
+        def fail(directory: Path) -> None:
+            raise ZeroDivisionError("by zero\nsecond line")
+
+        compose.action = fail
+        done = rollart("launch", "run.yaml", "--name", "mine")
+        assert done.code == 1
+        assert "rollart: unexpected ZeroDivisionError: by zero\n" in done.err
+        assert "runs/mine/error.log" in done.err
+        assert "Traceback" in Path("runs/mine/error.log").read_text()
+
+    def test_a_running_run_is_not_started_again(self, rollart: Call, compose: Any) -> None:
+        codes: list[int] = []
+        compose.action = lambda directory: (
+            codes.append(rollart("launch", "--resume", "mine").code) if not codes else None
+        )
+        rollart("launch", "run.yaml", "--name", "mine")
+        assert codes == [2]
+
+
+class TestReports:
+    @pytest.fixture
+    def run(self, rollart: Call, compose: Any) -> None:
+        compose.action = ledger_in
+        assert rollart("launch", "run.yaml", "--name", "mine").code == 0
+
+    @pytest.mark.parametrize("what", ["cost", "utilization", "curve"])
+    def test_of_the_latest_run_in_every_format(self, rollart: Call, run: None, what: str) -> None:
+        found = json.loads(rollart("report", what, "-o", "json").out)
+        assert (found["schema_version"], found["report"], found["run"]) == (1, what, "mine")
+        assert rollart("report", what, "mine", "-o", "csv").out.startswith("run,report,table,row,column,value\n")
+        table = rollart("report", what, "runs/mine")
+        assert table.out.startswith(f"{what} of mine\n")
+        assert "\x1b" not in table.out
+
+    def test_status(self, rollart: Call, run: None) -> None:
+        rows = json.loads(rollart("status", "-o", "json").out)["tables"]["status"]
+        found = {row["what"]: row["value"] for row in rows}
+        assert (found["state"], found["step"], found["steps"], found["usd"]) == ("stopped", 1, 2, 2.0)
+
+    @pytest.mark.parametrize("command", [["report", "cost"], ["status"], ["stop"]])
+    def test_unknown_runs(self, rollart: Call, run: None, command: list[str]) -> None:
+        done = rollart(*command, "mime")
+        assert done.code == 2
+        assert "no run 'mime' in runs; did you mean 'mine'?" in done.err
+        assert "no runs in elsewhere" in rollart(*command, "--runs-dir", "elsewhere").err
+
+    def test_a_run_without_a_ledger(self, rollart: Call, run: None) -> None:
+        Path("runs/mine/ledger.sqlite").unlink()
+        assert "no ledger here" in rollart("report", "cost").err
+
+    def test_stop_of_a_run_that_is_not_running(self, rollart: Call, run: None) -> None:
+        assert "run 'mine' is not running" in rollart("stop").err
+        Path("runs/mine/run.pid").write_text(json.dumps({"pid": os.getpid(), "started": 1}))
+        assert "is not running" in rollart("stop").err, "an id that changed hands is not the run"
+        Path("runs/mine/run.pid").write_text("garbage")
+        assert "is not running" in rollart("stop").err
+
+
+class TestSpecs:
+    def test_validate(self, rollart: Call) -> None:
+        Path("bad.yaml").write_text("name: x\npools: []\ncoun: 3\n")
+        done = rollart("validate", "run.yaml", "bad.yaml", "none.yaml")
+        assert done.code == 2
+        assert done.out == "run.yaml: ok (RunSpec)\n"
+        assert [line.split(":")[1].strip() for line in done.err.splitlines()] == ["bad.yaml", "bad.yaml", "none.yaml"]
+
+    def test_schema(self, rollart: Call) -> None:
+        assert json.loads(rollart("schema", "cluster").out)["properties"]["pools"]
+        assert rollart("schema", "clusterr").code == 2
+
+    def test_plan(self, rollart: Call) -> None:
+        found = json.loads(rollart("plan", "run.yaml", "-o", "json").out)
+        assert [row["part"] for row in found["tables"]["parts"]] == ["engine-0", "trainer-0"]
+        assert "$0.0944 per hour" in found["notes"][0]
+        assert "cannot hold the run" in rollart("plan", "run.yaml", "cluster.trainer.threads=9").err
+
+    def test_doctor(self, rollart: Call) -> None:
+        done = rollart("doctor", "-o", "json")
+        found = {row["what"]: row["result"] for row in json.loads(done.out)["tables"]["checks"]}
+        assert (found["python"], found["ports"]) == ("ok", "ok")
+        assert done.code == 0
+
+    def test_no_command_and_a_wrong_one(self, rollart: Call) -> None:
+        done = rollart("lanch")
+        assert done.code == 2
+        assert "launch" in done.err
+        for command in ([], ["report"]):
+            done = rollart(*command)
+            assert done.code == 2
+            assert "Usage: rollart" in done.err
+            assert "rollart: " not in done.err
+        assert rollart("--version").code == 0
+
+
+CHILD = """
+import asyncio, sys, types
+module = types.ModuleType("rollart.compose")
+def launch(resolved, *, run_dir, resume, on_progress):
+    async def main():
+        try:
+            on_progress("ready")
+            await asyncio.Event().wait()
+        finally:
+            (run_dir / "closed").write_text("in order")
+            if STUBBORN:
+                import signal, threading
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                threading.Event().wait()
+    asyncio.run(main())
+module.launch = launch
+sys.modules["rollart.compose"] = module
+from rollart.cli.main import main
+main(["launch", "run.yaml", "--name", "mine"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_stop_ends_a_real_run(rollart: Call, stubborn: bool) -> None:
+    """Slow: a real process."""
+    code = CHILD.replace("STUBBORN", str(stubborn))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert child.stderr is not None
+        while "ready" not in child.stderr.readline():
+            pass
+        if stubborn:
+            done = rollart("stop", "--wait", "0.5")
+            assert done.code == 1
+            assert "has not stopped within 0.5 s" in done.err
+            assert "killed" in rollart("stop", "mine", "--wait", "0.5", "--kill").err
+            assert child.wait() == -9
+        else:
+            assert "run mine stopped" in rollart("stop").err
+            assert child.wait() == 130
+        assert Path("runs/mine/closed").read_text() == "in order"
+        assert rollart("stop").code == 2
+    finally:
+        child.kill()
+        child.stderr.close()  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_not_an_error() -> None:
+    """Slow: a real process."""
+    command = f"{sys.executable} -m rollart.cli.main schema run | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.strip() in ("0",)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,245 @@
+"""The conformance suite of function backends, through `Offload` and directly, on every provider."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from serverless.errors import UnknownFunction
+from serverless.pipeline import Offload
+from serverless.types import FaultKind, InfraFault, ModelFault, Outcome, Scored
+from serverless.wire import encode
+from tests.serverless.support import Books, Local, Simulated, item, package
+
+Provider = Local | Simulated
+
+
+@pytest.fixture(params=[pytest.param("local", marks=pytest.mark.slow), "simulated"])
+def provider(request: pytest.FixtureRequest) -> Provider:
+    return Local() if request.param == "local" else Simulated()
+
+
+def outcome_of(provider: Provider, source: str = "behave", **metadata: Any) -> Outcome:
+    async def main() -> Outcome:
+        one = package(source, memory_mb=128, timeout_s=5.0)
+        async with provider.open([one]) as backend, Offload([one], backend) as offload:
+            return await offload.submit(one.spec.name, item(**metadata), 10.0)
+
+    return provider.run(main())
+
+
+def test_what_functions_return_becomes_typed_outcomes(provider: Provider) -> None:
+    expected: dict[str, Outcome | FaultKind] = {
+        "score": Scored(1.0), "true": Scored(1.0), "completion": Scored(1.0),
+        "scored": Scored(0.5, {"m": 2.0}, (0.25, 0.25)), "dict": Scored(0.5, {"m": 2.0}, (0.25, 0.25)),
+        "model_fault": ModelFault(0.25, "too long"), "model_fault_dict": ModelFault(0.25, "too long"),
+        "policy": ModelFault(-1.0, "not JSON"),
+        "raise": InfraFault(FaultKind.CRASH, retryable=False, detail="ValueError: no such raise"),
+        "infra": InfraFault(FaultKind.THROTTLED, retryable=False, detail="InfraFault: judge"),
+        "nan": FaultKind.BAD_ANSWER, "inf": FaultKind.BAD_ANSWER, "none": FaultKind.BAD_ANSWER,
+        "text": FaultKind.BAD_ANSWER,
+    }
+
+    async def main() -> dict[str, Outcome]:
+        one = package(batch={"max_items": 4})
+        async with provider.open([one]) as backend, Offload([one], backend) as offload:
+            async with asyncio.TaskGroup() as group:
+                tasks = {do: group.create_task(offload.submit("behave", item(do, do=do), 10.0)) for do in expected}
+            return {do: task.result() for do, task in tasks.items()}
+
+    for do, outcome in provider.run(main()).items():
+        if isinstance(expected[do], FaultKind):
+            assert isinstance(outcome, InfraFault), (do, outcome)
+            assert (outcome.kind, outcome.retryable) == (expected[do], False), (do, outcome)
+        else:
+            assert outcome == expected[do], do
+
+
+@pytest.mark.parametrize(("source", "expected"), [
+    ("lambdas:listed", Scored(1.0)),
+    ("lambdas:concurrent", Scored(1.0)),
+    ("lambdas:raising", Scored(1.0)),
+    ("lambdas:short", FaultKind.BAD_ANSWER),
+    ("lambdas:confused", FaultKind.BAD_ANSWER),
+    ("lambdas:unserialisable", FaultKind.BAD_ANSWER),
+])
+def test_handlers_as_people_have_them(provider: Provider, source: str, expected: Scored | FaultKind) -> None:
+    outcome = outcome_of(provider, source)
+    assert (outcome.kind if isinstance(outcome, InfraFault) else outcome) == expected
+
+
+def test_a_handler_that_fails_on_one_item_fails_that_item_only(provider: Provider) -> None:
+    async def main() -> list[Outcome]:
+        one = package("lambdas:raising", batch={"max_items": 8, "max_wait_ms": 50})
+        async with provider.open([one]) as backend, Offload([one], backend) as offload:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(offload.submit("raising", item(str(n), poison=n == 3), 10.0)) for n in range(8)
+                ]
+            return [task.result() for task in tasks]
+
+    outcomes = provider.run(main())
+    assert [isinstance(o, Scored) for o in outcomes] == [n != 3 for n in range(8)]
+    assert outcomes[3] == InfraFault(FaultKind.CRASH, retryable=False, detail="RuntimeError: poison")
+
+
+def test_items_with_one_id_in_one_call_get_their_own_answers(provider: Provider) -> None:
+    async def main() -> list[Outcome]:
+        one = package(batch={"max_items": 3, "max_wait_ms": 1000})
+        async with provider.open([one]) as backend, Offload([one], backend) as offload:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(offload.submit("behave", item("x", value=n), 10.0)) for n in range(3)]
+            return [task.result() for task in tasks]
+
+    assert provider.run(main()) == [Scored(0.0), Scored(1.0), Scored(2.0)]
+
+
+def test_concurrency_is_a_bound_and_workers_are_reused(provider: Provider) -> None:
+    books = Books()
+
+    async def main() -> None:
+        one = package("lambdas:concurrent", name="f", concurrency=2, batch={"max_items": 1})
+        async with (
+            provider.open([one], books) as backend, Offload([one], backend) as offload, asyncio.TaskGroup() as group,
+        ):
+            for n in range(8):
+                group.create_task(offload.submit("f", item(str(n)), 10.0))
+
+    provider.run(main())
+    assert len({i.worker for i in books.invocations}) == 2
+    assert books.usage["f"].cold_starts == 2
+    assert books.usage["f"].items == 8
+    for now in books.invocations:
+        assert sum(i.t0 <= now.t0 < i.t1 for i in books.invocations) <= 2
+
+
+def test_an_idle_function_scales_to_zero_and_back(provider: Provider) -> None:
+    books = Books()
+
+    async def main() -> None:
+        one = package(keep_alive_s=0.05)
+        async with provider.open([one], books) as backend, Offload([one], backend) as offload:
+            await offload.submit("behave", item(), 10.0)
+            assert backend.workers("behave") == 1  # type: ignore[attr-defined]
+            await asyncio.sleep(0.2)
+            assert backend.workers("behave") == 0  # type: ignore[attr-defined]
+            assert await offload.submit("behave", item(), 10.0) == Scored(1.0)
+
+    provider.run(main())
+    assert books.usage["behave"].cold_starts == 2
+    assert all(i.cold_start_s > 0.0 and i.billed_s > 0.0 for i in books.invocations)
+
+
+def test_warm_workers_serve_without_a_cold_start_and_stay(provider: Provider) -> None:
+    books = Books()
+
+    async def main() -> None:
+        one = package(warm=1, keep_alive_s=0.05)
+        async with provider.open([one], books) as backend:
+            await asyncio.sleep(0.4)
+            assert backend.workers("behave") == 1  # type: ignore[attr-defined]
+            reply = await backend.invoke("behave", [encode(item())], deadline_s=5.0)
+            assert reply.fault is None
+            await asyncio.sleep(0.2)
+            assert backend.workers("behave") == 1  # type: ignore[attr-defined]
+
+    provider.run(main())
+
+
+def test_a_call_past_its_deadline_is_a_deadline_fault(provider: Provider) -> None:
+    async def main() -> tuple[Outcome, float]:
+        one = package("lambdas:concurrent")
+        async with provider.open([one]) as backend, Offload([one], backend) as offload:
+            loop = asyncio.get_running_loop()
+            await offload.submit("concurrent", item(), 10.0)
+            began = loop.time()
+            return await offload.submit("concurrent", item(), 0.004), loop.time() - began
+
+    outcome, seconds = provider.run(main())
+    assert isinstance(outcome, InfraFault)
+    assert outcome.kind is FaultKind.DEADLINE
+    assert provider.name == "local" or seconds == pytest.approx(0.004)
+
+
+def test_a_cancelled_call_is_billed_and_leaves_a_working_function(provider: Provider) -> None:
+    books = Books()
+
+    async def main() -> Outcome:
+        one = package("lambdas:concurrent", concurrency=1, batch={"max_wait_ms": 0})
+        async with provider.open([one], books) as backend, Offload([one], backend) as offload:
+            await offload.submit("concurrent", item(), 10.0)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await offload.submit("concurrent", item(seconds=3.0), 10.0)
+            return await offload.submit("concurrent", item(), 10.0)
+
+    assert provider.run(main()) == Scored(1.0)
+    assert [i.status for i in books.invocations] == ["ok", "cancelled", "ok"]
+    assert books.usage["concurrent"].cold_starts == 2
+
+
+def test_a_full_queue_throttles(provider: Provider) -> None:
+    async def main() -> list[Any]:
+        one = package(concurrency=1, queue=2)
+        async with provider.open([one]) as backend:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(backend.invoke("behave", [encode(item())], deadline_s=5.0)) for _ in range(4)
+                ]
+            return [task.result().fault for task in tasks]
+
+    faults = provider.run(main())
+    assert [f is None for f in faults] == [True, True, False, False]
+    assert {f.kind for f in faults[2:]} == {FaultKind.THROTTLED}
+    assert all(f.retryable for f in faults[2:])
+
+
+def test_deploying_again_replaces_and_a_call_in_flight_ends_on_the_old_version(provider: Provider) -> None:
+    async def main() -> tuple[Any, Any]:
+        old, new = package("lambdas:concurrent", name="f"), package("lambdas:concurrent", name="f", memory_mb=256)
+        async with provider.open([old]) as backend:
+            await backend.deploy(old)
+            await backend.invoke("f", [encode(item())], deadline_s=5.0)
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(backend.invoke("f", [encode(item())], deadline_s=5.0))
+                await asyncio.sleep(0.01)
+                await backend.deploy(new)
+            return task.result(), await backend.invoke("f", [encode(item())], deadline_s=5.0)
+
+    before, after = provider.run(main())
+    assert (before.fault, before.invocation.memory_mb) == (None, 512)
+    assert (after.fault, after.invocation.memory_mb) == (None, 256)
+
+
+def test_an_unknown_function_is_the_callers_mistake(provider: Provider) -> None:
+    async def main() -> None:
+        async with provider.open([package()]) as backend:
+            with pytest.raises(UnknownFunction, match="deployed: behave"):
+                await backend.invoke("nobody", [], deadline_s=1.0)
+
+    provider.run(main())
+
+
+def test_worker_seconds_are_conserved(provider: Provider) -> None:
+    books = Books()
+
+    async def main() -> None:
+        one = package(concurrency=2, keep_alive_s=0.03, batch={"max_items": 2, "max_wait_ms": 1})
+        async with provider.open([one], books) as backend, Offload([one], backend) as offload:
+            for n in range(4):
+                async with asyncio.TaskGroup() as group:
+                    for k in range(5):
+                        group.create_task(offload.submit("behave", item(f"{n}.{k}"), 10.0))
+                await asyncio.sleep(0.02 * n)
+
+    provider.run(main())
+    busy = sum(s.t1 - s.t0 for s in books.spans if s.state == "busy")
+    calls = sum(i.t1 - i.t0 for i in books.invocations)
+    assert busy == pytest.approx(calls, abs=0.01 * len(books.invocations))
+    for worker in {s.worker for s in books.spans}:
+        spans = [s for s in books.spans if s.worker == worker]
+        assert all(a.t1 <= b.t0 for a, b in itertools.pairwise(spans))
+        assert all(a.t1 == b.t0 for a, b in itertools.pairwise(spans) if b.state != "cold")

@@ -1,0 +1,285 @@
+"""The conformance suite of the `Runtime` port, run on every implementation that this machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.errors import PartDied, UsageError
+from rollart.ports import ActorSpec, Node
+from rollart.sim import loop as virtual
+
+HERE = "tests.contracts.test_runtime:"
+
+
+class Counter:
+    """A stateful actor."""
+
+    def __init__(self, start: int = 0, checkpoint: str = "") -> None:
+        self.value = start
+        self.peak = self.running = 0
+        if checkpoint:
+            with contextlib.suppress(FileNotFoundError), open(checkpoint) as file:
+                self.value = int(file.read())
+        self.checkpoint = checkpoint
+
+    def add(self, n: int) -> int:
+        self.value += n
+        if self.checkpoint:
+            with open(self.checkpoint, "w") as file:
+                file.write(str(self.value))
+        return self.value
+
+    def keep(self, values: list[int]) -> list[int]:
+        self.kept = values
+        return values
+
+    def seen(self) -> list[int]:
+        return self.kept
+
+    async def slow(self, seconds: float) -> str:
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        await asyncio.sleep(seconds)
+        self.running -= 1
+        return "done"
+
+    def top(self) -> int:
+        return self.peak
+
+    def fail(self) -> None:
+        raise KeyError("no such thing")
+
+    async def count(self, n: int) -> AsyncIterator[int]:
+        for i in range(n):
+            yield i
+
+
+def nodes() -> list[Node]:
+    return [
+        Node("n0", {"gpu": "H800", "zone": "a"}, {"CPU": 2.0, "GPU": 1.0}, {}),
+        Node("n1", {"gpu": "H20", "zone": "b"}, {"CPU": 2.0, "GPU": 2.0}, {}),
+    ]
+
+
+Scenario = Callable[[LocalRuntime, str], Awaitable[None]]
+
+
+def run_virtual(scenario: Callable[[], Awaitable[None]]) -> None:
+    virtual.run(scenario())  # type: ignore[arg-type]
+
+
+def run_real(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scenario())  # type: ignore[arg-type]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("inline", run_virtual), id="local-virtual"),
+        pytest.param(("inline", run_real), id="local"),
+        pytest.param(("process", run_real), id="local-process", marks=pytest.mark.slow),
+    ]
+)
+def on(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    """Run a scenario on a started runtime and close it."""
+    isolation, runner = request.param
+
+    def execute(scenario: Scenario) -> None:
+        async def main() -> None:
+            runtime = LocalRuntime(nodes())
+            await runtime.start()
+            try:
+                await scenario(runtime, isolation)
+            finally:
+                await runtime.close()
+            assert all(dict(n.free) == dict(n.total) for n in runtime.nodes()), "resources came back"
+
+        runner(main)
+
+    return execute
+
+
+def spec(name: str, isolation: str, **more: Any) -> ActorSpec:
+    return ActorSpec(name, HERE + "Counter", isolation=isolation, **more)  # type: ignore[arg-type]
+
+
+Run = Callable[[Scenario], None]
+
+
+def test_placement_follows_labels(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        for i, (selector, expected) in enumerate(
+            [({"gpu": "H20"}, "n1"), ({"gpu": "!H20"}, "n0"), ({"gpu": "in(H20,L4)", "zone": "b"}, "n1"), ({}, "n0")]
+        ):
+            handle = await runtime.spawn(spec(f"a{i}", isolation, labels=selector))
+            assert handle.node == expected
+
+    on(scenario)
+
+
+def test_resources_are_accounted_and_waited_for(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        first = await runtime.spawn(spec("a", isolation, resources={"GPU": 2.0}))
+        assert runtime.nodes()[1].free["GPU"] == 0.0
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(runtime.spawn(spec("b", isolation, resources={"GPU": 2.0})))
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            await first.kill()
+        assert waiting.result().node == "n1"
+
+    on(scenario)
+
+
+def test_infeasible_request_is_an_error_at_once(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        with pytest.raises(UsageError, match="no node could ever hold it"):
+            await runtime.spawn(spec("a", isolation, resources={"GPU": 3.0}))
+        with pytest.raises(UsageError, match="H100"):
+            await runtime.spawn(spec("b", isolation, labels={"gpu": "H100"}))
+
+    on(scenario)
+
+
+def test_arguments_and_results_are_values(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation))
+        mine = [1, 2]
+        answer = await handle.call("keep", mine)
+        mine.append(3)
+        answer.append(4)
+        assert await handle.call("seen") == [1, 2]
+
+    on(scenario)
+
+
+def test_an_exception_keeps_its_type(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation))
+        with pytest.raises(KeyError, match="no such thing"):
+            await handle.call("fail")
+        assert await handle.call("add", 2) == 2
+
+    on(scenario)
+
+
+def test_streams(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation))
+        assert [i async for i in handle.stream("count", 5)] == [0, 1, 2, 3, 4]
+
+    on(scenario)
+
+
+def test_fifty_calls_at_once_and_the_concurrency_limit(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation, max_concurrency=50))
+        limited = await runtime.spawn(spec("b", isolation, max_concurrency=3))
+        await asyncio.gather(*(handle.call("slow", 0.02) for _ in range(50)))
+        await asyncio.gather(*(limited.call("slow", 0.005) for _ in range(9)))
+        assert await handle.call("top") > 40
+        assert await limited.call("top") == 3
+
+    on(scenario)
+
+
+def test_objects(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        value = {"a": [1]}
+        ref = await runtime.put(value)
+        value["a"].append(2)
+        assert await runtime.get(ref) == {"a": [1]}
+        with pytest.raises(UsageError):
+            await runtime.get("nothing")
+
+    on(scenario)
+
+
+def test_a_call_in_flight_is_retried_after_a_kill(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation, max_restarts=1, max_task_retries=1))
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(handle.call("slow", 0.1))
+            await asyncio.sleep(0.02)
+            await handle.kill(restart=True)
+        assert call.result() == "done"
+
+    on(scenario)
+
+
+def test_state_is_lost_unless_checkpointed(on: Run, tmp_path: Any) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        forgetful = await runtime.spawn(spec("a", isolation, max_restarts=1))
+        careful = await runtime.spawn(spec("b", isolation, max_restarts=1, kwargs={"checkpoint": str(tmp_path / "c")}))
+        for handle in (forgetful, careful):
+            await handle.call("add", 5)
+            await handle.kill(restart=True)
+        assert await forgetful.call("add", 1) == 1
+        assert await careful.call("add", 1) == 6
+
+    on(scenario)
+
+
+def test_a_dead_actor_says_so(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation))
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(_swallow(handle.call("slow", 5.0)))
+            await asyncio.sleep(0.02)
+            await handle.kill()
+        assert isinstance(call.result(), PartDied)
+        with pytest.raises(PartDied):
+            await handle.call("add", 1)
+
+    on(scenario)
+
+
+async def _swallow(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except PartDied as error:
+        return error
+
+
+def test_events_tell_what_happened(on: Run) -> None:
+    async def scenario(runtime: LocalRuntime, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation, max_restarts=1))
+        await handle.kill(restart=True)
+        kinds = []
+        async for event in runtime.events():
+            kinds.append((event.kind, event.subject))
+            if len(kinds) == 5:
+                break
+        assert kinds == [
+            ("node_up", "n0"),
+            ("node_up", "n1"),
+            ("actor_started", "a"),
+            ("actor_died", "a"),
+            ("actor_restarted", "a"),
+        ]
+
+    on(scenario)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_by_itself_comes_back() -> None:
+    """Reason for slow: a real process, killed with -9."""
+    import os
+    import signal
+
+    async def main() -> None:
+        runtime = LocalRuntime(nodes())
+        await runtime.start()
+        try:
+            handle = await runtime.spawn(spec("a", "process", max_restarts=1, max_task_retries=1))
+            os.kill(handle._life.instance.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            assert await handle.call("add", 3) == 3
+        finally:
+            await runtime.close()
+
+    asyncio.run(main())

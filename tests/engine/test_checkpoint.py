@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from rollart.engine.checkpoint import published_version, read_architecture, read_tensors, require_complete
+from rollart.errors import UsageError
+from tests.engine.models import LLAMA, QWEN, publish, random_tensors
+
+
+def write(path: Path, **changes: Any) -> Path:
+    (path / "config.json").write_text(json.dumps({**QWEN, **changes}))
+    return path
+
+
+def test_both_layouts_of_rope(tmp_path: Path) -> None:
+    new = read_architecture(write(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
+    old = read_architecture(write(tmp_path, rope_parameters=None, rope_theta=5e5))
+    assert new == old
+    assert new.rope_theta == 5e5
+    assert new.rope_scaling is None
+
+
+def test_llama3_scaling_and_derived_head_size(llama: Path) -> None:
+    a = read_architecture(llama)
+    assert a.head_dim == LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    assert a.rope_scaling is not None
+    assert a.rope_scaling["factor"] == 8.0
+    assert not a.qk_norm
+    assert not a.tied
+
+
+def test_generation_config_decides_the_end_ids(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=3)
+    assert read_architecture(tmp_path).eos == (3,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert read_architecture(tmp_path).eos == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling yarn"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_refuses_what_it_would_compute_wrongly(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_architecture(write(tmp_path, **changes))
+
+
+def test_errors_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        read_architecture(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"config\.json does not exist"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="is not JSON"):
+        read_architecture(tmp_path)
+    with pytest.raises(UsageError, match=r"model\.safetensors is missing"):
+        read_tensors(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UsageError, match="not a readable safetensors file"):
+        read_tensors(tmp_path)
+
+
+def test_a_sharded_checkpoint_is_the_same_tensors(tmp_path: Path, qwen: Path) -> None:
+    whole = read_tensors(qwen)
+    names = sorted(whole)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: whole[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    again = read_tensors(tmp_path)
+    assert sorted(again) == names
+    assert all(again[name].equal(whole[name]) for name in names)
+
+
+def test_the_marker_decides_whether_a_directory_is_whole(tmp_path: Path) -> None:
+    publish(tmp_path / "v1", 0, marker=False)
+    with pytest.raises(UsageError, match="no COMPLETE marker"):
+        require_complete(tmp_path / "v1")
+    with pytest.raises(UsageError, match="does not exist"):
+        require_complete(tmp_path / "v2")
+    (tmp_path / "v1" / "COMPLETE").touch()
+    require_complete(tmp_path / "v1")
+
+
+def test_the_marker_may_name_the_version(tmp_path: Path) -> None:
+    assert published_version(tmp_path) == 0
+    for text, version in (("", 0), ('{"version": 12, "files": {}}', 12), ("[]", 0)):
+        (tmp_path / "COMPLETE").write_text(text)
+        assert published_version(tmp_path) == version
+
+
+def test_end_ids_do_not_make_another_architecture(tmp_path: Path) -> None:
+    plain = read_architecture(write(tmp_path))
+    assert read_architecture(write(tmp_path, eos_token_id=3)) == plain
+    assert read_architecture(write(tmp_path, head_dim=8)) != plain
+
+
+def test_foreign_tensors_are_refused_before_anything_changes(qwen: Path) -> None:
+    from tests.engine.models import runner
+
+    r = runner(qwen)
+    tensors = random_tensors(read_architecture(qwen), 5)
+    before = [w.clone() for _, w in r.network._targets()]
+    missing = {k: v for k, v in tensors.items() if "layers.1.mlp.down" not in k}
+    with pytest.raises(UsageError, match="no tensor"):
+        r.load(missing, 1)
+    with pytest.raises(UsageError, match="has shape"):
+        r.load({**tensors, "model.norm.weight": tensors["model.norm.weight"][:3]}, 1)
+    assert r.version == 0
+    assert all(w.equal(b) for (_, w), b in zip(r.network._targets(), before, strict=True))

@@ -1,0 +1,97 @@
+"""Kill -9 loses nothing that was acknowledged. A real process, a real disk."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollart.ledger.reader import Reader
+from rollart.ledger.store import Ledger
+
+CHILD = """
+import asyncio, sys
+from rollart.ledger.store import Ledger
+from rollart.model import Group, GroupId, TrainSample, TrajectoryId
+from rollart.ports import Interval
+
+def sample(i, m):
+    n = 6000 if i % 10 == 0 else 8
+    return TrainSample(TrajectoryId(f"g{i}.{m}"), GroupId(f"g{i}"), "lake", 0, tuple(range(n)), (True,) * n,
+                       (-0.5,) * n, (0,) * n, (0,) * n, (0.0,) * n, 1.0, True)
+
+async def worker(ledger, start, lock):
+    for i in range(start, 10**9, 8):
+        await ledger.admit(f"g{i}", "lake", i)
+        samples = (sample(i, 0), sample(i, 1))
+        for s in samples:
+            await ledger.finish(s)
+            print(f"finished {s.id}", flush=True)
+        for k in range(20):
+            ledger.interval(Interval("engine", "e", k, k + 1, "busy"))
+        if i % 3 == 0:
+            async with lock:
+                counter[0] += 1
+                group = Group(GroupId(f"g{i}"), "lake", samples)
+                await ledger.commit(version=counter[0], step=counter[0], consumed=[group], metrics={})
+                print(f"trained g{i} {counter[0]}", flush=True)
+
+async def main():
+    ledger = Ledger(sys.argv[1], clock=asyncio.get_running_loop().time)
+    recovered = await ledger.recover()
+    counter[0] = recovered.version if recovered else 0
+    start = recovered.seeds_drawn["lake"] * 2 if recovered else 0
+    lock = asyncio.Lock()
+    await asyncio.gather(*(worker(ledger, start + w, lock) for w in range(8)))
+
+counter = [0]
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_acknowledged_writes_survive_kill_9(tmp_path: Path) -> None:
+    """Slow: three processes that write for a while and are killed."""
+    finished: set[str] = set()
+    trained: dict[str, int] = {}
+    for lives in (300, 700, 500):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for _ in range(lives):
+            _note(child.stdout.readline(), finished, trained)
+        child.kill()
+        for line in child.stdout:
+            if line.endswith("\n"):
+                _note(line, finished, trained)
+        child.wait()
+        child.stdout.close()
+        _check(tmp_path, finished, trained)
+    with Reader(tmp_path) as reader:
+        assert reader._query("PRAGMA integrity_check") == [("ok",)]
+
+
+def _note(line: str, finished: set[str], trained: dict[str, int]) -> None:
+    match line.split():
+        case ["finished", id_]:
+            assert id_ not in finished
+            finished.add(id_)
+        case ["trained", group, version]:
+            assert group not in trained
+            trained[group] = int(version)
+
+
+def _check(directory: Path, finished: set[str], trained: dict[str, int]) -> None:
+    with Ledger(directory, clock=lambda: 0.0) as ledger:
+        recovered = asyncio.run(ledger.recover())
+        assert recovered is not None
+        live = {str(s.id) for s in recovered.samples}
+    with Reader(directory) as reader:
+        in_file = {row[0]: row[1] for row in reader._query("SELECT id, version FROM groups WHERE state = 1")}
+    for group, version in trained.items():
+        assert in_file[group] == version, "an acknowledged commit is there, once"
+    lost = {id_ for id_ in finished if id_ not in live and id_.partition(".")[0] not in in_file}
+    assert not lost, "an acknowledged sample is live or trained"
+    assert not {id_ for id_ in live if id_.partition(".")[0] in in_file}, "nothing trained is live"

@@ -1,0 +1,424 @@
+"""The journal's rules, on all of its implementations, and what a crash or a full disk leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.codec import decode_sample, encode_sample
+from rollart.ledger.database import FILE
+from rollart.ledger.intervals import State, sums, tears, totals
+from rollart.ledger.memory import MemoryRecorder
+from rollart.ledger.prices import PriceBook
+from rollart.ledger.reader import Reader
+from rollart.ledger.segments import Segments
+from rollart.ledger.store import Ledger
+from rollart.model import Group, GroupId, TrainSample, TrajectoryId
+from rollart.ports import Interval, RunEvent
+from serverless.types import Invocation
+
+MakeSample = Callable[..., TrainSample]
+MakeGroup = Callable[..., Group]
+
+
+def zero() -> float:
+    return 0.0
+
+
+@pytest.fixture(params=["thread", "inline", "memory"])
+def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    if request.param == "memory":
+        yield MemoryRecorder()
+        return
+    with Ledger(tmp_path / "run", clock=zero, inline=request.param == "inline") as ledger:
+        yield ledger
+
+
+def charge(recorder: Any, id_: str, *, outcome: str = "finished", t1: float = 2.0, **more: Any) -> None:
+    fields: dict[str, Any] = {
+        "domain": "lake", "outcome": outcome, "v0": 0, "engine_seconds": 0.5, "turns": 2, "prompt_tokens": 10,
+        "action_tokens": 5, "success": True, "score": 1.0, "purpose": "train", "t0": 1.0, "t1": t1,
+    }  # fmt: skip
+    recorder.charge(TrajectoryId(id_), **(fields | more))
+
+
+class TestContract:
+    def test_nothing_is_recovered_before_a_version(self, journal: Any) -> None:
+        async def main() -> None:
+            await journal.admit("g", "lake", 7)
+            assert await journal.recover() is None
+
+        asyncio.run(main())
+
+    def test_what_is_left_after_a_commit(self, journal: Any, sample: MakeSample, group: MakeGroup) -> None:
+        a, b, c, d = (sample(f"{g}.0", g) for g in "abcd")
+
+        async def main() -> None:
+            await journal.commit(version=0, step=0, consumed=[], metrics={})
+            for seed, name in enumerate("abcd"):
+                await journal.admit(name, "lake" if name < "c" else "pond", seed)
+            for one in (a, b, c):
+                await journal.finish(one)
+            await journal.drop("b", "stale")
+            await journal.finish(d)
+            await journal.commit(version=1, step=1, consumed=[group("a", a)], metrics={"loss": 0.5})
+            found = await journal.recover()
+            assert (found.version, found.step, found.samples) == (1, 1, (c, d))
+            assert found.pending == (("c", "pond", 2), ("d", "pond", 3))
+            assert found.seeds_drawn == {"lake": 2, "pond": 2}
+
+        asyncio.run(main())
+
+    def test_no_sample_is_trained_twice(self, journal: Any, sample: MakeSample, group: MakeGroup) -> None:
+        a, b = sample("a.0", "a"), sample("b.0", "b")
+
+        async def main() -> None:
+            for one in (a, b):
+                await journal.admit(one.group, "lake", 0)
+                await journal.finish(one)
+            with pytest.raises(RunFailed, match="twice"):
+                await journal.commit(version=1, step=1, consumed=[group("a", a), group("a", a)], metrics={})
+            await journal.commit(version=1, step=1, consumed=[group("a", a)], metrics={})
+            with pytest.raises(RunFailed, match=r"sample a\.0 is to be trained"):
+                await journal.commit(version=2, step=2, consumed=[group("b", b), group("a", a)], metrics={})
+            with pytest.raises(RunFailed, match="finished after"):
+                await journal.finish(a)
+            with pytest.raises(RunFailed, match="after version 1"):
+                await journal.commit(version=1, step=2, consumed=[], metrics={})
+            found = await journal.recover()
+            assert (found.version, found.samples) == (1, (b,)), "a refused commit leaves no trace"
+
+        asyncio.run(main())
+
+    def test_groups_are_consumed_or_dropped_once(self, journal: Any, sample: MakeSample, group: MakeGroup) -> None:
+        a = sample("a.0", "a")
+
+        async def main() -> None:
+            await journal.admit("a", "lake", 0)
+            await journal.admit("a", "lake", 0)
+            with pytest.raises(RunFailed, match="used once"):
+                await journal.admit("a", "lake", 1)
+            await journal.finish(a)
+            with pytest.raises(RunFailed, match="never admitted"):
+                await journal.drop("x", "stale")
+            await journal.drop("a", "stale")
+            await journal.drop("a", "again")
+            with pytest.raises(RunFailed, match="dropped"):
+                await journal.commit(version=1, step=1, consumed=[group("a", a)], metrics={})
+            late = sample("a.1", "a")
+            await journal.finish(late)
+            await journal.admit("b", "lake", 0)
+            b = sample("b.0", "b")
+            await journal.finish(b)
+            await journal.commit(version=1, step=1, consumed=[group("b", b)], metrics={})
+            with pytest.raises(RunFailed, match="after it was trained"):
+                await journal.drop("b", "stale")
+            assert (await journal.recover()).samples == ()
+
+        asyncio.run(main())
+
+    def test_a_live_sample_may_be_replaced(self, journal: Any, sample: MakeSample) -> None:
+        async def main() -> None:
+            await journal.commit(version=0, step=0, consumed=[], metrics={})
+            await journal.admit("a", "lake", 0)
+            await journal.finish(sample("a.0", "a", v0=0))
+            await journal.finish(sample("a.0", "a", v0=3))
+            assert [s.v0 for s in (await journal.recover()).samples] == [3]
+
+        asyncio.run(main())
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["admit", "finish", "drop", "commit", "reopen"]), st.integers(0, 4), st.integers(0, 1)),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(OPERATIONS)
+def test_the_file_and_the_model_agree_and_no_sample_is_trained_twice(operations: list[tuple[str, int, int]]) -> None:
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(_agree(Path(directory), operations))
+
+
+async def _agree(directory: Path, operations: list[tuple[str, int, int]]) -> None:
+    model, ledger, trained, version = MemoryRecorder(), Ledger(directory, clock=zero, inline=True), [], 0
+    for what, g, member in operations:
+        name = f"g{g}"
+        group = Group(GroupId(name), "lake", tuple(_tiny(f"{name}.{m}", name) for m in range(member + 1)))
+        if what == "reopen":
+            ledger.close()
+            ledger = Ledger(directory, clock=zero, inline=True)
+            continue
+        version += 1
+        refused = []
+        for journal in (model, ledger):
+            try:
+                match what:
+                    case "admit":
+                        await journal.admit(name, "lake", g)
+                    case "finish":
+                        await journal.finish(group.samples[-1])
+                    case "drop":
+                        await journal.drop(name, "stale")
+                    case _:
+                        await journal.commit(version=version, step=version, consumed=[group], metrics={})
+                refused.append(False)
+            except RunFailed:
+                refused.append(True)
+        assert refused[0] == refused[1], (what, g, member)
+        if what == "commit" and not refused[0]:
+            trained += [s.id for s in group.samples]
+        mine, its = await model.recover(), await ledger.recover()
+        assert (mine is None) == (its is None)
+        if mine is not None and its is not None:
+            assert (mine.version, mine.pending, mine.seeds_drawn) == (its.version, its.pending, its.seeds_drawn)
+            assert {s.id for s in mine.samples} == {s.id for s in its.samples}
+    ledger.close()
+    assert len(trained) == len(set(trained))
+
+
+def _tiny(id_: str, group: str) -> TrainSample:
+    return TrainSample(
+        TrajectoryId(id_), GroupId(group), "lake", 0, (1,), (True,), (-0.5,), (0,), (0,), (1.0,), 1.0, None
+    )
+
+
+def test_samples_come_back_bit_by_bit(sample: MakeSample) -> None:
+    one = sample("a.0", "a", tokens=50)
+    restricted = TrainSample(
+        **{f: getattr(one, f) for f in one.__slots__ if f != "allowed"}, allowed=(None,) * 49 + ((1, 2),)
+    )
+    for each in (one, restricted):
+        assert decode_sample(encode_sample(each)) == each
+    with pytest.raises(ValueError, match="not a sample"):
+        decode_sample(b"\x01junk")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_large_samples_go_to_segments_and_come_back(
+    tmp_path: Path, sample: MakeSample, group: MakeGroup, inline: bool
+) -> None:
+    big = sample("a.0", "a", tokens=5000)
+
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero, inline=inline) as ledger:
+            await ledger.commit(version=0, step=0, consumed=[], metrics={})
+            await ledger.admit("a", "lake", 0)
+            await ledger.finish(big)
+        with Ledger(tmp_path, clock=zero, inline=inline) as ledger:
+            assert (await ledger.recover()).samples == (big,)  # type: ignore[union-attr]
+            await ledger.commit(version=1, step=1, consumed=[group("a", big)], metrics={})
+        assert [p.name for p in (tmp_path / "segments").iterdir()] == ["000001.seg"]
+
+    asyncio.run(main())
+
+
+def test_a_damaged_payload_is_found(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    place = segments.append(b"x" * 1000)
+    segments.close()
+    assert Segments(tmp_path).read(*place) == b"x" * 1000
+    path = tmp_path / "000001.seg"
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StorageFailed, match="damaged"):
+        Segments(tmp_path).read(*place)
+    path.write_bytes(data[:100])
+    with pytest.raises(StorageFailed, match="damaged"):
+        Segments(tmp_path).read(*place)
+    later = Segments(tmp_path)
+    assert later.append(b"y")[0] == 2, "a torn file is never appended to"
+    later.keep({2})
+    assert not path.exists()
+    later.close()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_everything_recorded_reaches_the_file(
+    tmp_path: Path, inline: bool, sample: MakeSample, group: MakeGroup
+) -> None:
+    recorded = [Interval("engine", f"e{i % 3}", i, i + 1.5, "busy", "", 2, 3.0) for i in range(500)]
+
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero, config={"name": "x"}, inline=inline) as ledger:
+            for one in recorded:
+                ledger.interval(one)
+            ledger.event(RunEvent(3.0, "publish", "v1", {"seconds": 0.5}))
+            ledger.invocation(Invocation("exact", "local", "w0", 0, 1, 0.1, 0.02, 512, 16, "ok"))
+            for fate, id_ in (("finished", "a.0"), ("finished", "b.0"), ("finished", "c.0"), ("stale", "d.0")):
+                charge(ledger, id_, outcome=fate)
+            for name in "abc":
+                await ledger.admit(name, "lake", 0)
+                await ledger.finish(sample(f"{name}.0", name))
+            await ledger.commit(version=1, step=1, consumed=[group("a", sample("a.0", "a"))], metrics={"loss": 1})
+            await ledger.drop("b", "infra_fault")
+            await ledger.flush()
+            with Reader(tmp_path) as live:
+                assert len(live.intervals()) == 500
+
+    asyncio.run(main())
+    with Reader(tmp_path) as reader:
+        assert reader.config() == {"name": "x"}
+        assert reader.intervals() == recorded
+        assert totals(reader.interval_sums()).usd == pytest.approx(totals(sums(recorded)).usd)
+        assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {
+            "trained": 1, "infra_fault": 1, "waiting": 1, "stale": 1
+        }  # fmt: skip
+        assert reader.events("publish")[0].fields == {"seconds": 0.5}
+        assert reader.invocation_sums()[0].items == 16
+        assert (reader.versions()[0].tokens, reader.versions()[0].metrics) == (2, {"loss": 1})
+        assert (reader.facts().live_groups, reader.facts().dropped_groups, reader.facts().live_samples) == (1, 1, 1)
+
+
+def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> None:
+    now = [1000.0]
+
+    def resource(ledger: Ledger, name: str) -> ResourceClock:
+        return ResourceClock(
+            role="engine", resource=name, recorder=ledger, clock=lambda: now[0], usd_per_unit_hour=36.0
+        )
+
+    async def main() -> None:
+        ledger = Ledger(tmp_path, clock=lambda: now[0], inline=True)
+        a, b, c = (resource(ledger, name) for name in "abc")
+        now[0] += 4
+        a.enter(State.BUSY)
+        c.close()
+        now[0] += 6
+        b.enter(State.BUSY)
+        await ledger.flush()
+        ledger.close()  # a and b were not closed: as after kill -9
+        now[0] = 5.0  # another process, another loop
+        ledger = Ledger(tmp_path, clock=lambda: now[0], inline=True)
+        a = resource(ledger, "a")
+        now[0] += 2
+        a.close()
+        ledger.close()
+
+    asyncio.run(main())
+    with Reader(tmp_path) as reader:
+        assert tears(reader.intervals()) == []
+        assert [(i.resource, i.state, i.cause, i.t0, i.t1) for i in reader.intervals()] == [
+            ("a", "startup", "", 0, 4), ("c", "startup", "", 0, 4), ("b", "startup", "", 0, 10),
+            ("a", "down", "crash", 4, 10), ("a", "startup", "", 10, 12),
+        ]  # fmt: skip
+        assert reader.facts().seconds == 12
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_what_was_spent_is_known_and_survives(tmp_path: Path, inline: bool) -> None:
+    prices = PriceBook.load()
+    call = Invocation("f", "local", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
+    hour = Interval("engine", "e", 0, 3600, "busy", "", 2, 1.5)
+
+    async def main() -> None:
+        for life in (1, 2):
+            with Ledger(tmp_path, clock=zero, prices=prices, inline=inline) as ledger:
+                ledger.interval(hour)
+                ledger.invocation(call)
+                await ledger.flush()
+                assert ledger.spent_usd == pytest.approx(life * (3.0 + 0.06000032))
+
+    asyncio.run(main())
+
+
+class TestFailure:
+    def test_a_directory_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StorageFailed, match="cannot be written") as caught:
+            Ledger(tmp_path / "file" / "run", clock=zero)
+        assert "--runs-dir" in caught.value.remedy
+
+    def test_a_second_writer(self, tmp_path: Path) -> None:
+        with Ledger(tmp_path, clock=zero), pytest.raises(UsageError, match="another process"):
+            Ledger(tmp_path, clock=zero)
+        Ledger(tmp_path, clock=zero).close()
+
+    def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
+        (tmp_path / FILE).write_text("not a database, but long enough to look at " * 20)
+        with pytest.raises(StorageFailed, match="not a database") as caught:
+            Ledger(tmp_path, clock=zero)
+        assert "backup" in caught.value.remedy
+        with pytest.raises(StorageFailed):
+            Reader(tmp_path)
+        with pytest.raises(UsageError, match="no ledger here"):
+            Reader(tmp_path / "none")
+
+    def test_another_schema(self, tmp_path: Path) -> None:
+        Ledger(tmp_path, clock=zero).close()
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as connection, connection:
+            connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+        with pytest.raises(StorageFailed, match="schema version 99"):
+            Ledger(tmp_path, clock=zero)
+
+    @pytest.mark.parametrize("inline", [True, False])
+    def test_a_full_disk_reaches_everyone(self, tmp_path: Path, inline: bool) -> None:
+        async def main() -> None:
+            ledger = Ledger(tmp_path, clock=zero, inline=inline)
+            await ledger.commit(version=0, step=0, consumed=[], metrics={})
+            await ledger._writer.run(lambda db: db.connection.execute("PRAGMA max_page_count = 20"))
+
+            async def fill() -> None:
+                while True:
+                    for i in range(2000):
+                        ledger.interval(Interval("engine", "e", i, i + 1, "busy"))
+                    await ledger.flush()
+
+            outcomes = await asyncio.gather(*([] if inline else [ledger.watch()]), fill(), return_exceptions=True)
+            assert all(isinstance(o, StorageFailed) and "full" in o.message for o in outcomes), outcomes
+            assert "free some disk space" in outcomes[0].remedy
+            with pytest.raises(StorageFailed):
+                ledger.event(RunEvent(0, "x", "y"))
+            for call in (ledger.admit("g", "d", 0), ledger.watch()):
+                with pytest.raises(StorageFailed):
+                    await call
+            with contextlib.suppress(StorageFailed):
+                ledger.close()
+
+        asyncio.run(main())
+        with Ledger(tmp_path, clock=zero) as again:
+            assert asyncio.run(again.recover()).version == 0  # type: ignore[union-attr]
+
+    def test_a_closed_ledger_says_so(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            for inline in (True, False):
+                ledger = Ledger(tmp_path, clock=zero, inline=inline)
+                ledger.close()
+                ledger.close()
+                with pytest.raises(StorageFailed, match="closed"):
+                    ledger.event(RunEvent(0, "x", "y"))
+                with pytest.raises(StorageFailed, match="closed"):
+                    await ledger.flush()
+
+        asyncio.run(main())
+
+    def test_a_cancelled_caller_does_not_hurt(self, tmp_path: Path) -> None:
+        async def main() -> None:
+            with Ledger(tmp_path, clock=zero) as ledger:
+                task = asyncio.ensure_future(ledger.admit("g", "lake", 0))
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                await asyncio.gather(*(ledger.admit(f"h{i}", "lake", i) for i in range(100)))
+                await ledger.commit(version=0, step=0, consumed=[], metrics={})
+                assert len((await ledger.recover()).pending) == 101  # type: ignore[union-attr]
+
+        asyncio.run(main())
+
+    def test_errors_of_the_tree_only(self) -> None:
+        assert issubclass(StorageFailed, RollartError)

@@ -1,0 +1,168 @@
+"""Bounds and tie-breaks of the pure policies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.model import AbortReason
+from rollart.policy.admission import AdmissionWindow, DomainQuota
+from rollart.policy.batching import ReadyGroup, select_batch
+from rollart.policy.grouping import GroupDecision, GroupState
+from rollart.policy.lease import Expiry, LeaseBook
+from rollart.policy.release import SlotLedger
+from rollart.policy.routing import EngineView, choose_engine
+from rollart.policy.staleness import StalenessBound
+from rollart.policy.syncing import engines_to_update
+
+
+@st.composite
+def quotas(draw: st.DrawFn) -> tuple[DomainQuota, ...]:
+    shapes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=3))
+    return tuple(DomainQuota(f"d{i}", groups * size, size) for i, (groups, size) in enumerate(shapes))
+
+
+@given(quotas(), st.integers(0, 4))
+def test_admission_fills_every_window_and_never_overfills(domains: tuple[DomainQuota, ...], alpha: int) -> None:
+    window = AdmissionWindow(domains, alpha)
+    slots = SlotLedger()
+    for i in range(10_000):
+        domain = window.next_domain(slots.outstanding)
+        if domain is None:
+            break
+        size = next(q.group_size for q in domains if q.domain == domain)
+        slots.admit(f"g{i}", domain, size)
+        assert slots.outstanding[domain] <= window.capacity(domain)
+    for quota in domains:
+        assert slots.outstanding[quota.domain] == (alpha + 1) * quota.quota
+
+
+@given(quotas(), st.integers(0, 4), st.integers(0, 30))
+def test_admission_never_starts_more_than_remains(domains: tuple[DomainQuota, ...], alpha: int, left: int) -> None:
+    window = AdmissionWindow(domains, alpha)
+    remaining = {q.domain: left for q in domains}
+    used: dict[str, int] = {}
+    while (domain := window.next_domain(used, {d: remaining[d] - used.get(d, 0) for d in remaining})) is not None:
+        used[domain] = used.get(domain, 0) + next(q.group_size for q in domains if q.domain == domain)
+    assert all(n <= left for n in used.values())
+
+
+def test_admission_prefers_the_emptier_window_then_the_order_of_the_spec() -> None:
+    window = AdmissionWindow((DomainQuota("a", 4, 2), DomainQuota("b", 4, 2)), 0)
+    assert window.next_domain({}) == "a"
+    assert window.next_domain({"a": 2}) == "b"
+    assert window.next_domain({"a": 2, "b": 2}) == "a"
+
+
+def test_a_quota_must_hold_whole_groups() -> None:
+    with pytest.raises(ValueError, match="quota 5 must be a positive multiple of group size 2"):
+        DomainQuota("a", 5, 2)
+
+
+ready_groups = st.lists(
+    st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 6), st.integers(1, 500)), max_size=30
+).map(lambda xs: [ReadyGroup(f"g{i}", d, v, 2, t, i) for i, (d, v, t) in enumerate(xs)])
+
+
+@given(ready_groups, st.integers(0, 6), st.integers(0, 3), st.none() | st.integers(1, 2000))
+def test_batches_are_fresh_whole_and_oldest_first(
+    ready: list[ReadyGroup], version: int, alpha: int, budget: int | None
+) -> None:
+    bound = StalenessBound(alpha)
+    quota = {"a": 4, "b": 6}
+    chosen = select_batch(ready, quota, version=version, bound=bound, token_budget=budget)
+    if chosen is None:
+        if budget is None:
+            fresh = [g for g in ready if not bound.stale(g.v0, version)]
+            assert any(sum(2 for g in fresh if g.domain == d) < q for d, q in quota.items())
+        return
+    assert len({g.id for g in chosen}) == len(chosen)
+    assert not any(bound.stale(g.v0, version) for g in chosen)
+    for domain, wanted in quota.items():
+        mine = [g for g in chosen if g.domain == domain]
+        assert 0 < sum(g.samples for g in mine) <= wanted
+        if budget is None:
+            assert sum(g.samples for g in mine) == wanted
+        elif len(mine) > 1:
+            assert sum(g.tokens for g in mine) <= budget * wanted / sum(quota.values())
+        left = [g for g in ready if g.domain == domain and g not in mine and not bound.stale(g.v0, version)]
+        assert all((x.v0, x.order) < (y.v0, y.order) for x in mine for y in left)
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 5))
+def test_stale_is_exactly_past_the_bound(v0: int, version: int, alpha: int) -> None:
+    assert StalenessBound(alpha).stale(v0, version) == (version - v0 > alpha)
+    assert not StalenessBound(alpha).stale(None, version)
+
+
+def test_a_group_is_given_up_after_its_attempts_and_not_for_staleness() -> None:
+    state = GroupState(size=2, max_attempts=2)
+    assert state.fail(AbortReason.STALE) is GroupDecision.RETRY
+    assert state.fail(AbortReason.INFRA_FAULT) is GroupDecision.RETRY
+    assert state.fail(AbortReason.INFRA_FAULT) is GroupDecision.DROP
+
+
+def test_a_group_with_a_stale_finished_member_is_dropped_whole() -> None:
+    state = GroupState(size=3, max_attempts=2)
+    assert state.finish("a", v0=1) is GroupDecision.WAIT
+    assert state.published(2, StalenessBound(1)) is GroupDecision.RESTART_STALE
+    assert state.published(3, StalenessBound(1)) is GroupDecision.DROP
+
+
+views = st.lists(
+    st.builds(
+        EngineView,
+        id=st.sampled_from([f"e{i}" for i in range(5)]),
+        running=st.integers(0, 5),
+        sessions=st.integers(0, 5),
+        healthy=st.booleans(),
+        version=st.integers(0, 2),
+    ),
+    max_size=5,
+    unique_by=lambda v: v.id,
+)
+
+
+@given(views, st.none() | st.sampled_from(["e0", "e1"]), st.integers(0, 2))
+def test_routing_is_sticky_fenced_and_least_loaded(engines: list[EngineView], sticky: str | None, version: int) -> None:
+    chosen = choose_engine(engines, sticky=sticky, version=version)
+    eligible = {e.id: e for e in engines if e.healthy and e.version == version}
+    if chosen is None:
+        assert not eligible
+    else:
+        assert chosen in eligible
+        if sticky in eligible:
+            assert chosen == sticky
+        else:
+            assert eligible[chosen].running == min(e.running for e in eligible.values())
+    assert chosen == choose_engine(list(reversed(engines)), sticky=sticky, version=version)
+
+
+def test_versions_never_go_back() -> None:
+    assert engines_to_update({"b": 1, "a": 1, "c": 2}, {"a": True, "b": True, "c": True}, 2) == ("a", "b")
+    assert engines_to_update({"a": 1}, {"a": False}, 2) == ()
+    with pytest.raises(ValueError, match="past version 1"):
+        engines_to_update({"a": 2}, {"a": True}, 1)
+
+
+def test_slots_are_released_once() -> None:
+    slots = SlotLedger()
+    slots.admit("g", "a", 4)
+    with pytest.raises(ValueError, match="already holds"):
+        slots.admit("g", "a", 4)
+    assert slots.release("g") == 4
+    with pytest.raises(KeyError):
+        slots.release("g")
+
+
+def test_the_lease_book_knows_who_waits_longest() -> None:
+    book = LeaseBook()
+    first = book.grant("a", "its reward", now=1.0, seconds=5.0, action=Expiry.RETRY)
+    second = book.grant("b", "an engine", now=2.0, seconds=1.0, action=Expiry.GAP_FILL)
+    assert book.oldest() == (first, second)
+    assert book.expired(3.0) == (second,)
+    assert first.describe(3.0) == "a waits 2.0 s for its reward (deadline in 3.0 s)"
+    book.end(first)
+    book.end(first)
+    assert book.oldest() == (second,)

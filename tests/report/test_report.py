@@ -1,0 +1,224 @@
+"""Reports add up: by role, by resource and by fate, to the same total; every format says the same."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.ledger.intervals import IntervalSum, State
+from rollart.ledger.prices import PriceBook
+from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, VersionRow
+from rollart.ports import RunEvent
+from rollart.report.curve import curve, curves, sparkline, write_png
+from rollart.report.render import render
+from rollart.report.rows import Report, RunRows, Table
+from rollart.report.summarize import cost, cost_lines, fates, waste
+from rollart.report.utilization import utilization
+
+PRICES = PriceBook.load()
+
+
+def rows(**more: Any) -> RunRows:
+    fields: dict[str, Any] = {
+        "run": "quick",
+        "facts": RunFacts(100.0, 2, 2, 1000, 10, 1, 1, 3),
+        "intervals": [
+            IntervalSum("engine", "engine-0", "busy", "", 60, 60, 6.0, 0, 100),
+            IntervalSum("engine", "engine-0", "idle", "starved", 30, 30, 3.0, 0, 100),
+            IntervalSum("engine", "engine-0", "sync", "", 10, 10, 1.0, 0, 100),
+            IntervalSum("trainer", "trainer-0", "busy", "", 100, 200, 20.0, 0, 100),
+        ],
+        "charges": [
+            ChargeSum("lake", "train", "trained", 0, 10, 30.0, 40, 500, 100, 10, 2, 50.0),
+            ChargeSum("lake", "train", "stale", 0, 5, 10.0, 20, 250, 50, 0, 0, 25.0),
+            ChargeSum("lake", "train", "trained", 1, 10, 10.0, 40, 500, 100, 10, 8, 50.0),
+            ChargeSum("lake", "eval", "evaluated", 2, 4, 4.0, 8, 100, 20, 4, 3, 10.0),
+        ],
+        "invocations": [
+            InvocationSum("exact", "local", 1024, "ok", 10, 100, 2, 0.3, 6000.0),
+            InvocationSum("exact", "local", 1024, "timeout", 1, 10, 0, 0.0, 600.0),
+        ],
+        "versions": [VersionRow(0, 0, 0, 0, 0, {}), VersionRow(1, 1, 1, 10, 1000, {})],
+        "evaluations": [
+            RunEvent(1.0, "evaluation", "lake", {"version": 0, "episodes": 4, "successes": 1}),
+            RunEvent(9.0, "evaluation", "lake", {"version": 2, "episodes": 4, "successes": 3}),
+            RunEvent(9.0, "evaluation", "pond", {"version": 2, "episodes": 0, "successes": 0}),
+        ],
+        "prices": PRICES,
+    }  # fmt: skip
+    return RunRows(**(fields | more))
+
+
+def table(report: Report, name: str) -> Table:
+    return next(t for t in report.tables if t.name == name)
+
+
+def cells(report: Report, name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(render(report, "json"))["tables"][name]
+    return found
+
+
+def test_the_numbers_of_a_small_run() -> None:
+    report = cost(rows())
+    total = {(row["what"], row["unit"]): row["value"] for row in cells(report, "total")}
+    functions = 6600 * 0.0000166667 + 11 * 0.2e-6
+    assert total["total", "USD"] == pytest.approx(30 + functions)
+    assert total["per trained trajectory", "USD"] == pytest.approx((30 + functions) / 10)
+    assert total["per million trained tokens", "USD"] == pytest.approx((30 + functions) * 1000)
+    assert {row["role"]: row["usd"] for row in cells(report, "by_role")} == pytest.approx(
+        {"engine": 10, "trainer": 20, "reward": functions}
+    )
+    lost = {(row["role"], row["cause"]): row["usd"] for row in cells(report, "waste")}
+    assert lost == pytest.approx(
+        {("engine", "idle: starved"): 3, ("engine", "sync"): 1, ("engine", "trajectory stale"): 1,
+         ("reward", "function timeout"): 600 * 0.0000166667 + 0.2e-6}
+    )  # fmt: skip
+    by_fate = {row["fate"]: row["usd"] for row in cells(report, "trajectories")}
+    assert by_fate == pytest.approx({"trained": 4, "stale": 1, "evaluated": 0.4, "unattributed": 0.6})
+    assert [row["gb_s"] for row in cells(report, "functions")] == [6000, 600]
+    assert any("AWS Lambda" in note and "2026" in note for note in report.notes)
+
+
+def test_utilization_of_a_small_run() -> None:
+    report = utilization(rows())
+    engine, trainer = cells(report, "resources")
+    assert (engine["busy"], engine["idle"], engine["sync"], engine["down"]) == (0.6, 0.3, 0.1, 0)
+    assert trainer["busy"] == 1
+    train = next(row for row in cells(report, "domains") if row["purpose"] == "train")
+    assert (train["trajectories"], train["used"], train["lost"], train["success"]) == (25, 20, 5, 0.5)
+    rates = {row["what"]: row["per_second"] for row in cells(report, "rates")}
+    assert rates["sampled tokens"] == pytest.approx(2.7)
+
+
+def test_curves(tmp_path: Path) -> None:
+    (lake,) = curves(rows())
+    assert [(p.version, p.success, p.episodes) for p in lake.training] == [(0, 0.2, 10), (1, 0.8, 10)]
+    assert [(p.version, p.success) for p in lake.evaluation] == [(0, 0.25), (2, 0.75)]
+    (summary,) = cells(curve(rows()), "summary")
+    assert (summary["curve"], summary["evaluated_last"]) == ("▂▇", 0.75)
+    assert sparkline([]) == ""
+    assert sparkline([0, 1]) == "▁█"
+    assert len(sparkline([0.5] * 1000)) == 40
+
+
+@pytest.mark.slow
+def test_a_picture(tmp_path: Path) -> None:
+    """Slow: imports matplotlib."""
+    pytest.importorskip("matplotlib")
+    write_png(rows(), tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+money = st.floats(0, 1e4)
+intervals = st.lists(
+    st.builds(
+        IntervalSum,
+        role=st.sampled_from(["engine", "trainer", "prefill"]),
+        resource=st.sampled_from("abcd"),
+        state=st.sampled_from([str(s) for s in State]),
+        cause=st.sampled_from(["", "crash"]),
+        seconds=money,
+        unit_seconds=money,
+        usd=money,
+        t0=st.just(0.0),
+        t1=st.just(1e4),
+    )
+)
+charges = st.lists(
+    st.builds(
+        ChargeSum,
+        domain=st.sampled_from(["lake", "pond"]),
+        purpose=st.sampled_from(["train", "eval"]),
+        outcome=st.sampled_from(["trained", "waiting", "stale", "infra_fault", "evaluated"]),
+        v0=st.integers(-1, 5),
+        trajectories=st.integers(1, 50),
+        engine_seconds=money,
+        turns=st.integers(0, 99),
+        prompt_tokens=st.integers(0, 99),
+        action_tokens=st.integers(0, 99),
+        judged=st.just(1),
+        successes=st.integers(0, 1),
+        seconds=money,
+    )
+)
+calls = st.lists(
+    st.builds(
+        InvocationSum,
+        function=st.sampled_from("fg"),
+        provider=st.sampled_from(["local", "modal", "nobody"]),
+        memory_mb=st.integers(128, 4096),
+        status=st.sampled_from(["ok", "crash"]),
+        calls=st.integers(1, 1000),
+        items=st.integers(0, 1000),
+        cold_starts=st.integers(0, 9),
+        cold_start_s=money,
+        billed_s=money,
+    )
+)
+
+
+def close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(intervals, charges, calls)
+def test_every_table_adds_up_to_the_same_total(i: list[Any], c: list[Any], f: list[Any]) -> None:
+    run = rows(intervals=i, charges=c, invocations=f)
+    report, lines = cost(run), cost_lines(run)
+    total = math.fsum(line.usd for line in lines)
+    for name in ("by_role", "by_resource"):
+        assert close(math.fsum(row["usd"] for row in cells(report, name)), total)
+        assert close(math.fsum(row["busy_usd"] + row["not_busy_usd"] for row in cells(report, name)), total)
+    engine_busy = math.fsum(x.usd for x in i if x.role in ("engine", "prefill") and x.state == "busy")
+    if any(x.seconds > 0 for x in i if x.role in ("engine", "prefill") and x.state == "busy") or c:
+        charged = math.fsum(x.engine_seconds for x in c)
+        if charged > 0 or any(x.seconds for x in i if x.role in ("engine", "prefill") and x.state == "busy"):
+            assert close(math.fsum(x.usd for x in fates(run)), engine_busy)
+    assert math.fsum(waste(run, lines).values()) <= total + math.fsum(x.usd for x in fates(run)) + 1e-6
+    for row in cells(utilization(run), "resources"):
+        shares = [v for k, v in row.items() if k not in ("resource", "role", "seconds")]
+        assert row["seconds"] == 0 or close(math.fsum(shares), 1)
+
+
+@pytest.mark.parametrize("make", [cost, utilization, curve])
+def test_every_format_says_the_same(make: Any) -> None:
+    report: Report = make(rows())
+    as_json = json.loads(render(report, "json"))
+    assert (as_json["schema_version"], as_json["run"]) == (1, "quick")
+    as_csv = list(csv.DictReader(io.StringIO(render(report, "csv"))))
+    flat = [
+        (name, str(n), key, "" if value is None else str(value))
+        for name, table in as_json["tables"].items()
+        for n, row in enumerate(table)
+        for key, value in row.items()
+    ]
+    assert [(r["table"], r["row"], r["column"], r["value"]) for r in as_csv] == flat
+    text = render(report, "table")
+    assert all(t.title in text for t in report.tables)
+    assert "\x1b" not in text
+    assert "\x1b" in render(report, "table", colour=True)
+    with pytest.raises(ValueError, match="one of table, json, csv"):
+        render(report, "xml")
+
+
+def test_a_run_that_has_done_nothing() -> None:
+    empty = rows(
+        facts=RunFacts(0.0, None, None, 0, 0, 0, 0, 0),
+        intervals=[],
+        charges=[],
+        invocations=[],
+        versions=[],
+        evaluations=[],
+    )
+    for make in (cost, utilization, curve):
+        assert "nothing yet" in render(make(empty), "table")
+        json.loads(render(make(empty), "json"))

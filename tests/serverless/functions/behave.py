@@ -1,0 +1,67 @@
+"""A reward that does what its item says. Run as a function; never imported by the code under test."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from serverless.declare import reward
+from serverless.errors import PolicyFault
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Scored
+
+
+@reward(memory_mb=128, timeout_s=5.0)
+def behave(sample: Item):
+    what = sample.metadata.get("do", "score")
+    if what == "sleep":
+        time.sleep(sample.metadata["seconds"])
+    elif what == "exit":
+        os._exit(3)
+    elif what == "leave":
+        sys.exit(4)
+    elif what == "eat":
+        return len(bytearray(1 << 30))
+    elif what == "orphan":
+        child = subprocess.Popen(["sleep", "60"])
+        pathlib.Path(sample.metadata["file"]).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(60)
+    elif what == "daemon":
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True, close_fds=False)
+        pathlib.Path(sample.metadata["file"]).write_text(f"{os.getpid()} {child.pid}")
+        os._exit(3)
+    elif what == "print":
+        print("x" * 2**20 * 17, flush=True)
+    elif what == "environ":
+        return {"score": 1.0, "metrics": {"leaked": float("ROLLART_SECRET" in os.environ)}}
+    elif what == "pid":
+        return float(os.getpid())
+    return RESULTS[what](sample)
+
+
+def _raise(sample):
+    raise ValueError(f"no such {sample.id}")
+
+
+def _policy(sample):
+    raise PolicyFault("not JSON", floor=-1.0)
+
+
+RESULTS = {
+    "score": lambda s: s.metadata.get("value", 1.0),
+    "sleep": lambda s: 1.0,
+    "print": lambda s: 1.0,
+    "raise": _raise,
+    "policy": _policy,
+    "model_fault": lambda s: ModelFault(0.25, "too long"),
+    "model_fault_dict": lambda s: {"model_fault": "too long", "floor": 0.25},
+    "infra": lambda s: InfraFault(FaultKind.THROTTLED, retryable=False, detail="judge"),
+    "scored": lambda s: Scored(0.5, {"m": 2.0}, (0.25, 0.25)),
+    "dict": lambda s: {"score": 0.5, "metrics": {"m": 2}, "steps": [0.25, 0.25]},
+    "nan": lambda s: float("nan"),
+    "inf": lambda s: float("inf"),
+    "none": lambda s: None,
+    "text": lambda s: "0.7",
+    "true": lambda s: True,
+    "completion": lambda s: float(s.completion == "out" and s.messages[0]["role"] == "user"),
+}

@@ -1,0 +1,129 @@
+"""What the tests of serverless share: packages of the test functions, items, and backends by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rollart.sim import loop as virtual
+from serverless.backends.base import Backend
+from serverless.backends.local import LocalBackend
+from serverless.backends.simulated import Profile, SimulatedBackend
+from serverless.deploy.package import Package, build
+from serverless.meter import Meter, MeterSink, WorkerSpan
+from serverless.spec import FunctionSpec
+from serverless.types import Invocation, Item
+
+T = TypeVar("T")
+
+FUNCTIONS = pathlib.Path(__file__).parent / "functions"
+
+
+def package(source: str = "behave", **settings: Any) -> Package:
+    """A test function, `file` or `file:attribute`; its name is the attribute's unless given."""
+    file, _, attribute = source.partition(":")
+    settings.setdefault("name", attribute or file)
+    return build(FunctionSpec(source=f"{file}.py", handler=attribute, **settings), base=FUNCTIONS)
+
+
+def item(key: str = "a", **metadata: Any) -> Item:
+    messages = ({"role": "user", "content": "in"}, {"role": "assistant", "content": "out"})
+    return Item(key, messages, "out", metadata)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def descendants(pid: int | None = None) -> list[int]:
+    own = children(pid if pid is not None else os.getpid())
+    return own + [d for c in own for d in descendants(c)]
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    """Wait for a fact about real processes, which nothing signals to us."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+class Books(Meter):
+    """A meter that keeps every record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.invocations: list[Invocation] = []
+        self.spans: list[WorkerSpan] = []
+
+    def invocation(self, invocation: Invocation) -> None:
+        super().invocation(invocation)
+        self.invocations.append(invocation)
+
+    def worker(self, span: WorkerSpan) -> None:
+        super().worker(span)
+        self.spans.append(span)
+
+
+class Local:
+    """The local backend on a real loop."""
+
+    name = "local"
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(main)
+
+    @contextlib.asynccontextmanager
+    async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
+        async with LocalBackend(meter=meter) as backend:
+            for one in packages:
+                await backend.deploy(one)
+            yield backend
+
+
+class Simulated:
+    """The simulated backend on virtual time, with the functions' code inline."""
+
+    name = "simulated"
+
+    def __init__(self, seed: int | None = None, **profile: Any) -> None:
+        self.seed = seed
+        self.profile = Profile(**profile)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        return virtual.run(main, seed=self.seed)
+
+    @contextlib.asynccontextmanager
+    async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
+        callables = {p.spec.name: _callable(p) for p in packages}
+        profiles = dict.fromkeys(callables, self.profile)
+        async with SimulatedBackend(callables, meter=meter, profiles=profiles, seed=self.seed or 0) as backend:
+            for one in packages:
+                await backend.deploy(one)
+            yield backend
+
+
+def _callable(one: Package) -> Any:
+    """The user's callable of a package, for a backend that runs it inline."""
+    import json
+
+    manifest = json.loads(one.files["rollart_manifest.json"])
+    scope: dict[str, Any] = {"__name__": "rollart_function"}
+    exec(one.files[f"function/{manifest['file']}"], scope)
+    return scope[manifest["attribute"]]

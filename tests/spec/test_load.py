@@ -1,0 +1,194 @@
+"""A wrong spec says where, what and which rule; a right one is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollart.errors import SpecError
+from rollart.spec.load import load_cluster, load_file, load_prices, load_run
+
+Write = Callable[..., Path]
+RUN = (Path(__file__).parent / "run.yaml").read_text()
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        load_run(path, overrides)
+    assert caught.value.exit_code == 2
+    return caught.value.message.replace(f"{path}", "run.yaml").split("\n")
+
+
+def test_a_run_is_typed_and_has_defaults(write: Write) -> None:
+    run = load_run(write())
+    assert run.domains[0].rewards[0].weight == 2.0
+    assert (run.schedule, run.staleness, run.training.loss.kind) == ("async", 1, "ppo")
+    assert run.domain("lake").group_size == 8
+    assert run.function("exact").handler == "exact"
+    with pytest.raises(KeyError):
+        run.domain("none")
+
+
+def test_an_unknown_key_has_a_place_and_a_suggestion(write: Write) -> None:
+    assert problems(write(RUN + "stalenes: 2\n")) == [
+        "run.yaml:14:1: unknown key 'stalenes' in run "
+        "(rule: only keys of `rollart schema run`; did you mean 'staleness'?)"
+    ]
+
+
+def test_all_problems_come_together_in_file_order(write: Write) -> None:
+    text = RUN.replace("group_size: 8", "group_sise: 8").replace("trajectories: 16", "trajectories: many")
+    found = problems(write(text + "evaluation: {at: [middle]}\nseed: -1\n"))
+    assert [line.split(": ")[0] for line in found] == [
+        "run.yaml:4:17",
+        "run.yaml:8:5",
+        "run.yaml:14:19",
+        "run.yaml:15:7",
+    ]
+    assert "batch.trajectories is 'many'" in found[0]
+    assert "did you mean 'group_size'?" in found[1]
+    assert "rule: 'start' or 'end'" in found[2]
+    assert "seed is -1 (rule: greater than or equal to 0)" in found[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "run.yaml:1:1: the file is empty"),
+        ("# only a comment\n", "run.yaml:1:1: the file is empty"),
+        ("- a\n- b\n", "run.yaml:1:1: the file holds a list"),
+        ("just text", "run.yaml:1:1: the file holds a single value"),
+        ("name: [1, 2", "run.yaml:1:12: not YAML: while parsing a flow sequence"),
+        ("name: a\n\tseed: 1\n", "run.yaml:2:1: not YAML"),
+        ("name: a\nseed: 1\nname: b\n", "run.yaml:3:1: key 'name' is given twice (rule: once; first at line 1)"),
+        ("a: &x [*x]\n", "an alias contains itself"),
+        ("name: !!python/object:os.system x\n", "could not determine a constructor"),
+        ("? [a]\n: 1\n", "a key is a list or a mapping"),
+        ("name: a\x01b\n", "not YAML"),
+        ("a: " + "[" * 200 + "]" * 200, "key 'name' is missing"),
+        pytest.param("a: " + "[" * 1200 + "]" * 1200, "nested too deeply", marks=pytest.mark.slow),
+    ],
+)
+def test_text_that_is_not_a_spec(write: Write, text: str, expected: str) -> None:
+    assert expected in problems(write(text))[0]
+
+
+def test_an_alias_bomb_is_refused(write: Write) -> None:
+    bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
+    )
+    assert "aliases may not blow up" in problems(write(bomb))[0]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "no such file" in problems(tmp_path / "none.yaml")[0]
+    assert "is a directory" in problems(tmp_path)[0]
+    binary = tmp_path / "b.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in problems(binary)[0]
+
+
+def test_missing_keys(write: Write) -> None:
+    found = problems(write("name: x\n"))
+    assert [line.split(" (")[0] for line in found] == [
+        "run.yaml:1:1: key 'model' is missing in run",
+        "run.yaml:1:1: key 'domains' is missing in run",
+    ]
+
+
+def test_numbers_are_yaml_1_2(write: Write) -> None:
+    run = load_run(write(RUN.replace("hidden_size: 64", "a: 1e-3, b: no, c: 2026-01-01, d: true, e: .5")))
+    assert run.model.init == {"a": 1e-3, "b": "no", "c": "2026-01-01", "d": True, "e": 0.5}
+
+
+def test_merge_keys(write: Write) -> None:
+    text = RUN.replace("  - name: lake", "  - &lake\n    name: lake") + "training: {lr: 1e-3}\n"
+    text = text.replace("functions:", "  - {<<: *lake, name: pond}\nfunctions:")
+    run = load_run(write(text))
+    assert [d.name for d in run.domains] == ["lake", "pond"]
+    assert run.domains[1].group_size == 8
+
+
+class TestOverrides:
+    def test_paths_by_index_by_name_and_through_missing_mappings(self, write: Write) -> None:
+        run = load_run(
+            write(),
+            ["batch.trajectories=32", "domains.0.max_turns=5", "domains.lake.temperature=0.5", "training.loss.kind=tis",
+             "training.lr=1e-4", "domains.lake.stop=[a, b]", "batch.trajectories=64", "budget.usd=", "name=n=1"[:6]],
+        )  # fmt: skip
+        assert run.batch.trajectories == 64
+        assert run.domains[0].max_turns == 5
+        assert run.domains[0].temperature == 0.5
+        assert (run.training.loss.kind, run.training.lr) == ("tis", 1e-4)
+        assert run.domains[0].stop == ["a", "b"]
+        assert run.budget.usd is None
+
+    @pytest.mark.parametrize(
+        ("override", "expected"),
+        [
+            ("staleness=9", "override 'staleness=9': staleness is 9 (rule: less than or equal to 8)"),
+            ("batch.tokenz=1", "override 'batch.tokenz=1': unknown key 'tokenz' in batch"),
+            ("nothing", "override 'nothing' is not key=value"),
+            ("=3", "override '=3' is not key=value"),
+            ("a..b=3", "a part of the path is empty"),
+            ("domains.lakes.weight=1", "'domains' has no item 'lakes'"),
+            ("domains.7.weight=1", "an index below 1 or a name; known: lake"),
+            ("name.first=1", "'name' is a single value 'test': it has no 'first'"),
+            ("seed=[1", "override 'seed=[1':1:3: not YAML"),
+            ("batch=3", "override 'batch=3': batch is 3 (rule: a mapping of keys to values)"),
+        ],
+    )
+    def test_wrong_ones_name_themselves(self, write: Write, override: str, expected: str) -> None:
+        assert expected in "\n".join(problems(write(), override))
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("old", "new", "place", "expected"),
+        [
+            ("function: exact,", "function: exakt,", "11:20", "(rule: an entry of `functions`; did you mean 'exact'?)"),
+            ("name: test", "name: test\nschedule: sync\nstaleness: 1", "3:12", "staleness is 1 (rule: 0 under"),
+            ("{init: {hidden_size: 64}, context: 128}", "{path: a, init: {}}", "2:8", "exactly one"),
+            ("group_size: 8", "group_size: 1", "8:17", "at least 2 for `advantage.baseline: group`"),
+            ("group_size: 8", "trajectories: 12\n    group_size: 8", "4:17", "a multiple of its group_size 8"),
+            ("group_size: 8", "trajectories: 8\n    group_size: 8", "4:17", "the sum of the domains' trajectories, 8"),
+            ("trajectories: 16", "trajectories: 13", "4:17", "these shares make 8"),
+            ("max_tokens: 4", "max_tokens: 128", "9:17", "below model.context, 128"),
+            ("functions:", "warm_start: {domains: [lak]}\nfunctions:", "12:24", "did you mean 'lake'?"),
+            ("  - {name: exact,", "  - {name: exact, source: a, handler: b}\n  - {name: exact,", "13:12", "unique"),
+        ],
+    )  # fmt: skip
+    def test_rules_between_fields(self, write: Write, old: str, new: str, place: str, expected: str) -> None:
+        assert old in RUN
+        found = problems(write(RUN.replace(old, new)))
+        assert found[0].startswith(f"run.yaml:{place}: ")
+        assert expected in "\n".join(found)
+
+    def test_a_domain_that_pays_nothing(self, write: Write) -> None:
+        assert "pays nothing" in problems(write(), "domains.0.rewards=[]", "domains.0.env_reward_weight=0")[0]
+
+    def test_sync_without_staleness_is_on_policy(self, write: Write) -> None:
+        assert load_run(write(), ["schedule=sync"]).staleness == 0
+
+
+def test_cluster_and_price_rules(write: Write) -> None:
+    pools = "name: c\npools: [{name: a, device: H800, count: 1}, {name: a, count: 2}]\nengines: {device: H80}\n"
+    with pytest.raises(SpecError, match="names are unique") as caught:
+        load_cluster(write(pools))
+    assert "did you mean 'H800'?" in caught.value.message
+    price = "{name: cpu, usd: 1, source: me, date: 2026-01-01}"
+    with pytest.raises(SpecError, match="given twice"):
+        load_prices(write(f"prices: [{price}, {price}]\n"))
+
+
+def test_a_file_is_known_by_its_keys(write: Write) -> None:
+    assert type(load_file(write())).__name__ == "RunSpec"
+    assert type(load_file("configs/clusters/local.yaml")).__name__ == "ClusterSpec"
+    assert type(load_file("configs/prices.yaml")).__name__ == "PriceList"
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.yaml"), key=str), ids=str)
+def test_every_shipped_spec_is_valid(path: Path) -> None:
+    load_file(path)

@@ -1,0 +1,30 @@
+"""What the models say about themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from rollart.errors import UsageError
+from rollart.spec.reference import _parts, reference
+from rollart.spec.schema import KINDS, json_schema
+
+
+def test_the_page_is_current() -> None:
+    assert Path("docs/spec.md").read_text() == reference(), "python -m rollart.spec.reference > docs/spec.md"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_key_is_described_and_nothing_else_is_allowed(kind: str) -> None:
+    models: list[type[BaseModel]] = [KINDS[kind], *_parts(KINDS[kind], set())]
+    for model in models:
+        assert model.model_config["extra"] == "forbid"
+        assert all(info.description for info in model.model_fields.values()), model
+    assert json_schema(kind)["additionalProperties"] is False
+
+
+def test_no_such_schema() -> None:
+    with pytest.raises(UsageError, match="did you mean 'run'"):
+        json_schema("rum")

@@ -1,0 +1,165 @@
+"""Published versions: whole or not there, and a restored trainer goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollart.adapters.weights import directory
+from rollart.errors import TrainerError, UsageError
+from rollart.train import checkpoint
+from rollart.train.learner import Learner
+from tests.train.trainkit import batch, config, sample
+
+SAMPLES = [sample(str(i), turns=[(2, 2), (3, i % 3)]) for i in range(6)]
+
+
+def step(learner: Learner, version: int) -> None:
+    learner.train(batch(SAMPLES), version)
+
+
+def state(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in learner.policy.model.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    setup = config(tmp_path, epochs=2, minibatches=2, optimizer={"warmup": 20})
+    straight = Learner(setup)
+    straight.imitate(batch(SAMPLES), 2)
+    step(straight, 0)
+    path = checkpoint.publish(straight, tmp_path, 1, ())
+    step(straight, 1)
+    other = Learner(config(tmp_path, epochs=2, minibatches=2, optimizer={"warmup": 20}))
+    step(other, 0)
+    step(other, 1)
+    checkpoint.restore(other, path, 1)
+    step(other, 1)
+    assert same(state(straight), state(other))
+    assert other.counters == straight.counters
+
+
+def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> None:
+    straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
+    path = checkpoint.publish(straight, tmp_path, 0, ())
+    step(other, 0)
+    checkpoint.restore(other, path, 0)
+    step(straight, 0)
+    step(other, 0)
+    assert same(state(straight), state(other))
+
+
+def test_a_restore_in_the_middle_of_imitation_goes_on_too(tmp_path: Path) -> None:
+    straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
+    straight.imitate(batch(SAMPLES), 2)
+    checkpoint.restore(other, checkpoint.publish(straight, tmp_path, 0, ()), 0)
+    for learner in (straight, other):
+        learner.imitate(batch(SAMPLES), 2)
+    assert same(state(straight), state(other))
+
+
+def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = tmp_path / "words.json"
+    tokenizer.write_text("{}")
+    learner = Learner(config(tmp_path, tokenizer=str(tokenizer)))
+    path = checkpoint.publish(learner, tmp_path, 3, checkpoint.tokenizer_files(str(tokenizer)))
+    assert path.name == "v000003"
+    assert {f.name for f in path.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "trainer", "COMPLETE",
+    }  # fmt: skip
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(loaded(input_ids=ids).logits, learner.policy.model(input_ids=ids).logits)
+
+
+def test_the_store_sees_what_the_trainer_publishes(tmp_path: Path) -> None:
+    learner = Learner(config(tmp_path))
+    store = directory.DirectoryWeightStore(tmp_path)
+    assert directory.MARKER == checkpoint.MARKER
+    for version in (0, 1):
+        assert str(checkpoint.publish(learner, tmp_path, version, ())) == store.path(version)
+    assert store.versions() == [0, 1]
+
+
+def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
+    learner = Learner(config(tmp_path))
+    step(learner, 0)
+    checkpoint.publish(learner, tmp_path, 1, ())
+    step(learner, 1)
+    expected = state(learner)
+    path = checkpoint.publish(learner, tmp_path, 1, ())
+    other = Learner(config(tmp_path))
+    checkpoint.restore(other, path, 1)
+    assert same(state(other), expected)
+    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+
+
+@pytest.mark.parametrize("where", ["_write_tensors", "_write_text", "_digest", "_swap"])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    learner = Learner(config(tmp_path))
+    checkpoint.publish(learner, tmp_path, 1, ())
+    monkeypatch.setattr(checkpoint, where, full)
+    with pytest.raises(TrainerError, match=r"cannot publish version 2 under .*: No space left on device"):
+        checkpoint.publish(learner, tmp_path, 2, ())
+    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+
+
+def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    learner = Learner(config(tmp_path))
+    good = checkpoint.publish(learner, tmp_path, 1, ())
+    step(learner, 1)
+    before = state(learner)
+
+    def damaged(name: str) -> Path:
+        return Path(shutil.copytree(good, tmp_path / f"copy-{name}"))
+
+    torn, cut, empty, inference = (damaged(n) for n in ("torn", "cut", "empty", "inference"))
+    (torn / "COMPLETE").unlink()
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\1\2\3\4")
+    (empty / "COMPLETE").write_text("")
+    marker = json.loads((inference / "COMPLETE").read_text())
+    del marker["files"]["trainer/optimizer.safetensors"]
+    (inference / "COMPLETE").write_text(json.dumps(marker))
+    for path, version, message in (
+        (torn, 1, "has no COMPLETE marker"), (cut, 1, "model.safetensors is damaged"),
+        (empty, 1, "COMPLETE is damaged"), (inference, 1, "has no trainer/optimizer.safetensors"),
+        (good, 2, "holds version 1, not 2"),
+        (tmp_path / "v000009", 9, "has no COMPLETE marker"),
+    ):  # fmt: skip
+        with pytest.raises(TrainerError, match=message):
+            checkpoint.restore(learner, path, version)
+    assert same(state(learner), before)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.publish(Learner(config(tmp_path, layers=2)), tmp_path, 1, ())
+    with pytest.raises(TrainerError, match="holds a different model"):
+        checkpoint.restore(Learner(config(tmp_path)), path, 1)
+
+
+def test_leftovers_of_a_killed_trainer_are_removed_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-v000002").mkdir()
+    (tmp_path / "v000001").mkdir()
+    checkpoint.clean(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        checkpoint.clean(tmp_path / "file")
+    with pytest.raises(UsageError, match=r"no tokenizer.json at"):
+        checkpoint.tokenizer_files(str(tmp_path / "v000001"))

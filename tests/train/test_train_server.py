@@ -1,0 +1,202 @@
+"""The trainer over HTTP, through the port: in process on a private port, and as the real program (slow)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.errors import TrainerError
+from rollart.model import WeightsRef
+from rollart.train.config import TrainerConfig
+from rollart.train.server import TrainerService
+from tests.train.trainkit import config, sample
+
+SAMPLES = [sample(str(i), turns=[(2, 2), (1, 1 + i % 2)], restricted=i == 1) for i in range(4)]
+
+
+@contextlib.asynccontextmanager
+async def serving(setup: TrainerConfig) -> AsyncIterator[tuple[HttpTrainer, TrainerService]]:
+    service = TrainerService(setup)
+    server = TestServer(service.app())
+    await server.start_server()
+    trainer = HttpTrainer(str(server.make_url("")))
+    try:
+        yield trainer, service
+    finally:
+        await trainer.aclose()
+        await server.close()
+
+
+@pytest.mark.asyncio
+async def test_the_port_end_to_end(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as (trainer, _):
+        imitated = await trainer.imitate(SAMPLES, 2)
+        assert imitated.metrics["updates"] == 2
+        report = await trainer.train(SAMPLES, 0)
+        assert report.trained_tokens == sum(sum(s.loss_mask) for s in SAMPLES)
+        ref = await trainer.publish(1)
+        assert ref == WeightsRef(1, str(tmp_path / "v000001"))
+        one = await trainer.logprobs(SAMPLES)
+        assert [tuple(v != 0 for v in row) for row in one] == [s.loss_mask for s in SAMPLES]
+        await trainer.train(SAMPLES, 1)
+        assert await trainer.logprobs(SAMPLES) != one
+        await trainer.restore(ref)
+        assert await trainer.logprobs(SAMPLES) == one
+
+
+@pytest.mark.asyncio
+async def test_refusals_reach_the_caller_as_one_line(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as (trainer, service):
+        with pytest.raises(TrainerError, match=r"^train: domain 'z' is not configured, the trainer knows a, b$"):
+            await trainer.train([sample("x", domain="z")], 0)
+        with pytest.raises(TrainerError, match=r"^restore: .* has no COMPLETE marker"):
+            await trainer.restore(WeightsRef(1, str(tmp_path)))
+        with pytest.raises(TrainerError, match="none of the 0 samples"):
+            await trainer.imitate([], 1)
+        assert await trainer.logprobs([]) == []
+        service._learner.train = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+        with pytest.raises(TrainerError, match=r"^train: ZeroDivisionError: division by zero$"):
+            await trainer.train(SAMPLES, 0)
+
+
+@pytest.mark.asyncio
+async def test_what_is_not_a_request_is_a_400(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as (trainer, _), ClientSession() as session:
+        for body in (b"", b"\xc1", b"\x01", b"\x80"):
+            async with session.post(f"{trainer._url}/publish", data=body) as response:
+                assert response.status == 400
+                await response.read()
+
+
+@pytest.mark.asyncio
+async def test_health_and_metrics_answer_while_a_step_runs(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as (trainer, service), ClientSession() as session:
+        await trainer.train(SAMPLES, 0)
+        await trainer.publish(4)
+        running, release = asyncio.Event(), threading.Event()
+        loop, work = asyncio.get_running_loop(), service._learner.train
+
+        def slow(*arguments: Any) -> Any:
+            loop.call_soon_threadsafe(running.set)
+            assert release.wait(10)
+            return work(*arguments)
+
+        service._learner.train = slow  # type: ignore[assignment, method-assign]
+        async with asyncio.TaskGroup() as group:
+            step = group.create_task(trainer.train(SAMPLES, 4))
+            await running.wait()
+            assert await trainer.healthy()
+            async with session.get(f"{trainer._url}/health") as response:
+                assert await response.json() == {"status": "ok", "version": 4, "queued": 1}
+            async with session.get(f"{trainer._url}/metrics") as response:
+                text = await response.text()
+            assert not step.done()
+            release.set()
+        assert "rollart_trainer_steps_total 1.0\n" in text
+        assert 'rollart_trainer_last{metric="loss"}' in text
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_is_gone_is_a_trainer_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        trainer = HttpTrainer(f"http://127.0.0.1:{free.getsockname()[1]}")
+    with pytest.raises(TrainerError, match="train failed: Cannot connect"):
+        await trainer.train(SAMPLES, 0)
+    assert not await trainer.healthy()
+    await trainer.aclose()
+
+
+def write_config(root: Path, **changes: Any) -> Path:
+    init = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    raw = {"model": {"init": init}, "weights_root": str(root / "weights"), "domains": {"a": {}}}
+    path = root / "trainer.json"
+    path.write_text(json.dumps(raw | changes))
+    return path
+
+
+def command(path: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "rollart.train", "--config", str(path), *more]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_the_program_serves_and_stops_on_sigterm(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(*command(write_config(tmp_path)), stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        assert line[0] == "ready"
+        trainer = HttpTrainer(line[1])
+        assert (await trainer.train(SAMPLES, 0)).trained_tokens > 0
+        assert (await trainer.publish(1)).path == str(tmp_path / "weights" / "v000001")
+        await trainer.aclose()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.slow
+def test_the_program_dies_with_its_parent(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, text=True)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+    )
+    parent = subprocess.run(
+        [sys.executable, "-c", script, *command(write_config(tmp_path))], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    pid = int(parent.stdout)
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    gone, _, _ = select.select([handle], [], [], 10)
+    os.close(handle)
+    if not gone:
+        os.kill(pid, signal.SIGKILL)
+    assert gone
+
+
+@pytest.mark.slow
+def test_what_is_wrong_at_the_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        cases = [
+            (command(write_config(tmp_path), "--port", port), "Address already in use"),
+            (command(tmp_path / "nothing.json"), "cannot read"),
+        ]
+        for arguments, message in cases:
+            done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2
+            assert message in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+    done = subprocess.run(
+        command(write_config(tmp_path, model={"path": str(tmp_path)})), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "has no config.json" in done.stderr

@@ -1,0 +1,87 @@
+"""trainer.json: what is understood, and that what is not is an error that names the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.errors import UsageError
+from rollart.train.config import load_config, parse_config
+
+FULL: dict[str, Any] = {
+    "model": {"init": {"vocab_size": 10}, "seed": 3},
+    "weights_root": "/w",
+    "tokenizer": None,
+    "seed": 1,
+    "optimizer": {"lr": 1, "betas": [0.9, 0.95], "weight_decay": 0.1, "grad_clip": 0.5},
+    "loss": {"kind": "decoupled", "clip_low": 0.2, "clip_high": 0.3, "cap": 5, "entropy": 0.02, "domain_balance": True},
+    "epochs": 2,
+    "minibatches": 2,
+    "max_tokens_per_microbatch": 8192,
+    "temperature": 1.0,
+    "domains": {
+        "frozen_lake": {
+            "advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain", "normalize": True}, "weight": 1.0,
+        }
+    },
+    "imitation": {"lr": 1e-3, "batch": 32},
+    "threads": 1,
+    "device": "cpu",
+}  # fmt: skip
+
+
+def test_everything_is_understood() -> None:
+    config = parse_config(FULL)
+    assert config.optimizer.lr == 1.0
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.domains["frozen_lake"].advantage.gamma == 0.8
+    assert config.model.init == {"vocab_size": 10}
+    assert config.tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimiser": {}}, "config: unknown key 'optimiser', the keys are model, "),
+        ({"optimizer": {"lrr": 1}}, "config.optimizer: unknown key 'lrr'"),
+        ({"epochs": 2.5}, "config.epochs: expected int, got 2.5"),
+        ({"epochs": True}, "config.epochs: expected int, got True"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"loss": {"kind": "grpo"}}, "config.loss.kind: 'grpo' is not one of pg, ppo, decoupled, tis"),
+        ({"loss": []}, "config.loss: expected an object"),
+        ({"optimizer": {"betas": [1]}}, "config.optimizer.betas: expected 2 numbers"),
+        ({"domains": {"x": {"advantage": {"gamma": 2}}}}, r"config.domains.x.advantage: gamma must be in \[0, 1\]"),
+        ({"domains": {"x": {"advantage": {"group_std": True}}}}, "group_std needs baseline 'group'"),
+        ({"domains": {"x": {"weight": 0}}}, "weight must be positive"),
+        ({"domains": []}, "config.domains: expected an object"),
+        ({"model": {}}, "give exactly one of 'path'"),
+        ({"model": {"path": "a", "init": {}}}, "give exactly one of 'path'"),
+        ({"temperature": 0}, "temperature must be positive"),
+        ({"loss": {"clip_low": 0}}, "clip_low"),
+        ({"imitation": {"batch": 0}}, "batch must be at least 1"),
+        ({"optimizer": {"lr": -1}}, "must not be negative"),
+    ],
+)
+def test_a_wrong_key_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_config(FULL | change)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ValueError, match="config: 'weights_root' is missing"):
+        parse_config({"model": {"init": {}}})
+
+
+def test_files_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.json"
+    with pytest.raises(UsageError, match="cannot read"):
+        load_config(path)
+    path.write_text('{"model": }')
+    with pytest.raises(UsageError, match=r"trainer.json:1:11: not JSON"):
+        load_config(path)
+    path.write_text(json.dumps(FULL | {"seed": "x"}))
+    with pytest.raises(UsageError, match=r"trainer.json: config.seed: expected int"):
+        load_config(path)
