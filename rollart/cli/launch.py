@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -129,7 +130,7 @@ def _show_reports(directory: Path) -> None:
     from rollart.report.summarize import cost
     from rollart.report.utilization import utilization
 
-    show(directory, [curve, cost, utilization])
+    show(directory, [lambda rows: replace(curve(rows), tables=curve(rows).tables[:1]), cost, utilization])
     click.echo(f"\nrun directory: {directory}")
 
 

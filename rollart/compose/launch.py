@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,6 +67,9 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
 
 async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    if resolved.base not in sys.path:
+        # A spec names the user's environments and functions; they lie beside it.
+        sys.path.insert(0, resolved.base)
     async with wire(resolved, directory, progress) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background:

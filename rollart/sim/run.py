@@ -16,6 +16,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
 from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.training import StepDone
+from rollart.runtime.trajectory import WaitLimits
 from rollart.sim.world import (
     MemoryJournal,
     MemoryWeights,
@@ -63,6 +64,7 @@ class SimulatedRun:
     max_attempts: int = 3
     max_fault_rate: float = 1.0
     token_budget: int | None = None
+    waits: WaitLimits = field(default_factory=WaitLimits)
     on_step: Callable[[StepDone], None] = lambda _: None
     tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     published: list[int] = field(default_factory=list)
@@ -111,7 +113,7 @@ class SimulatedRun:
             max_attempts=self.max_attempts,
             max_fault_rate=self.max_fault_rate,
         )
-        return ControlSettings(schedule, lockstep=self.lockstep, token_budget=self.token_budget)
+        return ControlSettings(schedule, lockstep=self.lockstep, token_budget=self.token_budget, waits=self.waits)
 
     async def _recover(self) -> None:
         await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))

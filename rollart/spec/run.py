@@ -23,7 +23,7 @@ from rollart.spec.run_parts import (
 __all__ = ["MAX_STALENESS", "RunSpec"]
 
 MAX_STALENESS = 8
-"""Largest staleness bound: past 8 versions every loss we measured degrades (facts/training.md, staleness study)."""
+"""Largest staleness bound: at 8 versions every loss has degraded on a small task (docs/training.md)."""
 
 
 class RunSpec(Entry):

@@ -50,7 +50,7 @@ def test_sigterm_ends_it_with_a_request_in_flight(qwen: Path) -> None:
             while (await e.stats()).waiting == 0:
                 await asyncio.sleep(0.01)
             started.send_signal(signal.SIGTERM)
-            with pytest.raises(EngineError, match="shutting down|connection lost") as ended:
+            with pytest.raises(EngineError, match=r"shutting down|connection lost") as ended:
                 await task
             assert ended.value.retryable
             await e.close()

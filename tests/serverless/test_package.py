@@ -141,10 +141,10 @@ def test_a_spec_that_breaks_a_rule_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_a_module_is_packed_by_its_import_path() -> None:
-    packed = build(FunctionSpec(name="f", source="serverless.functions.exact_match:exact_match"))
+    packed = build(FunctionSpec(name="f", source="tests.serverless.functions.rules:exact_match"))
     assert packed.spec.memory_mb == 128
-    assert "function/exact_match.py" in packed.files
-    assert build(FunctionSpec(name="f", source="serverless.functions.exact_match")).version == packed.version
+    assert "function/rules.py" in packed.files
+    assert build(FunctionSpec(name="f", source="tests.serverless.functions.rules")).version == packed.version
 
 
 def test_handlers_are_recognised_by_their_parameters() -> None:

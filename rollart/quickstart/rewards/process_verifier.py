@@ -28,7 +28,7 @@ def _score(item: dict[str, Any]) -> dict[str, Any]:
     value = sum(steps) / len(derivation)
     return {
         "id": item["id"],
-        "aggregate_reward_score": sum(steps),
+        "aggregate_reward_score": float(sum(steps)),
         "metrics_list": [{"name": "steps_right", "value": value, "type": "Metric"}],
         "step_rewards": steps,
     }

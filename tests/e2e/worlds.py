@@ -1,0 +1,67 @@
+"""Environments of the end-to-end tests: two turns, no packages needed, and every way to break that a user's may have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from rollart.model import Observation, Step
+
+WORDS = ("left", "down")
+
+
+class Coin:
+    """Says one word per turn; pays 1 for 'left'. `turn_s` is how long a turn takes."""
+
+    def __init__(self, *, turns: int = 2, turn_s: float = 0.02, text: str = "move?") -> None:
+        self._turns = turns
+        self._turn_s = turn_s
+        self._text = text
+        self._turn = 0
+
+    async def reset(self, seed: int) -> Observation:
+        self._turn = 0
+        return self._observation()
+
+    async def step(self, action: str) -> Step:
+        await asyncio.sleep(self._turn_s)
+        self._turn += 1
+        won = action == WORDS[0]
+        return Step(self._observation(), float(won), self._turn == self._turns, won, {"reference_answer": WORDS[0]})
+
+    async def close(self) -> None:
+        return None
+
+    def _observation(self) -> Observation:
+        return Observation(self._text, WORDS, 1)
+
+
+class BrokenReset(Coin):
+    """Its service is down."""
+
+    async def reset(self, seed: int) -> Observation:
+        raise ConnectionError("the game server is down")
+
+
+class BrokenMaking(Coin):
+    """Can be made once, to be looked at, and never again."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+        if type(self).made > 1:
+            raise RuntimeError("no licence left")
+
+
+class Unmakeable(Coin):
+    def __init__(self) -> None:
+        raise RuntimeError("no display found")
+
+
+class NeverCloses(Coin):
+    """Its `close` hangs, as one that waits for a lost container does."""
+
+    async def close(self) -> None:
+        await asyncio.sleep(3600)

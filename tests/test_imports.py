@@ -1,0 +1,70 @@
+"""What stays light: `import rollart` and `rollart --help` load nothing heavy; modules and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = [
+    "torch",
+    "transformers",
+    "ray",
+    "boto3",
+    "aiobotocore",
+    "modal",
+    "scipy",
+    "aiohttp",
+    "numpy",
+    "vllm",
+    "gymnasium",
+]
+MODULE_LINES = 400
+FUNCTION_LINES = 60
+
+
+def loaded(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running `code`."""
+    listing = f"{code}\nimport sys; print('\\n'.join(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    out = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rollart",
+        "import serverless, placement",
+        "import io, contextlib\nfrom rollart.cli.main import run\n"
+        "with contextlib.redirect_stdout(io.StringIO()): run(['--help'])",
+        "import placement.solve",
+    ],
+    ids=["rollart", "serverless-placement", "help", "placement"],
+)
+def test_light(code: str) -> None:
+    assert not loaded(code) & set(HEAVY)
+
+
+def sources() -> list[Path]:
+    return [p for package in ("rollart", "placement", "serverless") for p in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_modules_and_functions_are_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MODULE_LINES, "split the module"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < FUNCTION_LINES, f"split {node.name} (line {node.lineno})"
+
+
+def test_nothing_of_the_machine_is_in_the_sources() -> None:
+    """No absolute path of somebody's machine, no document that users do not have."""
+    for path in [*sources(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        if path.exists():
+            text = path.read_text()
+            assert "/work/" not in text, path
