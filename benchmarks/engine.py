@@ -62,16 +62,33 @@ def main() -> None:
         verdict = "" if not r.target else "ok" if r.value >= r.target else "BELOW"
         print(f"{r.name:32} {r.value:>10,.0f} {r.unit:5} {r.target or '':>8} {verdict}")
     if args.json:
-        body = {"schema_version": 1, "load_average": load, "torch": torch.__version__, "device": args.device,
-                "results": [{k: getattr(r, k) for k in Result.__slots__} for r in results]}
+        body = {
+            "schema_version": 1,
+            "load_average": load,
+            "torch": torch.__version__,
+            "device": args.device,
+            "results": [{k: getattr(r, k) for k in Result.__slots__} for r in results],
+        }
         args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 def architecture(*, layers: int, hidden: int, heads: int, head_dim: int, intermediate: int, vocab: int) -> Architecture:
     return Architecture(
-        family="Qwen3ForCausalLM", layers=layers, hidden=hidden, heads=heads, kv_heads=2, head_dim=head_dim,
-        intermediate=intermediate, vocab=vocab, norm_eps=1e-6, tied=True, qk_norm=True, attention_bias=False,
-        rope_theta=10_000.0, rope_scaling=None, eos=(),
+        family="Qwen3ForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=2,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        norm_eps=1e-6,
+        tied=True,
+        qk_norm=True,
+        attention_bias=False,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        eos=(),
     )
 
 

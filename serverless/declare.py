@@ -40,10 +40,20 @@ class RewardOptions:
 def reward(function: F, /) -> F: ...
 @overload
 def reward(
-    *, name: str | None = None, takes: str = "auto", memory_mb: int = 512, timeout_s: float = 10.0,
-    timeout_floor: float | None = None, concurrency: int = 4, keep_alive_s: float = 60.0, warm: int = 0,
-    deterministic: bool = True, batch: dict[str, float] | None = None, requirements: tuple[str, ...] = (),
-    artefacts: tuple[str, ...] = (), preload: tuple[str, ...] = (),
+    *,
+    name: str | None = None,
+    takes: str = "auto",
+    memory_mb: int = 512,
+    timeout_s: float = 10.0,
+    timeout_floor: float | None = None,
+    concurrency: int = 4,
+    keep_alive_s: float = 60.0,
+    warm: int = 0,
+    deterministic: bool = True,
+    batch: dict[str, float] | None = None,
+    requirements: tuple[str, ...] = (),
+    artefacts: tuple[str, ...] = (),
+    preload: tuple[str, ...] = (),
 ) -> Callable[[F], F]: ...
 def reward(function: Any = None, /, **settings: Any) -> Any:
     """Mark a function, an async function or a class with `__call__` as a reward. Arguments are `FunctionSpec`'s.
@@ -97,10 +107,25 @@ def _decorated(node: ast.expr, filename: str) -> dict[str, Any] | None:
     return settings
 
 
-_SETTINGS = frozenset({
-    "artefacts", "batch", "concurrency", "deterministic", "init_timeout_s", "keep_alive_s", "memory_mb", "name",
-    "preload", "queue", "requirements", "takes", "timeout_floor", "timeout_s", "warm",
-})
+_SETTINGS = frozenset(
+    {
+        "artefacts",
+        "batch",
+        "concurrency",
+        "deterministic",
+        "init_timeout_s",
+        "keep_alive_s",
+        "memory_mb",
+        "name",
+        "preload",
+        "queue",
+        "requirements",
+        "takes",
+        "timeout_floor",
+        "timeout_s",
+        "warm",
+    }
+)
 
 
 def _known(settings: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "epochs": training.epochs,
         "minibatches": training.minibatches,
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
-        "temperature": run.domains[0].temperature or 1.0,
+        "temperature": run.domains[0].temperature,
         "threads": resolved.cluster.trainer.threads,
         "device": _torch_device(resolved.cluster.trainer.device),
     }

@@ -61,7 +61,10 @@ def load(args: argparse.Namespace) -> Runner:
         network.load(read_tensors(args.model))
         version = published_version(args.model) if args.weight_version is None else args.weight_version
         return Runner(
-            network, slots=args.max_slots, context=args.max_context, version=version,
+            network,
+            slots=args.max_slots,
+            context=args.max_context,
+            version=version,
             step_tokens=args.max_step_tokens,
         )
     except (RuntimeError, AssertionError) as error:  # torch: unknown or absent device, out of memory

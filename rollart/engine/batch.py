@@ -58,8 +58,17 @@ class Batch:
 
 
 def build(
-    table: Ints, slots: Ints, start: Ints, end: Ints, *, context: int, kv_heads: int, per_kv_head: int,
-    device: torch.device, dtype: torch.dtype, layers: int,
+    table: Ints,
+    slots: Ints,
+    start: Ints,
+    end: Ints,
+    *,
+    context: int,
+    kv_heads: int,
+    per_kv_head: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int,
 ) -> Batch:
     """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each).
 
@@ -93,8 +102,17 @@ def build(
 
 
 def _group(
-    a: int, b: int, slots: Ints, start: Ints, lengths: Ints, offsets: Ints, per_kv_head: int,
-    device: torch.device, dtype: torch.dtype, *, tail_only: bool,
+    a: int,
+    b: int,
+    slots: Ints,
+    start: Ints,
+    lengths: Ints,
+    offsets: Ints,
+    per_kv_head: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tail_only: bool,
 ) -> Group:
     slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
     rows, width = b - a, int(lengths.max())

@@ -76,6 +76,7 @@ class KvCache:
         layers, _, kv_heads, _, head_dim = self.keys.shape
         shape = (layers, kv_heads, len(block.token_ids), head_dim)
         return (
-            block.keys.shape == shape and block.values.shape == shape
+            block.keys.shape == shape
+            and block.values.shape == shape
             and block.keys.dtype == block.values.dtype == self.keys.dtype
         )

@@ -42,9 +42,7 @@ class _Layer:
 class Network:
     """Holds the weights on the device. `load` replaces them in place; `forward` reads them. One thread."""
 
-    def __init__(
-        self, architecture: Architecture, *, context: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, architecture: Architecture, *, context: int, device: torch.device, dtype: torch.dtype) -> None:
         self.architecture, self.device, self.dtype = architecture, device, dtype
         a = architecture
 
@@ -201,9 +199,7 @@ class Network:
             yield at + "mlp.down_proj.weight", layer.down.weight
 
 
-def _rope_tables(
-    a: Architecture, context: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _rope_tables(a: Architecture, context: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine `[context, 1, head_dim]`: rotating is x * cos + roll(x, head_dim / 2) * sin."""
     half = a.head_dim // 2
     frequency = 1.0 / a.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / a.head_dim)

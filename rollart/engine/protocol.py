@@ -58,15 +58,17 @@ def completion_body(request_id: str, completion: Completion) -> dict[str, Any]:
     c = completion
     return {
         "request_id": request_id,
-        "choices": [{
-            "index": 0,
-            "token_ids": c.token_ids,
-            "logprobs": {"content": [
-                {"token_id": t, "logprob": p} for t, p in zip(c.token_ids, c.logprobs, strict=True)
-            ]},
-            "finish_reason": c.finish.value,
-            "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in c.spans],
-        }],
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": c.token_ids,
+                "logprobs": {
+                    "content": [{"token_id": t, "logprob": p} for t, p in zip(c.token_ids, c.logprobs, strict=True)]
+                },
+                "finish_reason": c.finish.value,
+                "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in c.spans],
+            }
+        ],
         "usage": {
             "prompt_tokens": c.prompt_tokens,
             "completion_tokens": len(c.token_ids),

@@ -124,8 +124,16 @@ class Runner:
         start = table.kv[slots]
         end = np.minimum(table.known[slots], start + self._step_tokens)
         batch = build(
-            table.tokens, slots, start, end, context=self.context, kv_heads=a.kv_heads, per_kv_head=a.group,
-            device=self.network.device, dtype=self.network.dtype, layers=a.layers,
+            table.tokens,
+            slots,
+            start,
+            end,
+            context=self.context,
+            kv_heads=a.kv_heads,
+            per_kv_head=a.group,
+            device=self.network.device,
+            dtype=self.network.dtype,
+            layers=a.layers,
         )
         logits = self.network.forward(batch, self.cache)
         table.kv[slots] = end
@@ -157,9 +165,13 @@ class Runner:
             s = job.request.sampling
             eos = () if job.ignore_eos else self.network.architecture.eos
             self.table.limits(
-                job.slot, limit=min(len(job.prompt) + s.max_tokens, self.context), temperature=s.temperature,
-                top_p=s.top_p, seed=secrets.randbits(64) if s.seed is None else s.seed,
-                stops=(*s.stop_token_ids, *eos), arrival=self._arrivals,
+                job.slot,
+                limit=min(len(job.prompt) + s.max_tokens, self.context),
+                temperature=s.temperature,
+                top_p=s.top_p,
+                seed=secrets.randbits(64) if s.seed is None else s.seed,
+                stops=(*s.stop_token_ids, *eos),
+                arrival=self._arrivals,
             )
 
     def _fence(self, job: Job, block: KvBlock) -> None:
@@ -167,12 +179,14 @@ class Runner:
         if block.version != self.version:
             raise EngineError(
                 f"KV import refused: it was computed under weights {block.version}, this engine has {self.version}",
-                retryable=True, remedy="prefill again, or decode on an engine of the same version",
+                retryable=True,
+                remedy="prefill again, or decode on an engine of the same version",
             )
         if not self.cache.fits(block):
             raise EngineError(
                 f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
-                retryable=False, remedy="pair engines of one model and one --dtype",
+                retryable=False,
+                remedy="pair engines of one model and one --dtype",
             )
         n = min(len(block.token_ids), len(job.prompt))
         if tuple(block.token_ids[:n]) != tuple(job.prompt[:n].tolist()):
@@ -236,10 +250,14 @@ class Runner:
         table, slot, prompt = self.table, job.slot, len(job.prompt)
         known = int(table.known[slot])
         starts = [start for _, start in job.spans]
-        spans = tuple(
-            VersionSpan(version, start, end)
-            for (version, start), end in zip(job.spans, [*starts[1:], known - prompt], strict=True)
-        ) if job.spans else ()
+        spans = (
+            tuple(
+                VersionSpan(version, start, end)
+                for (version, start), end in zip(job.spans, [*starts[1:], known - prompt], strict=True)
+            )
+            if job.spans
+            else ()
+        )
         completion = Completion(
             token_ids=tuple(table.tokens[slot, prompt:known].tolist()),
             logprobs=tuple(table.logprobs[slot, prompt:known].tolist()),

@@ -44,26 +44,28 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
-        app.add_routes([
-            web.post("/inference/v1/generate", self._generate),
-            web.post("/abort_requests", self._abort),
-            web.post("/inference/v1/abort_requests", self._abort),
-            web.post("/pause", self._pause),
-            web.post("/resume", self._resume),
-            web.get("/is_paused", self._is_paused),
-            web.post("/init_weight_transfer_engine", self._init_transfer),
-            web.post("/start_weight_update", self._start_update),
-            web.post("/update_weights", self._update),
-            web.post("/finish_weight_update", self._finish_update),
-            web.get("/weight_info", self._weight_info),
-            web.post("/reset_prefix_cache", self._reset_prefix_cache),
-            web.get("/health", self._health),
-            web.get("/metrics", self._metrics),
-            web.get("/v1/models", self._models),
-            web.post("/rollart/release_session", self._release),
-            web.get("/rollart/kv", self._kv),
-            web.get("/rollart/stream", self._stream),
-        ])
+        app.add_routes(
+            [
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/abort_requests", self._abort),
+                web.post("/inference/v1/abort_requests", self._abort),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
+                web.post("/init_weight_transfer_engine", self._init_transfer),
+                web.post("/start_weight_update", self._start_update),
+                web.post("/update_weights", self._update),
+                web.post("/finish_weight_update", self._finish_update),
+                web.get("/weight_info", self._weight_info),
+                web.post("/reset_prefix_cache", self._reset_prefix_cache),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/models", self._models),
+                web.post("/rollart/release_session", self._release),
+                web.get("/rollart/kv", self._kv),
+                web.get("/rollart/stream", self._stream),
+            ]
+        )
         app.on_cleanup.append(self._close)
         return app
 
@@ -172,9 +174,9 @@ class Server:
         return web.Response(text=text, content_type="text/plain")
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [
-            {"id": self.model, "object": "model", "max_model_len": self._runner.context}
-        ]})
+        return _json(
+            {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": self._runner.context}]}
+        )
 
     async def _release(self, request: web.Request) -> web.Response:
         session = str((await _body(request)).get("session", ""))

@@ -117,7 +117,14 @@ class SlotTable:
         self._idle.clear()
 
     def limits(
-        self, slot: int, *, limit: int, temperature: float, top_p: float, seed: int, stops: tuple[int, ...],
+        self,
+        slot: int,
+        *,
+        limit: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        stops: tuple[int, ...],
         arrival: int,
     ) -> None:
         """Set how the request in a slot is sampled, when it ends, and its turn in the queue."""

@@ -90,7 +90,9 @@ class Stream(asyncio.Protocol):
     def _generate(self, fields: list[Any]) -> None:
         number, name, session, token_ids, *sampling, salt = fields
         body = {
-            "request_id": name, "token_ids": token_ids, "cache_salt": salt,
+            "request_id": name,
+            "token_ids": token_ids,
+            "cache_salt": salt,
             "sampling_params": dict(zip(GENERATE, sampling, strict=True)),
         }
         try:

@@ -71,7 +71,8 @@ async def pull(http: aiohttp.ClientSession, params: Mapping[str, object]) -> KvB
             body = await answer.read()
             if answer.status != 200:
                 raise EngineError(
-                    f"KV pull refused: {url} answered {answer.status} for {name!r}", retryable=True,
+                    f"KV pull refused: {url} answered {answer.status} for {name!r}",
+                    retryable=True,
                     remedy="prefill again: KV can be pulled once, within its lease",
                 )
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -81,12 +82,14 @@ async def pull(http: aiohttp.ClientSession, params: Mapping[str, object]) -> KvB
 
 def encode_block(block: KvBlock) -> bytes:
     """Length of the header (8 bytes, little endian), JSON header, keys, values."""
-    header = json.dumps({
-        "token_ids": block.token_ids,
-        "version": block.version,
-        "shape": list(block.keys.shape),
-        "dtype": str(block.keys.dtype).removeprefix("torch."),
-    }).encode()
+    header = json.dumps(
+        {
+            "token_ids": block.token_ids,
+            "version": block.version,
+            "shape": list(block.keys.shape),
+            "dtype": str(block.keys.dtype).removeprefix("torch."),
+        }
+    ).encode()
     return b"".join((struct.pack("<Q", len(header)), header, _bytes(block.keys), _bytes(block.values)))
 
 

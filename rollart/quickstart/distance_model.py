@@ -22,7 +22,7 @@ _BATCH = 512
 
 
 def train(out_dir: str, seed: int) -> str:
-    """Write `distance_model.safetensors` for 4x4 lakes and return its path. About 3 CPU seconds, one thread.
+    """Write `distance_model.safetensors` for 4x4 lakes and return its path. About 4 CPU seconds, one thread.
 
     Learns from training lakes only. Meant for a process of its own: it imports torch.
     """

@@ -35,7 +35,7 @@ def run_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of a run spec, in file order."""
     problems = [
         *_model(run), *_schedule(run), *_unique("domains", run.domains), *_unique("functions", run.functions),
-        *_rewards(run), *_turns(run), *_quota_rules(run), *_warm_start(run),
+        *_rewards(run), *_turns(run), *_quota_rules(run), *_warm_start(run), *_temperatures(run),
     ]  # fmt: skip
     if not problems:
         try:
@@ -174,6 +174,18 @@ def _quota_rules(run: RunSpec) -> Iterable[Problem]:
             ("batch", "trajectories"),
             f"batch.trajectories is {run.batch.trajectories} (rule: the sum of the domains' trajectories, {total})",
         )
+
+
+def _temperatures(run: RunSpec) -> Iterable[Problem]:
+    """The trainer recomputes log-probabilities at the temperature that was sampled with, and it knows one."""
+    first = run.domains[0]
+    for i, domain in enumerate(run.domains):
+        if domain.temperature != first.temperature:
+            yield Problem(
+                ("domains", i, "temperature"),
+                f"domain '{domain.name}' has temperature {domain.temperature} "
+                f"(rule: that of every other domain, {first.temperature} in '{first.name}')",
+            )
 
 
 def _warm_start(run: RunSpec) -> Iterable[Problem]:

@@ -89,7 +89,11 @@ class DomainSpec(Entry):
     group_size: int = Field(default=8, ge=1, description="Trajectories of one prompt (GRPO); 1 for single ones.")
     max_turns: int = Field(default=8, ge=1, description="Turns after which an episode ends.")
     max_tokens: int = Field(default=256, ge=1, description="Generated tokens per turn.")
-    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Sampling temperature while training; the same in every domain, since the trainer has one.",
+    )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling bound.")
     stop: list[str] = Field(default_factory=list, description="Texts that end a turn; each must be one token.")
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec, description="How rewards become advantages.")
@@ -165,8 +169,6 @@ class EvaluationSpec(Entry):
     at: tuple[Literal["start", "end"], ...] = Field(
         default=("start", "end"), description="Evaluate before the first and after the last step."
     )
-    every: int | None = Field(default=None, ge=1, description="Also evaluate every so many steps.")
-    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
 
 
 class LeasesSpec(Entry):

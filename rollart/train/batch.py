@@ -140,9 +140,7 @@ def _legal_sets(sets: list[list[int]]) -> LegalSets:
     return LegalSets(ids, valid)
 
 
-def _loss_tokens(
-    mask: BoolArray, offsets: IntArray, tokens: IntArray, legal: IntArray, sets: LegalSets
-) -> LossTokens:
+def _loss_tokens(mask: BoolArray, offsets: IntArray, tokens: IntArray, legal: IntArray, sets: LegalSets) -> LossTokens:
     position = np.flatnonzero(mask)
     first = np.searchsorted(position, offsets)
     sample = np.repeat(np.arange(len(offsets) - 1), np.diff(first))

@@ -82,8 +82,12 @@ def run(channel: socket.socket, order: dict[str, Any]) -> None:
 def _call(handler: Any, order: dict[str, Any], request: str, event: Any, limit_ms: float) -> list[Any]:
     began = time.monotonic()
     context = Context(
-        function_name=order["name"], function_version=order["version"], memory_limit_in_mb=order["memory_mb"],
-        aws_request_id=request, log_group_name=f"/rollart/{order['name']}", log_stream_name=order["log"],
+        function_name=order["name"],
+        function_version=order["version"],
+        memory_limit_in_mb=order["memory_mb"],
+        aws_request_id=request,
+        log_group_name=f"/rollart/{order['name']}",
+        log_stream_name=order["log"],
         deadline=began + limit_ms / 1000.0,
     )
     try:
@@ -112,9 +116,13 @@ def _confine(order: dict[str, Any]) -> None:
     scratch = pathlib.Path(order["scratch"])
     scratch.mkdir(parents=True, exist_ok=True)
     os.environ.update(
-        AWS_LAMBDA_FUNCTION_NAME=order["name"], AWS_LAMBDA_FUNCTION_VERSION=order["version"],
-        AWS_LAMBDA_FUNCTION_MEMORY_SIZE=str(order["memory_mb"]), _HANDLER=order["handler"],
-        LAMBDA_TASK_ROOT=package, TMPDIR=str(scratch), HOME=str(scratch),
+        AWS_LAMBDA_FUNCTION_NAME=order["name"],
+        AWS_LAMBDA_FUNCTION_VERSION=order["version"],
+        AWS_LAMBDA_FUNCTION_MEMORY_SIZE=str(order["memory_mb"]),
+        _HANDLER=order["handler"],
+        LAMBDA_TASK_ROOT=package,
+        TMPDIR=str(scratch),
+        HOME=str(scratch),
     )
     tempfile.tempdir = None
     os.chdir(package)

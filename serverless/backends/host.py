@@ -55,9 +55,7 @@ class PoolHost:
         if current is not None:
             current.close(drain=True)
             self._old.append(current)
-        pool = Pool(
-            package, launcher=self._launcher, meter=self._meter, provider=self._provider, spawn=self._spawn
-        )
+        pool = Pool(package, launcher=self._launcher, meter=self._meter, provider=self._provider, spawn=self._spawn)
         self._pools[package.spec.name] = pool
         pool.warm_up()
         return True

@@ -97,9 +97,13 @@ class LocalBackend:
         logs = root / "logs" / package.spec.name
         logs.mkdir(parents=True, exist_ok=True)
         order = {
-            "name": package.spec.name, "version": package.version, "handler": HANDLER,
-            "memory_mb": package.spec.memory_mb, "package": str(self._directory(package)),
-            "log": str(logs / f"{slot}.log"), "scratch": str(root / "scratch" / package.spec.name / str(slot)),
+            "name": package.spec.name,
+            "version": package.version,
+            "handler": HANDLER,
+            "memory_mb": package.spec.memory_mb,
+            "package": str(self._directory(package)),
+            "log": str(logs / f"{slot}.log"),
+            "scratch": str(root / "scratch" / package.spec.name / str(slot)),
         }
         process = await server.fork(order, gone)
         try:

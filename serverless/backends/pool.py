@@ -100,7 +100,12 @@ class Pool:
     """
 
     def __init__(
-        self, package: Package, *, launcher: Launcher, meter: MeterSink, provider: str,
+        self,
+        package: Package,
+        *,
+        launcher: Launcher,
+        meter: MeterSink,
+        provider: str,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.package = package
@@ -217,9 +222,16 @@ class Pool:
 
     def _bill(self, seat: _Seat, t0: float, t1: float, run_s: float, items: int, status: str) -> Invocation:
         bill = Invocation(
-            function=self._spec.name, provider=self._provider, worker=seat.name, t0=t0, t1=t1,
-            cold_start_s=seat.cold_s, billed_s=billed_seconds(seat.init_s + run_s), memory_mb=self._spec.memory_mb,
-            items=items, status=status,
+            function=self._spec.name,
+            provider=self._provider,
+            worker=seat.name,
+            t0=t0,
+            t1=t1,
+            cold_start_s=seat.cold_s,
+            billed_s=billed_seconds(seat.init_s + run_s),
+            memory_mb=self._spec.memory_mb,
+            items=items,
+            status=status,
         )
         seat.cold_s = seat.init_s = 0.0
         self._meter.invocation(bill)
@@ -246,9 +258,7 @@ class Pool:
         fault: InfraFault | None = None
         try:
             async with asyncio.timeout(self._spec.init_timeout_s):
-                seat.worker = await self._launcher.start(
-                    self.package, seat.name, seat.slot, lambda: self._gone(seat)
-                )
+                seat.worker = await self._launcher.start(self.package, seat.name, seat.slot, lambda: self._gone(seat))
         except TimeoutError:
             limit = self._spec.init_timeout_s
             fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
@@ -324,8 +334,13 @@ class Pool:
         """Change a seat's state and report the span that ends."""
         now = asyncio.get_running_loop().time()
         span = WorkerSpan(
-            function=self._spec.name, provider=self._provider, worker=seat.name, t0=seat.since, t1=now,
-            state=_METERED[seat.state], memory_mb=self._spec.memory_mb,
+            function=self._spec.name,
+            provider=self._provider,
+            worker=seat.name,
+            t0=seat.since,
+            t1=now,
+            state=_METERED[seat.state],
+            memory_mb=self._spec.memory_mb,
         )
         seat.state, seat.since = state, now
         if span.t1 > span.t0:

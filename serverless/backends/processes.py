@@ -120,8 +120,14 @@ class ForkServer:
         arguments = ["-m", "serverless.backends._zygote", str(theirs.fileno()), str(os.getpid()), cleanup]
         with theirs, (self._root / "zygote.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, env=environment, cwd=self._root, start_new_session=True,
+                [sys.executable, *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=self._root,
+                start_new_session=True,
             )
         ours.setblocking(False)
         self._control = ours
@@ -130,7 +136,11 @@ class ForkServer:
             self._send(["preload", self._preload])
 
     def _order(
-        self, message: list[Any], fd: int, key: int, forked: asyncio.Future[tuple[int, int]],
+        self,
+        message: list[Any],
+        fd: int,
+        key: int,
+        forked: asyncio.Future[tuple[int, int]],
         ended: asyncio.Future[int],
     ) -> None:
         """Send to a living zygote: one whose death was not noticed yet is replaced once."""

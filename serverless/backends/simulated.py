@@ -52,8 +52,12 @@ class SimulatedBackend:
     provider = "simulated"
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], *, meter: MeterSink | None = None,
-        profiles: Mapping[str, Profile] | None = None, seed: int = 0,
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        *,
+        meter: MeterSink | None = None,
+        profiles: Mapping[str, Profile] | None = None,
+        seed: int = 0,
     ) -> None:
         self._functions = functions
         self._profiles = profiles or {}

@@ -67,7 +67,8 @@ def _recognise(target: Any) -> str:
         return "item"
     call = functools.partial(target.__call__, None) if inspect.isclass(target) else target
     required = [
-        p for p in inspect.signature(call).parameters.values()
+        p
+        for p in inspect.signature(call).parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if len(required) == 2:

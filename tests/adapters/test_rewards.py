@@ -44,8 +44,17 @@ def trajectory(tokens: tuple[int, ...] = (2, 1), env: tuple[float, ...] = (), **
                 segments.append(Segment(SegmentKind.ACTION, n, (1,) * part, version, (-0.5,) * part))
         turns.append(Turn(n, f"o{n}", f"a{n}", ("t",) * count, env[n]))
     return Trajectory(
-        TrajectoryId("t1"), GroupId("g"), "lake", 0, Purpose.TRAIN, 3, tuple(segments), tuple(turns), True,
-        f"o{len(tokens)}", metadata,
+        TrajectoryId("t1"),
+        GroupId("g"),
+        "lake",
+        0,
+        Purpose.TRAIN,
+        3,
+        tuple(segments),
+        tuple(turns),
+        True,
+        f"o{len(tokens)}",
+        metadata,
     )
 
 
@@ -53,11 +62,21 @@ def test_an_item_is_the_conversation_and_how_it_went() -> None:
     item = item_of(trajectory(env=(0.0, 1.0), reference_answer=42, board="x"))
     assert item == Item(
         "t1",
-        ({"role": "user", "content": "o0"}, {"role": "assistant", "content": "a0"},
-         {"role": "user", "content": "o1"}, {"role": "assistant", "content": "a1"}),
+        (
+            {"role": "user", "content": "o0"},
+            {"role": "assistant", "content": "a0"},
+            {"role": "user", "content": "o1"},
+            {"role": "assistant", "content": "a1"},
+        ),
         "42",
-        {"reference_answer": 42, "board": "x", "observations": ["o0", "o1", "o2"], "env_rewards": [0.0, 1.0],
-         "action_tokens": ["t", "t", "t"], "success": True},
+        {
+            "reference_answer": 42,
+            "board": "x",
+            "observations": ["o0", "o1", "o2"],
+            "env_rewards": [0.0, 1.0],
+            "action_tokens": ["t", "t", "t"],
+            "success": True,
+        },
     )
     assert item.completion == "a1"
 
@@ -66,15 +85,19 @@ def test_scores_are_weighted_and_paid_last_and_environment_rewards_at_their_turn
     rewards = DomainRewards((RewardTerm("a", 2.0), RewardTerm("b", 0.5)), env_weight=10.0)
     outcome = combine(trajectory((2, 3), (0.1, 0.2)), rewards, [Scored(1.0, {"m": 3.0}), Scored(-2.0)])
     assert outcome == Scored(
-        pytest.approx(4.0), {"env_reward": pytest.approx(0.3), "a": 1.0, "a/m": 3.0, "b": -2.0},
+        pytest.approx(4.0),
+        {"env_reward": pytest.approx(0.3), "a": 1.0, "a/m": 3.0, "b": -2.0},
         pytest.approx((0.0, 1.0, 0.0, 0.0, 3.0)),
     )
 
 
-@pytest.mark.parametrize(("steps", "paid"), [
-    ((0.25, 0.5), (0.0, 0.25, 0.5 + 0.25)),
-    ((0.1, 0.2, 0.3), (0.1, 0.2, 0.3 + 0.4)),
-])
+@pytest.mark.parametrize(
+    ("steps", "paid"),
+    [
+        ((0.25, 0.5), (0.0, 0.25, 0.5 + 0.25)),
+        ((0.1, 0.2, 0.3), (0.1, 0.2, 0.3 + 0.4)),
+    ],
+)
 def test_step_rewards_are_paid_by_turn_or_by_token_and_their_rest_at_the_end(
     steps: tuple[float, ...], paid: tuple[float, ...]
 ) -> None:

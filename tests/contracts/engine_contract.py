@@ -38,8 +38,15 @@ Scenario = Callable[[Subject], Awaitable[None]]
 
 
 def request(
-    name: str, prompt: Sequence[int] = (1, 2, 3), *, session: str = "", max_tokens: int = 5, seed: int | None = 0,
-    temperature: float = 1.0, allowed: tuple[int, ...] | None = None, salt: str | None = None,
+    name: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    session: str = "",
+    max_tokens: int = 5,
+    seed: int | None = 0,
+    temperature: float = 1.0,
+    allowed: tuple[int, ...] | None = None,
+    salt: str | None = None,
 ) -> GenerateRequest:
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, allowed_token_ids=allowed)
     return GenerateRequest(name, session or name, tuple(prompt), sampling, cache_salt=salt)
@@ -172,9 +179,7 @@ class EngineContract:
             await s.engine.resume()
             c = await task
             check(c, [0])
-            assert c.finish is (
-                FinishReason.ABORT if mode is PauseMode.ABORT and still < 40 else FinishReason.LENGTH
-            )
+            assert c.finish is (FinishReason.ABORT if mode is PauseMode.ABORT and still < 40 else FinishReason.LENGTH)
             assert mode is not PauseMode.WAIT or still == 40
             check(await late, [0])
 

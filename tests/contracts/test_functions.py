@@ -33,13 +33,19 @@ def outcome_of(provider: Provider, source: str = "behave", **metadata: Any) -> O
 
 def test_what_functions_return_becomes_typed_outcomes(provider: Provider) -> None:
     expected: dict[str, Outcome | FaultKind] = {
-        "score": Scored(1.0), "true": Scored(1.0), "completion": Scored(1.0),
-        "scored": Scored(0.5, {"m": 2.0}, (0.25, 0.25)), "dict": Scored(0.5, {"m": 2.0}, (0.25, 0.25)),
-        "model_fault": ModelFault(0.25, "too long"), "model_fault_dict": ModelFault(0.25, "too long"),
+        "score": Scored(1.0),
+        "true": Scored(1.0),
+        "completion": Scored(1.0),
+        "scored": Scored(0.5, {"m": 2.0}, (0.25, 0.25)),
+        "dict": Scored(0.5, {"m": 2.0}, (0.25, 0.25)),
+        "model_fault": ModelFault(0.25, "too long"),
+        "model_fault_dict": ModelFault(0.25, "too long"),
         "policy": ModelFault(-1.0, "not JSON"),
         "raise": InfraFault(FaultKind.CRASH, retryable=False, detail="ValueError: no such raise"),
         "infra": InfraFault(FaultKind.THROTTLED, retryable=False, detail="InfraFault: judge"),
-        "nan": FaultKind.BAD_ANSWER, "inf": FaultKind.BAD_ANSWER, "none": FaultKind.BAD_ANSWER,
+        "nan": FaultKind.BAD_ANSWER,
+        "inf": FaultKind.BAD_ANSWER,
+        "none": FaultKind.BAD_ANSWER,
         "text": FaultKind.BAD_ANSWER,
     }
 
@@ -58,14 +64,17 @@ def test_what_functions_return_becomes_typed_outcomes(provider: Provider) -> Non
             assert outcome == expected[do], do
 
 
-@pytest.mark.parametrize(("source", "expected"), [
-    ("lambdas:listed", Scored(1.0)),
-    ("lambdas:concurrent", Scored(1.0)),
-    ("lambdas:raising", Scored(1.0)),
-    ("lambdas:short", FaultKind.BAD_ANSWER),
-    ("lambdas:confused", FaultKind.BAD_ANSWER),
-    ("lambdas:unserialisable", FaultKind.BAD_ANSWER),
-])
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("lambdas:listed", Scored(1.0)),
+        ("lambdas:concurrent", Scored(1.0)),
+        ("lambdas:raising", Scored(1.0)),
+        ("lambdas:short", FaultKind.BAD_ANSWER),
+        ("lambdas:confused", FaultKind.BAD_ANSWER),
+        ("lambdas:unserialisable", FaultKind.BAD_ANSWER),
+    ],
+)
 def test_handlers_as_people_have_them(provider: Provider, source: str, expected: Scored | FaultKind) -> None:
     outcome = outcome_of(provider, source)
     assert (outcome.kind if isinstance(outcome, InfraFault) else outcome) == expected
@@ -103,7 +112,9 @@ def test_concurrency_is_a_bound_and_workers_are_reused(provider: Provider) -> No
     async def main() -> None:
         one = package("lambdas:concurrent", name="f", concurrency=2, batch={"max_items": 1})
         async with (
-            provider.open([one], books) as backend, Offload([one], backend) as offload, asyncio.TaskGroup() as group,
+            provider.open([one], books) as backend,
+            Offload([one], backend) as offload,
+            asyncio.TaskGroup() as group,
         ):
             for n in range(8):
                 group.create_task(offload.submit("f", item(str(n)), 10.0))

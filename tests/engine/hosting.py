@@ -47,7 +47,10 @@ def process(directory: Path, *arguments: str) -> Iterator[tuple[str, subprocess.
     """URL and process of `python -m rollart.engine` on a free port."""
     started = subprocess.Popen(
         command("--model", str(directory), "--port", "0", "--max-slots", "8", "--max-context", "64", *arguments),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
         assert started.stdout is not None

@@ -20,15 +20,33 @@ from rollart.model import GenerateRequest, Sampling
 VOCAB = 61
 
 QWEN: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 LLAMA: dict[str, Any] = {
-    **QWEN, "architectures": ["LlamaForCausalLM"], "head_dim": None, "tie_word_embeddings": False,
-    "num_hidden_layers": 1, "rope_parameters": None, "rope_theta": 500.0,
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 16},
+    **QWEN,
+    "architectures": ["LlamaForCausalLM"],
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 1,
+    "rope_parameters": None,
+    "rope_theta": 500.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
 }
 
 
@@ -37,7 +55,8 @@ def random_tensors(architecture: Architecture, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     network = Network(architecture, context=1, device=torch.device("cpu"), dtype=torch.float32)
     return {
-        name: torch.rand(shape, generator=generator) + 0.5 if len(shape) == 1
+        name: torch.rand(shape, generator=generator) + 0.5
+        if len(shape) == 1
         else torch.randn(shape, generator=generator) * 0.4
         for name, shape in network.shapes()
     }
@@ -61,8 +80,14 @@ def runner(directory: Path, *, slots: int = 8, context: int = 64, version: int =
 
 
 def job(
-    name: str, prompt: Sequence[int], *, session: str = "", salt: str | None = None, max_tokens: int = 8,
-    temperature: float = 0.0, **sampling: Any,
+    name: str,
+    prompt: Sequence[int],
+    *,
+    session: str = "",
+    salt: str | None = None,
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    **sampling: Any,
 ) -> Job:
     """A request, greedy unless told otherwise."""
     s = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)
@@ -90,14 +115,19 @@ def reference(directory: Path, token_ids: Sequence[int]) -> Tensor:
     if a.rope_scaling:
         s = a.rope_scaling
         wave = 2 * torch.pi / inv
-        low, high = s["original_max_position_embeddings"] / s["low_freq_factor"], (
-            s["original_max_position_embeddings"] / s["high_freq_factor"])
+        low, high = (
+            s["original_max_position_embeddings"] / s["low_freq_factor"],
+            (s["original_max_position_embeddings"] / s["high_freq_factor"]),
+        )
         t = (s["original_max_position_embeddings"] / wave - s["low_freq_factor"]) / (
-            s["high_freq_factor"] - s["low_freq_factor"])
-        inv = torch.stack([
-            i / s["factor"] if v > low else i if v < high else ((1 - m) / s["factor"] + m) * i
-            for i, v, m in zip(inv, wave, t, strict=True)
-        ])
+            s["high_freq_factor"] - s["low_freq_factor"]
+        )
+        inv = torch.stack(
+            [
+                i / s["factor"] if v > low else i if v < high else ((1 - m) / s["factor"] + m) * i
+                for i, v, m in zip(inv, wave, t, strict=True)
+            ]
+        )
     angle = torch.outer(torch.arange(n).double(), inv)
     turn = torch.polar(torch.ones_like(angle), angle)
 
@@ -112,9 +142,7 @@ def reference(directory: Path, token_ids: Sequence[int]) -> Tensor:
     for i in range(a.layers):
         p = f"model.layers.{i}."
         h = norm(x, p + "input_layernorm.weight")
-        q, k, v = (
-            (h @ w[f"{p}self_attn.{m}_proj.weight"].double().T).view(n, -1, a.head_dim) for m in "qkv"
-        )
+        q, k, v = ((h @ w[f"{p}self_attn.{m}_proj.weight"].double().T).view(n, -1, a.head_dim) for m in "qkv")
         if a.qk_norm:
             q, k = norm(q, p + "self_attn.q_norm.weight"), norm(k, p + "self_attn.k_norm.weight")
         q, k = rotate(q), rotate(k).repeat_interleave(a.group, 1)

@@ -52,8 +52,14 @@ def test_agrees_with_transformers(tmp_path: Path, kind: str, tied: bool) -> None
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     common: dict[str, Any] = {
-        "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied, "eos_token_id": None,
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "eos_token_id": None,
         "bos_token_id": None,
     }
     torch.manual_seed(0)
@@ -62,8 +68,14 @@ def test_agrees_with_transformers(tmp_path: Path, kind: str, tied: bool) -> None
     elif kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**common, attention_bias=True))
     else:
-        scaling = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+        scaling = {
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
         model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=scaling))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.25)

@@ -69,9 +69,7 @@ def test_sigterm_ends_it_with_a_request_in_flight(qwen: Path) -> None:
         (["--model", "QWEN", "--max-slots", "0"], "--max-slots must be at least 1"),
     ],
 )
-def test_a_bad_start_is_one_line_and_code_2(
-    qwen: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
+def test_a_bad_start_is_one_line_and_code_2(qwen: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, "architectures": ["MambaForCausalLM"]}))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {"QWEN": str(qwen), "MAMBA": str(tmp_path), "TAKEN": str(taken.getsockname()[1])}

@@ -14,8 +14,12 @@ from rollart.engine.sampling import Rows, _invert, sample, uniforms
 
 def rows(n: int, **changes: Any) -> Rows:
     values: dict[str, Any] = {
-        "temperature": np.ones(n, np.float32), "top_p": np.ones(n, np.float32),
-        "seed": np.arange(n, dtype=np.uint64), "index": np.zeros(n, np.int64), "allowed": None, **changes,
+        "temperature": np.ones(n, np.float32),
+        "top_p": np.ones(n, np.float32),
+        "seed": np.arange(n, dtype=np.uint64),
+        "index": np.zeros(n, np.int64),
+        "allowed": None,
+        **changes,
     }
     return Rows(**values)
 
@@ -23,10 +27,15 @@ def rows(n: int, **changes: Any) -> Rows:
 def test_logprob_is_after_temperature_and_mask_and_before_top_p() -> None:
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(0))
     legal = np.array([1, 4, 7])
-    ids, logp = sample(logits.clone(), rows(
-        4, temperature=np.full(4, 0.5, np.float32), top_p=np.full(4, 0.6, np.float32),
-        allowed=[legal, None, legal, None],
-    ))
+    ids, logp = sample(
+        logits.clone(),
+        rows(
+            4,
+            temperature=np.full(4, 0.5, np.float32),
+            top_p=np.full(4, 0.6, np.float32),
+            allowed=[legal, None, legal, None],
+        ),
+    )
     for i in range(4):
         scaled = logits[i] / 0.5
         if i % 2 == 0:
@@ -72,7 +81,9 @@ def test_uniforms_are_uniform_and_depend_on_both_counters() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), top_p=st.floats(0.05, 1.0), temperature=st.floats(0.1, 3.0),
+    seed=st.integers(0, 2**32),
+    top_p=st.floats(0.05, 1.0),
+    temperature=st.floats(0.1, 3.0),
     legal=st.one_of(st.none(), st.sets(st.integers(0, 19), min_size=1)),
 )
 def test_a_draw_is_legal_within_the_nucleus_and_blind_to_its_company(
@@ -83,11 +94,18 @@ def test_a_draw_is_legal_within_the_nucleus_and_blind_to_its_company(
     allowed: npt.NDArray[np.int64] | None = None if legal is None else np.array(sorted(legal))
     t, p = np.float32(temperature), np.float32(top_p)
     together = rows(
-        3, seed=np.full(3, seed, np.uint64), temperature=np.array([t, 0.0, 1.0], np.float32),
-        top_p=np.array([p, 1.0, 0.5], np.float32), allowed=[allowed, None, np.array([0, 1])],
+        3,
+        seed=np.full(3, seed, np.uint64),
+        temperature=np.array([t, 0.0, 1.0], np.float32),
+        top_p=np.array([p, 1.0, 0.5], np.float32),
+        allowed=[allowed, None, np.array([0, 1])],
     )
     alone = rows(
-        1, seed=np.full(1, seed, np.uint64), temperature=np.array([t]), top_p=np.array([p]), allowed=[allowed],
+        1,
+        seed=np.full(1, seed, np.uint64),
+        temperature=np.array([t]),
+        top_p=np.array([p]),
+        allowed=[allowed],
     )
     token = int(sample(logits.clone(), together)[0][0])
     assert token == int(sample(logits[:1].clone(), alone)[0][0])

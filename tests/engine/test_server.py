@@ -24,6 +24,7 @@ def with_server(directory: Path, scenario: Callable[[str, Call], Awaitable[None]
 
     async def body() -> None:
         async with served(directory, **options) as url, aiohttp.ClientSession() as http, asyncio.timeout(10):
+
             async def call(path: str, body: object = None, *, method: str = "POST", **headers: str) -> tuple[int, Any]:
                 async with http.request(method, url + path, json=body, headers=headers) as answer:
                     kind = answer.content_type
@@ -40,7 +41,8 @@ GREEDY = {"max_tokens": 4, "temperature": 0}
 def test_a_generate_answer_has_vllms_shape(qwen: Path) -> None:
     async def scenario(url: str, call: Call) -> None:
         status, answer = await call(
-            "/inference/v1/generate", {"request_id": "r", "token_ids": [1, 2, 3], "sampling_params": GREEDY},
+            "/inference/v1/generate",
+            {"request_id": "r", "token_ids": [1, 2, 3], "sampling_params": GREEDY},
             **{"X-Session-ID": "s"},
         )
         assert status == 200
@@ -50,7 +52,9 @@ def test_a_generate_answer_has_vllms_shape(qwen: Path) -> None:
         assert choice["finish_reason"] == "length"
         assert choice["weight_versions"] == [{"version": 5, "start": 0, "end": 4}]
         assert answer["usage"] == {
-            "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7,
+            "prompt_tokens": 3,
+            "completion_tokens": 4,
+            "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 0},
         }
 

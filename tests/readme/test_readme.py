@@ -17,7 +17,7 @@ MOST_LINES = 15
 
 def blocks() -> dict[str, str]:
     """The code blocks that name a file."""
-    return {name: body for name, body in re.findall(r"```\w+ (\S+)\n(.*?)```", README.read_text(), re.DOTALL)}
+    return dict(re.findall(r"```\w+ (\S+)\n(.*?)```", README.read_text(), re.DOTALL))
 
 
 def rollart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -50,11 +50,14 @@ def only_fault(outcomes: list[Outcome], guilty: int) -> InfraFault:
     return fault
 
 
-@pytest.mark.parametrize(("what", "kind", "detail"), [
-    ("exit", FaultKind.CRASH, "the worker exited with code 3"),
-    ("leave", FaultKind.CRASH, "the worker exited with code 4"),
-    ("eat", FaultKind.OUT_OF_MEMORY, "more than 128 MB (memory_mb)"),
-])
+@pytest.mark.parametrize(
+    ("what", "kind", "detail"),
+    [
+        ("exit", FaultKind.CRASH, "the worker exited with code 3"),
+        ("leave", FaultKind.CRASH, "the worker exited with code 4"),
+        ("eat", FaultKind.OUT_OF_MEMORY, "more than 128 MB (memory_mb)"),
+    ],
+)
 def test_of_a_shared_call_that_dies_only_the_guilty_item_faults(what: str, kind: FaultKind, detail: str) -> None:
     items = [item(str(n), do=what if n == 2 else "score") for n in range(6)]
     outcomes = run(submit_all(items, batch={"max_items": 6, "max_wait_ms": 100}, retry=RetryPolicy(max_attempts=1)))
@@ -64,9 +67,9 @@ def test_of_a_shared_call_that_dies_only_the_guilty_item_faults(what: str, kind:
 
 def test_of_a_shared_call_that_is_too_slow_only_the_guilty_item_faults() -> None:
     items = [item(str(n), do="sleep", seconds=9.0 if n == 0 else 0.0) for n in range(4)]
-    outcomes = run(submit_all(
-        items, batch={"max_items": 4, "max_wait_ms": 100}, timeout_s=0.3, retry=RetryPolicy(max_attempts=1)
-    ))
+    outcomes = run(
+        submit_all(items, batch={"max_items": 4, "max_wait_ms": 100}, timeout_s=0.3, retry=RetryPolicy(max_attempts=1))
+    )
     assert only_fault(outcomes, 0) == InfraFault(FaultKind.TIMEOUT, True, "no answer in 0.3 s (timeout_s)")
 
 
@@ -242,7 +245,9 @@ def test_items_of_an_async_function_run_concurrently() -> None:
         books = Books()
         one = package("lambdas:concurrent", concurrency=1, batch={"max_items": 20, "max_wait_ms": 500})
         async with (
-            LocalBackend(meter=books) as backend, Offload([one], backend) as offload, asyncio.TaskGroup() as group,
+            LocalBackend(meter=books) as backend,
+            Offload([one], backend) as offload,
+            asyncio.TaskGroup() as group,
         ):
             for n in range(20):
                 group.create_task(offload.submit("concurrent", item(str(n)), 10.0))

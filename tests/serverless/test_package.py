@@ -58,8 +58,11 @@ def test_a_package_is_the_same_from_any_directory_and_at_any_time(tmp_path: path
 
 def test_what_runs_makes_the_version(tmp_path: pathlib.Path) -> None:
     versions = {
-        pack(tmp_path).version, pack(tmp_path, memory_mb=300).version, pack(tmp_path, handler="two").version,
-        pack(tmp_path, SOURCE + "#").version, pack(tmp_path, name="other", handler="one").version,
+        pack(tmp_path).version,
+        pack(tmp_path, memory_mb=300).version,
+        pack(tmp_path, handler="two").version,
+        pack(tmp_path, SOURCE + "#").version,
+        pack(tmp_path, name="other", handler="one").version,
     }
     assert len(versions) == 5
 
@@ -72,21 +75,27 @@ def test_a_package_holds_the_handler_the_manifest_the_source_and_the_artefacts(t
     packed = pack(tmp_path, artefacts=("models", "data.txt"))
     with zipfile.ZipFile(io.BytesIO(packed.zip())) as archive:
         assert archive.namelist() == [
-            "artefacts/data.txt", "artefacts/models/deep/x.bin", "function/mine.py", "rollart_handler.py",
+            "artefacts/data.txt",
+            "artefacts/models/deep/x.bin",
+            "function/mine.py",
+            "rollart_handler.py",
             "rollart_manifest.json",
         ]
     packed.write(tmp_path / "out")
     assert (tmp_path / "out" / "function" / "mine.py").read_text() == SOURCE
 
 
-@pytest.mark.parametrize(("settings", "text", "error"), [
-    ({"source": "none.py"}, SOURCE, "none.py: No such file"),
-    ({"source": "no_such.module"}, SOURCE, "no module 'no_such.module'"),
-    ({"artefacts": ("none.bin",)}, SOURCE, "none.bin: No such file"),
-    ({"artefacts": ("data.txt", "data.txt")}, SOURCE, "two artefacts are called"),
-    ({"name": "three"}, SOURCE, "several rewards: one, two"),
-    ({}, "from . import x", "mine.py:1: .* cannot import relatively"),
-])
+@pytest.mark.parametrize(
+    ("settings", "text", "error"),
+    [
+        ({"source": "none.py"}, SOURCE, "none.py: No such file"),
+        ({"source": "no_such.module"}, SOURCE, "no module 'no_such.module'"),
+        ({"artefacts": ("none.bin",)}, SOURCE, "none.bin: No such file"),
+        ({"artefacts": ("data.txt", "data.txt")}, SOURCE, "two artefacts are called"),
+        ({"name": "three"}, SOURCE, "several rewards: one, two"),
+        ({}, "from . import x", "mine.py:1: .* cannot import relatively"),
+    ],
+)
 def test_what_cannot_be_packed_says_why(
     tmp_path: pathlib.Path, settings: dict[str, Any], text: str, error: str
 ) -> None:
@@ -94,12 +103,15 @@ def test_what_cannot_be_packed_says_why(
         pack(tmp_path, text, **settings)
 
 
-@pytest.mark.parametrize(("text", "error"), [
-    ("@reward(memory_mb=N)\ndef one(s): ...", r"memory_mb=...\) is not a literal"),
-    ("def (", "mine.py:1: not Python"),
-    ("@reward(memory_mb=3)\ndef one(s): ...", "function one: memory_mb: .*128.*got 3"),
-    ("@reward(memory=3)\ndef one(s): ...", "function one: memory: "),
-])
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("@reward(memory_mb=N)\ndef one(s): ...", r"memory_mb=...\) is not a literal"),
+        ("def (", "mine.py:1: not Python"),
+        ("@reward(memory_mb=3)\ndef one(s): ...", "function one: memory_mb: .*128.*got 3"),
+        ("@reward(memory=3)\ndef one(s): ...", "function one: memory: "),
+    ],
+)
 def test_a_wrong_declaration_is_placed(tmp_path: pathlib.Path, text: str, error: str) -> None:
     with pytest.raises(SpecInvalid, match=error):
         pack(tmp_path, text)
@@ -107,7 +119,8 @@ def test_a_wrong_declaration_is_placed(tmp_path: pathlib.Path, text: str, error:
 
 def test_declarations_are_found_by_attribute() -> None:
     assert declarations(SOURCE) == {
-        "one": {"memory_mb": 256, "artefacts": ("data.txt",), "batch": {"max_items": 7}}, "two": {},
+        "one": {"memory_mb": 256, "artefacts": ("data.txt",), "batch": {"max_items": 7}},
+        "two": {},
     }
 
 
@@ -131,10 +144,17 @@ def test_declaring_imports_next_to_nothing() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("settings", [
-    {"warm": 5, "concurrency": 4}, {"memory_mb": 64}, {"timeout_s": 0}, {"name": "no spaces"}, {"cpu": 1},
-    {"source": "a:b", "handler": "c"},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warm": 5, "concurrency": 4},
+        {"memory_mb": 64},
+        {"timeout_s": 0},
+        {"name": "no spaces"},
+        {"cpu": 1},
+        {"source": "a:b", "handler": "c"},
+    ],
+)
 def test_a_spec_that_breaks_a_rule_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         FunctionSpec.model_validate({"name": "f", "source": "f.py", **settings})
@@ -171,4 +191,3 @@ def test_a_class_is_loaded_once_with_its_artefacts(tmp_path: pathlib.Path) -> No
     event = [{"id": "a", "messages": []}, {"id": "b", "messages": []}]
     assert [a["aggregate_reward_score"] for a in handler(event, None)] == [0.25, 0.25]
     assert Model.loads == 1
-

@@ -27,8 +27,15 @@ def with_spec(**settings: Any) -> Any:
     return type(BEHAVE)(spec, BEHAVE.version, BEHAVE.files)
 
 
-def offload(main: Any, *, books: Books | None = None, retry: RetryPolicy | None = None, seed: int | None = None,
-            profile: dict[str, Any] | None = None, **settings: Any) -> Any:
+def offload(
+    main: Any,
+    *,
+    books: Books | None = None,
+    retry: RetryPolicy | None = None,
+    seed: int | None = None,
+    profile: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
     """Run `main(offload)` on virtual time."""
     one = with_spec(**settings)
     provider = Simulated(seed, **(profile or {}))
@@ -65,8 +72,12 @@ def test_a_lone_item_leaves_after_the_longest_wait() -> None:
 
 def test_while_all_workers_are_busy_items_gather_into_full_calls() -> None:
     books = Books()
-    offload(lambda o: submit_all(o, 17, gap_s=0.01), books=books, concurrency=1,
-            profile={"cold_start_s": 0.0, "call_s": 0.1, "item_s": 0.0})
+    offload(
+        lambda o: submit_all(o, 17, gap_s=0.01),
+        books=books,
+        concurrency=1,
+        profile={"cold_start_s": 0.0, "call_s": 0.1, "item_s": 0.0},
+    )
     assert [i.items for i in books.invocations] == [1, 4, 4, 4, 4]
 
 
@@ -92,7 +103,9 @@ def test_a_crash_is_isolated_then_retried_and_then_typed() -> None:
 def test_a_retry_that_would_pass_the_deadline_is_not_made() -> None:
     books = Books()
     outcome = offload(
-        lambda o: o.submit("behave", item(), 0.13), books=books, retry=RetryPolicy(base_s=1e6, cap_s=1e6),
+        lambda o: o.submit("behave", item(), 0.13),
+        books=books,
+        retry=RetryPolicy(base_s=1e6, cap_s=1e6),
         profile={"faults": {FaultKind.CRASH: 1.0}},
     )
     assert outcome.kind is FaultKind.CRASH
@@ -179,19 +192,33 @@ def test_mistakes_of_the_caller_raise() -> None:
 
 FAULTS = st.dictionaries(
     st.sampled_from([FaultKind.CRASH, FaultKind.TIMEOUT, FaultKind.OUT_OF_MEMORY, FaultKind.THROTTLED]),
-    st.floats(0.0, 0.25), max_size=4,
+    st.floats(0.0, 0.25),
+    max_size=4,
 )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    faults=FAULTS, count=st.integers(1, 60), gap_s=st.sampled_from([0.0, 0.003, 0.05]),
-    deadline_s=st.sampled_from([0.15, 1.0, 1000.0]), concurrency=st.integers(1, 4), max_items=st.integers(1, 8),
-    attempts=st.integers(1, 4), failed_start=st.sampled_from([0.0, 0.3]), seed=st.integers(0, 2**16),
+    faults=FAULTS,
+    count=st.integers(1, 60),
+    gap_s=st.sampled_from([0.0, 0.003, 0.05]),
+    deadline_s=st.sampled_from([0.15, 1.0, 1000.0]),
+    concurrency=st.integers(1, 4),
+    max_items=st.integers(1, 8),
+    attempts=st.integers(1, 4),
+    failed_start=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 2**16),
 )
 def test_under_any_faults_bounds_and_books_hold(
-    faults: dict[FaultKind, float], count: int, gap_s: float, deadline_s: float, concurrency: int, max_items: int,
-    attempts: int, failed_start: float, seed: int,
+    faults: dict[FaultKind, float],
+    count: int,
+    gap_s: float,
+    deadline_s: float,
+    concurrency: int,
+    max_items: int,
+    attempts: int,
+    failed_start: float,
+    seed: int,
 ) -> None:
     books = Books()
     retry = RetryPolicy(max_attempts=attempts)
@@ -205,7 +232,13 @@ def test_under_any_faults_bounds_and_books_hold(
         return outcomes
 
     outcomes = offload(
-        main, books=books, retry=retry, seed=seed, concurrency=concurrency, timeout_s=0.5, keep_alive_s=0.2,
+        main,
+        books=books,
+        retry=retry,
+        seed=seed,
+        concurrency=concurrency,
+        timeout_s=0.5,
+        keep_alive_s=0.2,
         batch={"max_items": max_items, "max_wait_ms": 2.0},
         profile={"faults": faults, "failed_start": failed_start, "sigma": 0.5},
     )
@@ -242,7 +275,9 @@ def test_a_simulated_run_repeats_exactly(seed: int) -> None:
     def once() -> tuple[Any, ...]:
         books = Books()
         outcomes = offload(
-            lambda o: submit_all(o, 30, gap_s=0.001), books=books, seed=seed,
+            lambda o: submit_all(o, 30, gap_s=0.001),
+            books=books,
+            seed=seed,
             profile={"sigma": 1.0, "faults": {FaultKind.CRASH: 0.2}},
         )
         return outcomes, books.invocations, books.spans
@@ -252,7 +287,9 @@ def test_a_simulated_run_repeats_exactly(seed: int) -> None:
 
 def test_a_declared_time_limit_is_the_policys_fault() -> None:
     outcome = offload(
-        lambda o: o.submit("behave", item(), 100.0), timeout_s=0.5, timeout_floor=-1.0,
+        lambda o: o.submit("behave", item(), 100.0),
+        timeout_s=0.5,
+        timeout_floor=-1.0,
         profile={"faults": {FaultKind.TIMEOUT: 1.0}},
     )
     assert outcome == ModelFault(-1.0, "no answer in 0.5 s (timeout_s)")

@@ -15,8 +15,11 @@ FAULT = InfraFault(FaultKind.CRASH, retryable=True)
 
 
 @given(
-    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20), waited=st.floats(0.0, 1.0),
-    max_items=st.integers(1, 20), max_wait_s=st.floats(0.0, 0.5), max_bytes=st.integers(1, 5000),
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    waited=st.floats(0.0, 1.0),
+    max_items=st.integers(1, 20),
+    max_wait_s=st.floats(0.0, 0.5),
+    max_bytes=st.integers(1, 5000),
 )
 def test_a_batch_keeps_its_bounds(
     sizes: list[int], waited: float, max_items: int, max_wait_s: float, max_bytes: int

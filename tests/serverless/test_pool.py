@@ -58,8 +58,12 @@ def test_a_waiter_that_is_cancelled_as_it_gets_a_worker_passes_it_on() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    callers=st.integers(1, 30), concurrency=st.integers(1, 3), queue=st.integers(1, 20), seed=st.integers(0, 2**16),
-    keep_alive_s=st.sampled_from([0.0, 0.05, 10.0]), failed_start=st.sampled_from([0.0, 0.4]),
+    callers=st.integers(1, 30),
+    concurrency=st.integers(1, 3),
+    queue=st.integers(1, 20),
+    seed=st.integers(0, 2**16),
+    keep_alive_s=st.sampled_from([0.0, 0.05, 10.0]),
+    failed_start=st.sampled_from([0.0, 0.4]),
     warm=st.integers(0, 1),
 )
 def test_under_cancellation_no_worker_is_lost(

@@ -48,12 +48,25 @@ def test_a_body_that_is_no_list_is_nobodys_score(body: object) -> None:
     assert kinds(wire.outcomes(body, EVENT, deterministic=True)) == [FaultKind.BAD_ANSWER] * 3
 
 
-@pytest.mark.parametrize("answer", [
-    score("a", math.nan), score("a", math.inf), score("a", True), score("a", "1"), score("a", None), {"id": "a"},
-    score("a", 10**400), score("a", step_rewards=[1.0, math.nan]), score("a", step_rewards=3),
-    score("a", metrics_list=[{"name": "m", "value": math.nan}]), score("a", metrics_list=[{"value": 1}]),
-    score("a", metrics_list={"m": 1}), score("a", metrics_list=["m"]), score("a", math.nan, model_fault="x"),
-])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        score("a", math.nan),
+        score("a", math.inf),
+        score("a", True),
+        score("a", "1"),
+        score("a", None),
+        {"id": "a"},
+        score("a", 10**400),
+        score("a", step_rewards=[1.0, math.nan]),
+        score("a", step_rewards=3),
+        score("a", metrics_list=[{"name": "m", "value": math.nan}]),
+        score("a", metrics_list=[{"value": 1}]),
+        score("a", metrics_list={"m": 1}),
+        score("a", metrics_list=["m"]),
+        score("a", math.nan, model_fault="x"),
+    ],
+)
 def test_what_is_not_a_number_is_not_a_score(answer: dict[str, Any]) -> None:
     assert kinds(wire.outcomes([answer], EVENT[:1], deterministic=True)) == [FaultKind.BAD_ANSWER]
 
@@ -84,9 +97,15 @@ def test_ids_are_made_unique_within_a_call() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=5) | st.sampled_from(["a", "b"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from(["id", "aggregate_reward_score", "metrics_list", "step_rewards", "error", "model_fault", "x"]),
-        inner, max_size=5,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["id", "aggregate_reward_score", "metrics_list", "step_rewards", "error", "model_fault", "x"]
+            ),
+            inner,
+            max_size=5,
+        )
     ),
     max_leaves=12,
 )

@@ -1,0 +1,99 @@
+"""Kill -9 of the controller at any moment: no process outlives it, and a resume loses and repeats nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import STEPS, Home, Launched, ledger, sound, tiny, waiting_samples
+
+pytestmark = pytest.mark.slow  # real processes, started at least twice per test: about 14 s
+
+SLOW = {"turn_s": 0.15}
+FAST = "domains.coin.environment_args.turn_s=0.01"
+
+
+def trainer_starts(run: Launched) -> None:
+    run.part("rollart.train")
+
+
+def engine_starts(run: Launched) -> None:
+    run.part("rollart.engine")
+
+
+def rollout(run: Launched) -> None:
+    """Finished samples wait, and others run."""
+    run.until(lambda: run.step() >= 1 and len(waiting_samples(run.directory)) > 2, "samples wait for step 2")
+
+
+def step_line(run: Launched) -> None:
+    run.until_said("step   2/4")
+
+
+def publish(run: Launched) -> None:
+    """While version 2 is written, or just after: before its commit or behind it, as it comes."""
+    run.until(lambda: any((run.directory / "weights").glob("*v000002")), "version 2 is written")
+
+
+@pytest.mark.parametrize("moment", [trainer_starts, engine_starts, rollout, step_line, publish])
+def test_kill_and_resume(home: Home, moment: Callable[[Launched], None]) -> None:
+    run = home.launch(tiny(domains__0__environment_args=SLOW))
+    moment(run)
+    run.kill()
+    assert run.end() == -9  # and every process it started has ended too
+    reached = run.step()
+    kept = _kept(home) if reached >= 0 else {}
+    resumed = home.resume(FAST)
+    resumed.finished()
+    assert reached < 0 or f"resumed at step {reached}, v{reached}" in resumed.said
+    sound(home.directory)
+    _used(home, kept)
+
+
+def test_kill_twice(home: Home) -> None:
+    """The second life is killed as soon as it has committed something of its own."""
+    run = home.launch(tiny(domains__0__environment_args=SLOW))
+    rollout(run)
+    run.kill()
+    run.end()
+    first = run.step()
+    second = home.resume()
+    second.until(lambda: second.step() > first, "the second life has trained a step")
+    second.kill()
+    second.end()
+    kept = _kept(home)
+    home.resume(FAST).finished()
+    sound(home.directory)
+    _used(home, kept)
+
+
+def test_sync_schedule(home: Home) -> None:
+    run = home.launch(tiny(domains__0__environment_args=SLOW, schedule="sync", staleness=0))
+    run.until(lambda: run.step() >= 1 and bool(waiting_samples(run.directory)), "samples wait for step 2")
+    run.kill()
+    run.end()
+    kept = _kept(home)
+    home.resume(FAST).finished()
+    sound(home.directory)
+    _used(home, kept)
+
+
+def _kept(home: Home) -> dict[str, int]:
+    """Finished samples that the next step may still train on, with the version of their first token."""
+    with ledger(home.directory) as db:
+        (version,) = db.execute("SELECT max(version) FROM versions").fetchone()
+    return {s: v0 for s, v0 in waiting_samples(home.directory).items() if version - v0 <= 1}
+
+
+def _used(home: Home, kept: dict[str, int]) -> None:
+    """Each was trained as it was, or its group went stale later and says so."""
+    with ledger(home.directory) as db:
+        for sample, v0 in kept.items():
+            now, state, reason, last = db.execute(
+                "SELECT s.v0, s.state, g.reason, g.version FROM samples s JOIN groups g ON g.id = s.grp WHERE s.id = ?",
+                (sample,),
+            ).fetchone()
+            assert now == v0, f"{sample} was generated again"
+            assert state == 1 or reason == "stale" or (last or 0) > v0 + 1, f"{sample} was lost"
+    assert STEPS == 4

@@ -1,0 +1,65 @@
+"""Ctrl-C at any moment: exit 130 within seconds, every child gone, and a resume that finishes the run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Home, Launched, processes, sound, tiny
+
+pytestmark = pytest.mark.slow  # real processes, started twice per test: about 12 s
+
+SHUTDOWN_S = 10.0
+
+
+def trainer_starts(run: Launched) -> None:
+    run.part("rollart.train")
+
+
+def engine_starts(run: Launched) -> None:
+    run.part("rollart.engine")
+
+
+def rollout(run: Launched) -> None:
+    run.until_step(1)
+
+
+def publish(run: Launched) -> None:
+    run.until(lambda: any((run.directory / "weights").glob("*v000002")), "version 2 is written")
+
+
+def last_evaluation(run: Launched) -> None:
+    run.until_step(4)
+
+
+@pytest.mark.parametrize("moment", [trainer_starts, engine_starts, rollout, publish, last_evaluation])
+def test_ctrl_c(home: Home, moment: Callable[[Launched], None]) -> None:
+    spec = tiny(domains__0__environment_args={"turn_s": 0.2}, evaluation={"episodes": 64, "at": ["end"]})
+    run = home.launch(spec)
+    moment(run)
+    run.kill(signal.SIGINT)
+    run.failed(130, "interrupted", "rollart launch --resume", limit_s=SHUTDOWN_S)
+    home.resume("domains.coin.environment_args.turn_s=0.01").finished()
+    sound(home.directory)
+
+
+def test_ctrl_c_twice_in_a_row(home: Home) -> None:
+    run = home.launch(tiny(domains__0__environment_args={"turn_s": 0.2}))
+    rollout(run)
+    run.kill(signal.SIGINT)
+    run.kill(signal.SIGINT)
+    run.failed(130, "interrupted", limit_s=SHUTDOWN_S)
+
+
+def test_ctrl_c_does_not_wait_for_what_hangs(home: Home) -> None:
+    """A stopped engine, a stopped trainer, and environments that never close: each is bounded, and all at once."""
+    run = home.launch(tiny(domains__0__environment="tests.e2e.worlds:NeverCloses"))
+    run.until_step(0)
+    engine, trainer = run.part("rollart.engine"), run.part("rollart.train")
+    engine.kill(signal.SIGSTOP)
+    trainer.kill(signal.SIGSTOP)
+    run.kill(signal.SIGINT)
+    run.failed(130, "interrupted", limit_s=SHUTDOWN_S + 3.0)
+    assert not processes(home.path)
