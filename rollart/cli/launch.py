@@ -85,14 +85,19 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
     from rollart.cli.progress import ProgressLines
     from rollart.compose import launch as start
 
-    (directory / RESOLVED).write_text(resolved.to_yaml())
-    click.echo(f"run {directory.name} in {directory}", err=True)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
+        (directory / RESOLVED).write_text(resolved.to_yaml())
+        click.echo(f"run {directory.name} in {directory}", err=True)
         with pidfile.hold(directory):
             start(
                 resolved, run_dir=directory, resume=resume, on_progress=ProgressLines(colour=colour(stream=sys.stderr))
             )
+    except OSError as error:
+        raise StorageFailed(
+            f"{error.filename or directory}: {error.strerror or error}",
+            remedy="mend the disk or the directory's permissions, then continue with --resume",
+        ) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
     _show_reports(directory)

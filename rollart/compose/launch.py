@@ -59,8 +59,8 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
     try:
         with _signals(stop):
             await _run(resolved, directory, resume, progress)
-    except asyncio.CancelledError:
-        if stopped.is_set():
+    except BaseException:
+        if stopped.is_set():  # whatever broke while everything was being stopped
             raise _interrupted(directory) from None
         raise
 

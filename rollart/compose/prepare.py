@@ -38,14 +38,17 @@ def import_attribute(path: str, what: str) -> Any:
     """The object at `package.module:attribute`; `SpecError` names what it was for."""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        holder = importlib.import_module(module)
     except ImportError as error:
         raise SpecError(
             f"{what} '{path}' cannot be imported: {error}",
             remedy="install it, or run from the directory that holds it",
         ) from None
-    except AttributeError:
-        raise SpecError(f"{what} '{path}': module {module} has no '{name}'") from None
+    except Exception as error:  # a user's module may do anything when it is imported
+        raise SpecError(f"{what} '{path}' cannot be imported: {_one_line(error)}", remedy=f"mend {module}") from None
+    if not hasattr(holder, name):
+        raise SpecError(f"{what} '{path}': module {module} has no '{name}'")
+    return getattr(holder, name)
 
 
 def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
@@ -84,10 +87,11 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
             "betas": list(training.betas),
             "weight_decay": training.weight_decay,
             "grad_clip": training.grad_clip,
+            "decay_steps": run.steps if training.lr_schedule == "linear" else 0,
         },
         "loss": {**training.loss.model_dump(), "domain_balance": training.domain_balance == "domains"},
         "domains": {d.name: {"advantage": d.advantage.model_dump(), "weight": d.loss_weight} for d in run.domains},
-        "imitation": {"lr": warm.lr, "batch": warm.batch} if warm else {},
+        "imitation": {"lr": warm.lr, "batch": warm.batch, "stop_loss": warm.stop_loss} if warm else {},
         "epochs": training.epochs,
         "minibatches": training.minibatches,
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
@@ -205,6 +209,10 @@ def _factory(spec: DomainSpec) -> Callable[[], Any]:
         raise SpecError(f"environment of domain '{spec.name}': {error}", remedy="pip install 'rollart[envs]'") from None
     except (TypeError, ValueError) as error:
         raise SpecError(f"environment of domain '{spec.name}' refuses its arguments {arguments}: {error}") from None
+    except Exception as error:
+        raise SpecError(
+            f"environment of domain '{spec.name}' cannot be made: {_one_line(error)}", remedy=f"mend {spec.environment}"
+        ) from None
     return lambda: make(**arguments)
 
 
@@ -230,7 +238,8 @@ def _package(function: FunctionEntry, artefacts: Sequence[str], base: Path) -> P
 
 async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
     module, _, name = str(function.artefact).partition(":")
-    code = f"import sys; from {module} import {name}; {name}(sys.argv[1], int(sys.argv[2]))"
+    guard = f"from rollart.adapters.clusters.pdeathsig import die_with_parent; die_with_parent({os.getpid()})"
+    code = f"{guard}; import sys; from {module} import {name}; {name}(sys.argv[1], int(sys.argv[2]))"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -253,6 +262,10 @@ async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
     if process.returncode != 0:
         lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise PartDied(f"artefact of function '{function.name}'", f"{function.artefact} failed: {lines[-1][:300]}")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _torch_device(device: str | None) -> str:

@@ -16,6 +16,7 @@ from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.compose.parts import EngineProgram, TrainerProgram
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
+from rollart.errors import RunFailed
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
@@ -31,15 +32,17 @@ from rollart.runtime.supervise import EngineSupervisor, Watchdog
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
+from rollart.spec.run_parts import LeasesSpec
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
+from serverless.errors import ServerlessError
 from serverless.pipeline import Offload
 from serverless.types import Invocation
 
 __all__ = ["Parts", "wire"]
 
 STALL_S = 600.0
-"""Seconds without a finished trajectory or step after which a run fails loudly: longer than any single lease."""
+"""Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class Parts:
     clocks: Sequence[ResourceClock]
     weights: DirectoryWeightStore
     opened: float
-    progressed: int = 0
+    spent_before: float
     current: WeightsRef | None = None
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
@@ -109,9 +112,12 @@ class Parts:
     async def open_functions(self, packages: Sequence[Package]) -> AsyncIterator[None]:
         """The reward functions are deployed while the body runs."""
         backend = LocalBackend(meter=_InvocationsToLedger(self.ledger), root=self.directory / "functions")
-        async with backend, Offload(packages, backend, seed=self.resolved.run.seed) as offload:
-            self.rewarder = OffloadRewarder(offload, reward_plan(self.resolved))
-            yield
+        try:
+            async with backend, Offload(packages, backend, seed=self.resolved.run.seed) as offload:
+                self.rewarder = OffloadRewarder(offload, reward_plan(self.resolved))
+                yield
+        except ServerlessError as error:
+            raise RunFailed(f"reward functions: {error.message}", remedy=error.remedy) from None
 
     def session(self) -> Session:
         """The run over the started parts."""
@@ -119,8 +125,9 @@ class Parts:
         watchdog = Watchdog(
             self.leases,
             self,
-            progress=lambda: self.progressed,
-            stall_s=STALL_S,
+            # Every turn, reward, step and publish takes a lease.
+            progress=lambda: self.leases.book.granted,
+            stall_s=stall_seconds(self.resolved.run.leases),
             check=self._look,
             budget_wall_s=budget.wall_s,
             budget_usd=budget.usd,
@@ -130,7 +137,6 @@ class Parts:
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
         """`Rewarder`: the functions are opened after this object is made."""
-        self.progressed += 1
         return await self.rewarder.score(trajectory, deadline_s)
 
     def interval(self, interval: object) -> None:
@@ -151,7 +157,6 @@ class Parts:
 
     def _published(self, version: int) -> None:
         self.current = WeightsRef(version, self.weights.path(version))
-        self.progressed += 1
 
     def _stepped(self, done: StepDone) -> None:
         self.say(
@@ -173,9 +178,10 @@ class Parts:
             clock.flush()
 
     def _spent(self) -> float:
-        """Dollars so far: every device of the plan is paid from the start, whatever it does."""
+        """Dollars so far, over all lives of the run: every device of the plan is paid from the start, whatever it
+        does."""
         hours = (asyncio.get_running_loop().time() - self.opened) / 3600.0
-        return hours * self.resolved.plan.usd_per_hour
+        return self.spent_before + hours * self.resolved.plan.usd_per_hour
 
 
 def control_settings(resolved: Resolved) -> ControlSettings:
@@ -199,14 +205,30 @@ def control_settings(resolved: Resolved) -> ControlSettings:
             reward_s=leases.reward_s,
             context_tokens=run.model.context,
         ),
-        gateway=GatewayLimits(generate_s=leases.generate_s, sync_s=leases.publish_s),
+        gateway=GatewayLimits(
+            generate_s=leases.generate_s,
+            engine_s=leases.engine_start_s + leases.publish_s,
+            sync_s=leases.publish_s,
+        ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,
-        stall_s=STALL_S,
+        stall_s=stall_seconds(leases),
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),
     )
+
+
+def stall_seconds(leases: LeasesSpec) -> float:
+    """Longer than any wait that ends by itself: no lease expires after it."""
+    longest = max(
+        leases.generate_s,
+        leases.engine_start_s + leases.publish_s,
+        leases.env_step_s,
+        1.5 * leases.reward_s,
+        leases.train_s,
+    )
+    return max(STALL_S, 2.0 * longest)
 
 
 SHOWN = frozenset(
@@ -237,6 +259,7 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
     config = trainer_config(resolved, directory, tokenizer_dir)
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger(directory, clock=loop.time, config=resolved.to_dict()))
+        spent_before = ledger.spent_usd
         leases = Leases(ledger)
         runtime = LocalRuntime(_nodes(resolved))
         await runtime.start()
@@ -278,6 +301,7 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
             tuple(clocks.values()),
             DirectoryWeightStore(directory / "weights"),
             loop.time(),
+            spent_before,
         )
         parts_of.append(parts)
         yield parts

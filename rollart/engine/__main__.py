@@ -128,10 +128,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _die_with_parent() -> None:
-    """SIGTERM when the parent ends (Linux), so that a killed controller leaves no engine behind."""
+    """SIGKILL when the parent ends (Linux): a killed controller leaves no engine behind, not even a stopped one."""
     parent = os.getppid()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             raise SystemExit(0)
 

@@ -25,9 +25,11 @@ __all__ = ["Gateway", "GatewayLimits"]
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """Seconds that the gateway waits, and how often a turn is tried on another engine."""
+    """Seconds that the gateway waits, and how often a turn is tried on another engine. `engine_s` is for an engine
+    that may serve: as long as a restart and a weight update may take, however short a generation is."""
 
     generate_s: float = 120.0
+    engine_s: float = 240.0
     sync_s: float = 60.0
     attempts: int = 4
 
@@ -146,6 +148,9 @@ class Gateway:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
             self.version = weights.version
             on_version(weights.version)
+            for member in self._members.values():
+                if member.healthy and member.version != weights.version:  # it joined while the others loaded
+                    self._suspect(member, None)
             async with asyncio.TaskGroup() as group:
                 for member in targets:
                     if member.healthy:
@@ -189,7 +194,7 @@ class Gateway:
                     member.sessions.add(session)
                     return member
             changed = self._changed
-            async with self._leases.hold(session, "an engine", self._limits.generate_s, Expiry.GAP_FILL):
+            async with self._leases.hold(session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
                 await changed.wait()
 
     def _suspect(self, member: _Member, session: str | None) -> None:

@@ -104,6 +104,7 @@ class Scheduler:
                     self._freed.clear()
                     await self._freed.wait()
             self._groups.cancel_all(AbortReason.SHUTDOWN)
+        await self._write_drops()
 
     def close(self) -> None:
         """Training is over: nothing more is admitted."""

@@ -19,6 +19,10 @@ from rollart.runtime.leases import Leases
 __all__ = ["EnginePart", "EngineSupervisor", "Watchdog"]
 
 
+HEALTH_S = 5.0
+"""An engine answers `healthy` from its loop, whatever it computes: seconds of silence mean that it hangs."""
+
+
 class EnginePart(Protocol):
     """An engine's process as supervise sees it."""
 
@@ -121,12 +125,16 @@ class EngineSupervisor:
     async def _rejoin(self, part: EnginePart) -> bool:
         """A single failed connection is no death: an engine that answers for the current version joins again."""
         engine, shares = self._engines[part.id], self._shares[part.id]
-        weights = self._weights()
         try:
-            async with self._leases.hold(part.id, "its health check", 5.0, Expiry.RESTART_PART):
+            async with self._leases.hold(part.id, "its health check", HEALTH_S, Expiry.RESTART_PART):
                 if not await engine.healthy():
                     return False
-                await engine.update_weights(weights)
+            async with self._leases.hold(part.id, "its weights", self._start_s, Expiry.RESTART_PART):
+                while True:
+                    weights = self._weights()
+                    await engine.update_weights(weights)
+                    if weights.version == self._weights().version:
+                        break
                 await engine.resume()
         except (EngineError, LeaseExpired):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -41,10 +42,14 @@ class Aborted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """Seconds that a trajectory waits for its environment and its reward, and its longest context in tokens."""
+    """Seconds that a trajectory waits for its environment and its reward, and its longest context in tokens.
+
+    `env_close_s` bounds a shutdown: every live trajectory closes its environment then.
+    """
 
     env_reset_s: float = 60.0
     env_step_s: float = 30.0
+    env_close_s: float = 5.0
     reward_s: float = 60.0
     context_tokens: int = 4096
 
@@ -100,7 +105,7 @@ class TrajectoryRunner:
 
     async def run(self, live: Live) -> Trajectory:
         """The episode. Raises `Aborted`; an environment that breaks or stalls is an infrastructure fault."""
-        environment = live.domain.environment()
+        environment = _made(live)
         self._barrier.join()
         try:
             observation = await self._reset(live, environment)
@@ -122,14 +127,19 @@ class TrajectoryRunner:
         kind = SegmentKind.PROMPT if turn == 0 else SegmentKind.OBSERVATION
         live.segments.append(Segment(kind, turn, shown))
         live.tokens.extend(shown)
+        room = self._limits.context_tokens - len(live.tokens)
+        if room < 1:
+            raise Aborted(
+                AbortReason.INFRA_FAULT,
+                f"the prompt of {len(live.tokens)} tokens fills the context of {self._limits.context_tokens} "
+                "(model.context)",
+            )
         allowed = None
         if observation.actions is not None:
             allowed = tuple(self._tokenizer.token_id(action) for action in observation.actions)
         sampling = live.domain.sampling(
             seed=derive_seed(live.run_seed, live.id, turn),
-            max_tokens=min(
-                observation.max_tokens or live.domain.max_tokens, self._limits.context_tokens - len(live.tokens)
-            ),
+            max_tokens=min(observation.max_tokens or live.domain.max_tokens, room),
             allowed=allowed,
             greedy=live.purpose is Purpose.EVAL,
         )
@@ -206,12 +216,20 @@ class TrajectoryRunner:
 
     async def _close(self, live: Live, environment: Environment) -> None:
         """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
-        try:
-            async with self._leases.hold(live.id, "close of its environment", self._limits.env_step_s, Expiry.GAP_FILL):
-                await environment.close()
+        limit = self._limits.env_close_s
+        with contextlib.suppress(Exception):
+            async with self._leases.hold(live.id, "release of its prefix KV", limit, Expiry.GAP_FILL):
                 await self._gateway.forget(live.id)
-        except Exception:
-            return
+        with contextlib.suppress(Exception):
+            async with self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL):
+                await environment.close()
+
+
+def _made(live: Live) -> Environment:
+    try:
+        return live.domain.environment()
+    except Exception as error:
+        raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("factory", error)) from None
 
 
 def _environment_fault(what: str, error: Exception) -> str:

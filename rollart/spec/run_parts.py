@@ -139,6 +139,9 @@ class TrainingSpec(Entry):
     """Optimizer, loss and how a batch is cut."""
 
     lr: float = Field(default=1e-5, gt=0, description="Learning rate (AdamW).")
+    lr_schedule: Literal["constant", "linear"] = Field(
+        default="constant", description="linear: falls to a tenth of `lr` by the last step."
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient.")
@@ -160,6 +163,9 @@ class WarmStartSpec(Entry):
     batches: int = Field(default=60, ge=1, description="Mini-batches of imitation.")
     lr: float = Field(default=1e-3, gt=0, description="Learning rate of the imitation.")
     batch: int = Field(default=32, ge=1, description="Examples per mini-batch.")
+    stop_loss: float | None = Field(
+        default=None, gt=0, description="Stop early, once the mean loss of the last 5 mini-batches is below it."
+    )
 
 
 class EvaluationSpec(Entry):

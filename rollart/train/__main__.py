@@ -49,10 +49,10 @@ def main() -> int:
 
 
 def _die_with_parent() -> None:
-    """SIGTERM when the parent dies (Linux; elsewhere the caller's own supervision has to do)."""
+    """SIGKILL when the parent dies (Linux; elsewhere the caller's own supervision has to do)."""
     parent = os.getppid()
     try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
         return
     if os.getppid() != parent:

@@ -44,7 +44,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW. The learning rate rises linearly over the first `warmup` updates; `grad_clip` 0 is off."""
+    """AdamW. The learning rate rises linearly over the first `warmup` updates, and falls linearly to `DECAYED` of `lr`
+    over `decay_steps` versions (0: it stays); `grad_clip` 0 is off."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -52,10 +53,11 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     grad_clip: float = 1.0
     warmup: int = 0
+    decay_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or self.grad_clip < 0 or self.warmup < 0 or self.weight_decay < 0:
-            raise ValueError("lr, grad_clip, warmup and weight_decay must not be negative")
+        if min(self.lr, self.grad_clip, self.warmup, self.decay_steps, self.weight_decay) < 0:
+            raise ValueError("lr, grad_clip, warmup, decay_steps and weight_decay must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,11 @@ class DomainConfig:
 
 @dataclass(frozen=True, slots=True)
 class ImitationConfig:
-    """The warm start: its own learning rate and mini-batch size (samples)."""
+    """The warm start: its own learning rate and mini-batch size (samples), and the loss at which it is enough."""
 
     lr: float = 1e-3
     batch: int = 32
+    stop_loss: float | None = None
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.lr < 0:

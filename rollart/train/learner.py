@@ -8,6 +8,7 @@ time.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -26,6 +27,12 @@ from rollart.train.microbatch import MicroBatch, build, plan
 from rollart.train.policy import ActionTensors, Policy, load_model
 
 __all__ = ["Counters", "Learner"]
+
+DECAYED = 0.1
+"""Share of the learning rate that is left at the end of its decay."""
+
+STOP_WINDOW = 5
+"""Mini-batches whose mean loss decides when imitation is enough: one alone is noise."""
 
 Objective: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(log-probabilities, entropies, which loss tokens), all [M] -> per-token loss [M] and per-token statistics [M]."""
@@ -77,7 +84,7 @@ class Learner:
         self.optimizers.pop("imitation", None)
         optimizer = self._optimizer("policy", self.config.optimizer.lr)
         for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
-            scale = self._warmup()
+            scale = self._warmup() * self._decay(version)
             for group in optimizer.param_groups:
                 group["lr"] = self.config.optimizer.lr * scale
             self._update(optimizer, job, part)
@@ -93,7 +100,10 @@ class Learner:
         return TrainReport(len(batch.loss), time.perf_counter() - started, metrics)
 
     def imitate(self, batch: Batch, batches: int) -> TrainReport:
-        """Cross-entropy on the masked tokens: `batches` mini-batches, the samples reshuffled whenever they run out."""
+        """Cross-entropy on the masked tokens: `batches` mini-batches, the samples reshuffled whenever they run out.
+
+        With `imitation.stop_loss` it ends once the mean loss of the last `STOP_WINDOW` mini-batches is below that.
+        """
         started, cpu = time.perf_counter(), time.thread_time()
         used, alive = _with_loss(batch)
         job = _Job(
@@ -106,8 +116,11 @@ class Learner:
         )
         rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
         optimizer = self._optimizer("imitation", self.config.imitation.lr)
+        stop, recent = self.config.imitation.stop_loss, deque[float](maxlen=STOP_WINDOW)
         for part in _cycle(alive, self.config.imitation.batch, batches, rng):
-            self._update(optimizer, job, part)
+            recent.append(float(self._update(optimizer, job, part)))
+            if stop is not None and len(recent) == STOP_WINDOW and sum(recent) / STOP_WINDOW < stop:
+                break
         self.counters.imitate_calls += 1
         metrics = job.meter.metrics() | {"cpu_seconds": time.thread_time() - cpu}
         return TrainReport(job.meter.tokens, time.perf_counter() - started, metrics)
@@ -148,8 +161,8 @@ class Learner:
 
         return objective
 
-    def _update(self, optimizer: torch.optim.AdamW, job: _Job, part: IntArray) -> None:
-        """One optimizer update on the samples `part`, gradient accumulated over micro-batches."""
+    def _update(self, optimizer: torch.optim.AdamW, job: _Job, part: IntArray) -> Tensor:
+        """One optimizer update on the samples `part`, gradient accumulated over micro-batches; the loss before it."""
         policy, config, loss = self.policy, self.config, job.batch.loss
         tokens = np.concatenate([np.arange(loss.first[s], loss.first[s + 1]) for s in part])
         shares = np.zeros(len(loss))
@@ -157,6 +170,7 @@ class Learner:
         shares[tokens] = token_weights(domain, job.weight, balance=config.loss.domain_balance)
         scale = torch.from_numpy(shares).float().to(policy.device)
         optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=policy.device)
         for samples in plan(job.used[part], config.max_tokens_per_microbatch):
             micro = build(job.batch, part[samples], job.used, policy.device)
             logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
@@ -164,6 +178,7 @@ class Learner:
             weighted = (per_token * scale[micro.pick]).sum()
             weighted.backward()  # type: ignore[no-untyped-call]
             job.meter.add(micro, weighted.detach(), statistics)
+            total = total + weighted.detach()
         limit = config.optimizer.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True)
         if not torch.isfinite(norm):
@@ -173,6 +188,7 @@ class Learner:
             )
         optimizer.step()
         job.meter.update(norm)
+        return total
 
     def _score(self, batch: Batch, used: IntArray) -> Tensor:
         """Log-probabilities of all loss tokens [N], no gradient."""
@@ -198,6 +214,11 @@ class Learner:
     def _warmup(self) -> float:
         length = self.config.optimizer.warmup
         return min(1.0, (self.counters.updates + 1) / length) if length else 1.0
+
+    def _decay(self, version: int) -> float:
+        """By version, not by calls: a step that is trained again after a crash has the same rate."""
+        length = self.config.optimizer.decay_steps
+        return 1.0 - (1.0 - DECAYED) * min(1.0, version / length) if length else 1.0
 
 
 @dataclass(slots=True)

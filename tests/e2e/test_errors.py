@@ -21,7 +21,7 @@ def test_model_that_is_not_there(home: Home) -> None:
 
 def test_directory_that_is_not_a_model(home: Home) -> None:
     (home.path / "model").mkdir()
-    home.launch(tiny(model={"path": "model", "context": 16})).failed(2, "model", "config.json")
+    home.launch(tiny(model={"path": "model", "context": 16})).failed(2, "model", "no tokenizer.json")
 
 
 def test_model_without_a_tokenizer(home: Home) -> None:

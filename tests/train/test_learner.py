@@ -238,3 +238,20 @@ def test_a_model_that_cannot_be_made_is_a_usage_error(tmp_path: Any) -> None:
             Learner(config(model=model))
     with pytest.raises(UsageError, match="not a torch device"):
         Learner(config(device="abacus"))
+
+
+def test_imitation_stops_at_the_wanted_loss() -> None:
+    samples = mixed()
+    full = Learner(config(imitation={"lr": 1e-2, "batch": 3})).imitate(batch(samples), 40)
+    enough = Learner(config(imitation={"lr": 1e-2, "batch": 3, "stop_loss": 2.0})).imitate(batch(samples), 40)
+    assert full.metrics["updates"] == 40
+    assert 5 <= enough.metrics["updates"] < 40
+    never = Learner(config(imitation={"lr": 1e-2, "batch": 3, "stop_loss": 1e-9})).imitate(batch(samples), 40)
+    assert never.metrics["updates"] == 40
+
+
+def test_the_learning_rate_falls_by_version() -> None:
+    learner = Learner(config(optimizer={"lr": 1e-3, "decay_steps": 10}))
+    samples = on_policy(learner, mixed())
+    rates = [learner.train(batch(samples), version).metrics["lr"] for version in (0, 5, 10, 30)]
+    assert rates == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])

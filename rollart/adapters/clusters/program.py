@@ -26,7 +26,8 @@ class Program:
 
     def __init__(self, name: str, module: str, args: list[str], log: str, env: Mapping[str, str] | None = None) -> None:
         self._name = name
-        self._argv = [sys.executable, "-m", module, *args]
+        # Runs here, in the process that starts the program and that it must not outlive.
+        self._argv = [sys.executable, "-m", "rollart.adapters.clusters.pdeathsig", str(os.getpid()), module, *args]
         self._log = Path(log)
         self._env = dict(env or {})
         self._process: asyncio.subprocess.Process | None = None
