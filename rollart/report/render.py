@@ -75,7 +75,12 @@ def _text(report: Report, width: int, colour: bool) -> str:
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for column in table.columns:
             right = column.kind != "text"
-            shown.add_column(Text(column.name.replace("_", " ")), justify="right" if right else "left", overflow="fold")
+            name = column.name.replace("_", " ")
+            # Headings break between words; what is text keeps its line unless the terminal is too narrow for all.
+            widest = max(map(len, name.split()))
+            shown.add_column(
+                Text(name), justify="right" if right else "left", overflow="fold", min_width=widest, no_wrap=not right
+            )
         for row in _rows_for_people(table):
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)

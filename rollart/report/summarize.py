@@ -18,6 +18,9 @@ __all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
 REWARD = "reward"
 """Role of function calls."""
 
+WARM_START = "warm_start"
+"""Busy time with a name of its own, so that imitation and RL are reported apart. It bought something: no waste."""
+
 NOT_WASTE = frozenset({"trained", "evaluated", "waiting", "unattributed"})
 """Fates of trajectories whose engine time bought something, or may still."""
 
@@ -97,7 +100,7 @@ def waste(rows: RunRows, lines: Sequence[CostLine]) -> dict[tuple[str, str], flo
     for line in lines:
         if line.state != State.BUSY:
             found[line.role, f"{line.state}: {line.cause}" if line.cause else line.state] += line.usd
-        elif line.cause:
+        elif line.cause and line.cause != WARM_START:
             found[line.role, line.cause] += line.usd
     for fate in fates(rows):
         if fate.fate not in NOT_WASTE:
@@ -119,6 +122,7 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
         ("per trained trajectory", "USD", _ratio(usd, facts.trained_samples)),
         ("trained tokens", "count", facts.trained_tokens),
         ("per million trained tokens", "USD", _ratio(usd * 1e6, facts.trained_tokens)),
+        ("warm start", "USD", math.fsum(line.usd for line in lines if line.cause == WARM_START)),
         ("idle and waste", "USD", wasted),
         ("idle and waste", "share", _ratio(wasted, usd)),
     ]

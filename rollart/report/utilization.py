@@ -58,9 +58,9 @@ def _domains(rows: RunRows) -> Table:
     for charge in rows.charges:
         groups[charge.domain, charge.purpose].append(charge)
     columns = (
-        Column("domain"), Column("purpose"), Column("trajectories", "count"), Column("used", "count"),
+        Column("domain"), Column("purpose"), Column("episodes", "count"), Column("used", "count"),
         Column("waiting", "count"), Column("lost", "count"), Column("success", "share"), Column("turns", "number"),
-        Column("tokens", "number"), Column("seconds", "seconds"), Column("engine_seconds", "number"),
+        Column("tokens", "number"), Column("wall_s", "seconds"), Column("engine_ms", "number"),
     )  # fmt: skip
     found: list[tuple[Cell, ...]] = []
     for (domain, purpose), own in sorted(groups.items()):
@@ -72,6 +72,6 @@ def _domains(rows: RunRows) -> Table:
             (domain, purpose, n, used, waiting, n - used - waiting,
              sum(c.successes for c in own) / judged if judged else None,
              sum(c.turns for c in own) / n, sum(c.action_tokens for c in own) / n, sum(c.seconds for c in own) / n,
-             math.fsum(c.engine_seconds for c in own) / n)
+             1000 * math.fsum(c.engine_seconds for c in own) / n)
         )  # fmt: skip
     return Table("domains", "Domains (means per trajectory)", columns, tuple(found))

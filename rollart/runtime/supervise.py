@@ -4,6 +4,7 @@ number of times; a run without progress names who holds what and fails loudly.""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
@@ -21,6 +22,10 @@ __all__ = ["EnginePart", "EngineSupervisor", "Watchdog"]
 
 HEALTH_S = 5.0
 """An engine answers `healthy` from its loop, whatever it computes: seconds of silence mean that it hangs."""
+
+
+REAP_S = 0.5
+"""How long the end of a dead process may take to be known, seconds."""
 
 
 class EnginePart(Protocol):
@@ -103,7 +108,10 @@ class EngineSupervisor:
                     await asyncio.sleep(min(0.25 * 2**restarts, 5.0))
 
     async def _trouble(self, part: EnginePart) -> str | None:
-        """The cause once the engine is gone; None when a suspicion turned out wrong and it serves again."""
+        """The cause once the engine is gone; None when a suspicion turned out wrong and it serves again.
+
+        A broken connection may be noticed before the death that broke it: the process's own end says more.
+        """
         suspicion = self._suspicion[part.id]
         died = asyncio.Event()
         cause: list[str] = []
@@ -116,11 +124,16 @@ class EngineSupervisor:
         async with asyncio.TaskGroup() as tasks:
             waiter = tasks.create_task(ended(), name=f"end of {part.id}")
             await suspicion.wait()
+            suspicion.clear()
+            serves = not died.is_set() and await self._rejoin(part)
+            if not serves:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(REAP_S):
+                        await died.wait()
             waiter.cancel()
-        suspicion.clear()
-        if died.is_set():
+        if cause:
             return cause[0]
-        return None if await self._rejoin(part) else "it stopped answering"
+        return None if serves else "it stopped answering"
 
     async def _rejoin(self, part: EnginePart) -> bool:
         """A single failed connection is no death: an engine that answers for the current version joins again."""

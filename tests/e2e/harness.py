@@ -176,7 +176,7 @@ class Launched:
         return code
 
     def failed(self, code: int, *words: str, limit_s: float = LIMIT_S) -> None:
-        """It ends with a code, one line of cause and perhaps one of remedy, which hold these words, and no traceback."""
+        """It ends with a code and one line of cause, perhaps one of remedy, with these words in them; no traceback."""
         assert self.end(limit_s) == code, self.said
         told = self.said[self.said.rindex("rollart: ") :]
         assert "Traceback" not in self.said
@@ -242,7 +242,7 @@ def sound(directory: Path, *, steps: int = STEPS) -> None:
         consumed = db.execute("SELECT id, grp, v0, version FROM samples WHERE state = 1").fetchall()
         groups = dict(db.execute("SELECT id, version FROM groups WHERE state = 1").fetchall())
         live = db.execute("SELECT count(*) FROM groups WHERE state = 0").fetchone()[0]
-        scores = {s for (s,) in db.execute("SELECT score FROM trajectories WHERE outcome = 'finished'")}
+        scores = {s for (s,) in db.execute("SELECT score FROM trajectories WHERE score IS NOT NULL")}
     assert [(v, s) for v, s, _, _ in versions] == [(n, n) for n in range(steps + 1)]
     assert [(g, s) for _, _, g, s in versions] == [(0, 0)] + [(GROUPS, BATCH)] * steps
     assert len(consumed) == len({sample for sample, *_ in consumed}) == steps * BATCH

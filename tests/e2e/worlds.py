@@ -1,4 +1,4 @@
-"""Environments of the end-to-end tests: two turns, no packages needed, and every way to break that a user's may have."""
+"""Environments of the end-to-end tests: two turns, no packages needed, and the ways in which a user's may break."""
 
 from __future__ import annotations
 

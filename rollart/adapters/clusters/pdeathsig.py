@@ -1,7 +1,7 @@
 """A child that never outlives its parent: Linux's parent-death signal.
 
-`python -m rollart.adapters.clusters.pdeathsig PARENT_PID MODULE ARGS...` runs a module under it. The signal is asked for
-before the module is imported: a program that asks for it itself is an orphan for ever if its parent dies in the
+`python -m rollart.adapters.clusters.pdeathsig PARENT_PID MODULE ARGS...` runs a module under it. The signal is asked
+for before the module is imported: a program that asks for it itself is an orphan for ever if its parent dies in the
 seconds that its imports take.
 """
 
