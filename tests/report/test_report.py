@@ -93,7 +93,7 @@ def test_utilization_of_a_small_run() -> None:
     assert (engine["busy"], engine["idle"], engine["sync"], engine["down"]) == (0.6, 0.3, 0.1, 0)
     assert trainer["busy"] == 1
     train = next(row for row in cells(report, "domains") if row["purpose"] == "train")
-    assert (train["trajectories"], train["used"], train["lost"], train["success"]) == (25, 20, 5, 0.5)
+    assert (train["episodes"], train["used"], train["lost"], train["success"]) == (25, 20, 5, 0.5)
     rates = {row["what"]: row["per_second"] for row in cells(report, "rates")}
     assert rates["sampled tokens"] == pytest.approx(2.7)
 
