@@ -26,7 +26,7 @@ WORDS = ["twas", "Kobus", "piny", "ham", "level", "abbey", "zeal", "quip", "onyx
 def now(awaitable: Awaitable[T]) -> T:
     """These environments never wait: run to the end without a loop."""
     try:
-        awaitable.__await__().send(None)  # type: ignore[attr-defined]
+        awaitable.__await__().send(None)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
     raise AssertionError("the environment waited")
