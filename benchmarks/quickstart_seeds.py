@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart_seeds.py [--seeds 0 1 2 3 4] [--json]
 
-The rise from start to end is RL alone: the warm start lies before `start`. Greedy, on the run spec's evaluation episodes.
+The rise from start to end is RL alone: the warm start lies before `start`. Greedy, on the spec's evaluation episodes.
 """
 
 from __future__ import annotations
