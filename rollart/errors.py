@@ -13,6 +13,7 @@ RollartError                      exit code
     ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
     ├── EngineError               1   an engine answered with an error
     └── TrainerError              1
+        └── TrainerRefused        1   it will not train what it was given: a restart would not help
 
 A message states what happened with the value, and `remedy` says what to do. Both are one line.
 """
@@ -32,6 +33,7 @@ __all__ = [
     "SpecError",
     "StorageFailed",
     "TrainerError",
+    "TrainerRefused",
     "UsageError",
 ]
 
@@ -91,10 +93,12 @@ class PartDied(RunFailed):
 
 
 class LeaseExpired(RunFailed):
-    """A wait passed its deadline. `owner` holds it, `waiting_for` says what for."""
+    """A wait passed its deadline. `owner` holds it, `waiting_for` says what for; `cause` is the message without the
+    owner, the same for all who waited for the same."""
 
     def __init__(self, owner: str, waiting_for: str, seconds: float, *, remedy: str = "") -> None:
-        super().__init__(f"{owner} waited {seconds:.1f} s for {waiting_for}", remedy=remedy)
+        self.cause = f"waited {seconds:.1f} s for {waiting_for}"
+        super().__init__(f"{owner} {self.cause}", remedy=remedy)
         self.owner = owner
         self.waiting_for = waiting_for
 
@@ -112,4 +116,8 @@ class EngineError(RunFailed):
 
 
 class TrainerError(RunFailed):
+    pass
+
+
+class TrainerRefused(TrainerError):
     pass

@@ -7,14 +7,13 @@ trainer sees; text exists only for environments, rewards and people (design, "Tr
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
 from serverless.types import InfraFault, Item, ModelFault, Outcome, Scored
 
 __all__ = [
-    "Abort",
     "AbortReason",
     "BatchId",
     "Completion",
@@ -64,7 +63,7 @@ class SegmentKind(enum.StrEnum):
 
 
 class Purpose(enum.StrEnum):
-    """Why a trajectory runs. Evaluation is scored and shown, and never trained on."""
+    """Why a trajectory runs. Evaluation is judged by its environment's success, and never trained on."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -92,9 +91,7 @@ class AbortReason(enum.StrEnum):
     STALE = "stale"
     INFRA_FAULT = "infra_fault"
     GROUP_DROPPED = "group_dropped"
-    LEASE_EXPIRED = "lease_expired"
     SHUTDOWN = "shutdown"
-    NO_SIGNAL = "no_signal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ class Segment:
 
     An action that was sampled across a weight update is several segments, one per version (I1).
     `logprobs` has the length of `token_ids` for actions and is empty otherwise; they are natural logarithms
-    under the distribution that the token was drawn from (after temperature and legal-action mask), fp32.
+    under the distribution after temperature and legal-action mask, before any top-p cut, fp32.
     `allowed` are the legal token ids that an action was restricted to, None where all of the vocabulary was legal.
     """
 
@@ -316,12 +313,3 @@ class TrainReport:
     trained_tokens: int
     seconds: float
     metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Trajectories that ended without a sample: a count and a reason, never a silence."""
-
-    trajectories: Sequence[TrajectoryId]
-    reason: AbortReason
-    detail: str = ""

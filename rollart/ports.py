@@ -199,9 +199,21 @@ class Recorder(Protocol):
     def event(self, event: RunEvent) -> None: ...
 
     def charge(
-        self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
-        turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
-        purpose: str, t0: float, t1: float,
+        self,
+        trajectory: TrajectoryId,
+        *,
+        domain: str,
+        outcome: str,
+        v0: int,
+        engine_seconds: float,
+        turns: int,
+        prompt_tokens: int,
+        action_tokens: int,
+        success: bool | None,
+        score: float | None,
+        purpose: str,
+        t0: float,
+        t1: float,
     ) -> None:
         """One row per trajectory, whatever became of it: what it was charged and how it ended."""
 

@@ -87,7 +87,9 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
 
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        (directory / RESOLVED).write_text(resolved.to_yaml())
+        fresh = directory / f"{RESOLVED}.new"
+        fresh.write_text(resolved.to_yaml())
+        fresh.replace(directory / RESOLVED)
         click.echo(f"run {directory.name} in {directory}", err=True)
         with pidfile.hold(directory):
             start(

@@ -33,8 +33,10 @@ class ProgressLines:
             case "step":
                 return self._step(event)
             case "evaluated":
-                shown = "   ".join(f"{d} {rate:.2f}" for d, rate in _successes(event))
-                return self._bold(f"held-out success at v{fields['version']} (greedy):   {shown}")
+                shown = "   ".join(f"{d} {rate:.2f}" for d, rate in _successes(event)) or "unknown"
+                faults = sum(int(v or 0) for k, v in fields.items() if k.startswith("faults."))
+                told = f"   ({faults} episodes lost to faults)" if faults else ""
+                return self._bold(f"held-out success at v{fields['version']} (greedy):   {shown}{told}")
             case "warm_start":
                 return f"warm start by imitation: {fields['seconds']:.1f} s, {fields['tokens']} tokens"
             case "starting":

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollart.compose.parts import EngineProgram
 from rollart.compose.prepare import packages, produce_artefacts, warm_start_samples
 from rollart.compose.wiring import Parts, wire
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
 from rollart.ledger.intervals import State
 from rollart.model import WeightsRef
+from rollart.policy.lease import Expiry
 from rollart.ports import RunEvent
 from rollart.spec.resolve import Resolved
 
@@ -73,9 +73,12 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     async with wire(resolved, directory, progress) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background:
-            watcher = background.create_task(parts.ledger.watch(), name="ledger")
+            watchers = [
+                background.create_task(parts.ledger.watch(), name="ledger"),
+                background.create_task(parts.watchdog().run(), name="watchdog"),
+            ]
             parts.say("starting", "run", directory=str(directory), resume=resume)
-            artefacts = background.create_task(produce_artefacts(resolved, directory), name="artefacts")
+            artefacts = background.create_task(_artefacts(resolved, directory, parts), name="artefacts")
             await parts.trainer.start()
             parts.trainer_clock.enter(State.IDLE)
             if recovered is None:
@@ -95,32 +98,37 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             await _engines(parts)
             async with parts.open_functions(packages(resolved, await artefacts)):
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
         parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)
 
 
 async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
     """Version 0: the initial weights, after the warm start if there is one."""
+    limits = resolved.run.leases
     samples = warm_start_samples(resolved, parts.tokenizer)
     if samples and resolved.run.warm_start is not None:
         parts.trainer_clock.enter(State.BUSY, "warm_start")
-        report = await parts.trainer.imitate(samples, resolved.run.warm_start.batches)
+        async with parts.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):
+            report = await parts.trainer.imitate(samples, resolved.run.warm_start.batches)
         parts.say("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
     parts.trainer_clock.enter(State.SYNC)
-    weights = await parts.trainer.publish(0)
-    await parts.ledger.commit(version=0, step=0, consumed=[], metrics={})
+    async with parts.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
+        weights = await parts.trainer.publish(0)
+        await parts.ledger.commit(version=0, step=0, consumed=[], metrics={})
     parts.trainer_clock.enter(State.IDLE)
     return weights
+
+
+async def _artefacts(resolved: Resolved, directory: Path, parts: Parts) -> dict[str, list[str]]:
+    async with parts.leases.hold("launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN):
+        return await produce_artefacts(resolved, directory)
 
 
 async def _engines(parts: Parts) -> None:
     async with asyncio.TaskGroup() as tasks:
         for part in parts.engines:
-            tasks.create_task(_start(parts, part), name=f"start {part.id}")
-
-
-async def _start(parts: Parts, part: EngineProgram) -> None:
-    await parts.supervisor.start(part)
+            tasks.create_task(parts.supervisor.start(part), name=f"start {part.id}")
 
 
 @contextlib.contextmanager

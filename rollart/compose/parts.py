@@ -89,10 +89,12 @@ class TrainerProgram:
         await self.start()
         current = self._current()
         if current is not None:
-            await self._live().restore(current)
+            await self.restore(current)
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
-        return await self._live().train(samples, version)
+        report = await self._live().train(samples, version)
+        self._restarts = 0  # the bound is against crash loops, not against a long life
+        return report
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         return await self._live().imitate(samples, batches)
@@ -104,7 +106,8 @@ class TrainerProgram:
         return await self._live().publish(version)
 
     async def restore(self, weights: WeightsRef) -> None:
-        await self._live().restore(weights)
+        async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
+            await self._live().restore(weights)
 
     async def close(self) -> None:
         client, self._client = self._client, None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from placement.types import Role
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.errors import PartDied, SpecError
@@ -97,7 +98,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
         "temperature": run.domains[0].temperature,
         "threads": resolved.cluster.trainer.threads,
-        "device": _torch_device(resolved.cluster.trainer.device),
+        "device": _torch_device(resolved),
     }
     path = run_dir / "trainer.json"
     path.write_text(json.dumps(config, indent=2) + "\n")
@@ -268,5 +269,7 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _torch_device(device: str | None) -> str:
-    return "cpu" if device in (None, "cpu") else "cuda"
+def _torch_device(resolved: Resolved) -> str:
+    """What the trainer computes on: the device of the pool that the plan put it in."""
+    pool = resolved.plan.of(Role.TRAINER)[0].pool
+    return "cpu" if next(p for p in resolved.cluster.pools if p.name == pool).device == "cpu" else "cuda"

@@ -25,12 +25,13 @@ def step_fields(done: StepDone, *, steps: int, live: int) -> Fields:
         "trained_tokens": done.report.trained_tokens,
         "live": live,
     }
-    by_domain: dict[str, list[tuple[float, bool]]] = {}
+    by_domain: dict[str, list[tuple[float, bool | None]]] = {}
     for group in done.groups:
         for sample in group.samples:
-            by_domain.setdefault(sample.domain, []).append((sample.score, bool(sample.success)))
+            by_domain.setdefault(sample.domain, []).append((sample.score, sample.success))
     for domain, results in sorted(by_domain.items()):
-        fields[f"success.{domain}"] = sum(s for _, s in results) / len(results)
+        judged = [s for _, s in results if s is not None]
+        fields[f"success.{domain}"] = sum(judged) / len(judged) if judged else None
         fields[f"score.{domain}"] = sum(v for v, _ in results) / len(results)
     for name in SHOWN_METRICS:
         if name in done.report.metrics:
@@ -44,4 +45,5 @@ def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> 
     for domain, result in sorted(results.items()):
         fields[f"success.{domain}"] = result.rate
         fields[f"episodes.{domain}"] = result.episodes
+        fields[f"faults.{domain}"] = result.faults
     return fields

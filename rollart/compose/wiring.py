@@ -13,6 +13,7 @@ from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
+from rollart.compose.actors import clocks, engine_actor, nodes, trainer_actor
 from rollart.compose.parts import EngineProgram, TrainerProgram
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
@@ -20,7 +21,7 @@ from rollart.errors import RunFailed
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
-from rollart.ports import ActorSpec, Node, RunEvent
+from rollart.ports import RunEvent
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
@@ -66,12 +67,15 @@ class Parts:
     opened: float
     spent_before: float
     current: WeightsRef | None = None
+    said: int = 0
+    started: bool = False
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     rewarder: OffloadRewarder = field(init=False)
 
     def say(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
         """An event for the ledger and for whoever watches."""
+        self.said += 1
         event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
         self.ledger.event(event)
         self.progress(event)
@@ -79,6 +83,7 @@ class Parts:
     def begin(self, weights: WeightsRef) -> None:
         """The version that engines start with is known: the control plane can be made."""
         self.current = weights
+        self.started = True
         self.control = ControlPlane(
             self.domains,
             tokenizer=self.tokenizer,
@@ -94,6 +99,7 @@ class Parts:
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
                 suspect=lambda engine: self.supervisor.suspect(engine),
+                versions_in_use=lambda: self.supervisor.versions_in_use(),
                 version=self._published,
                 step=self._stepped,
                 evaluation=self._evaluated,
@@ -121,19 +127,21 @@ class Parts:
 
     def session(self) -> Session:
         """The run over the started parts."""
+        return self.control.session(supervisor=self.supervisor, parts=self.engines)
+
+    def watchdog(self) -> Watchdog:
+        """Looks after everything from the first part's start on."""
         budget = self.resolved.run.budget
-        watchdog = Watchdog(
+        return Watchdog(
             self.leases,
             self,
-            # Every turn, reward, step and publish takes a lease.
-            progress=lambda: self.leases.book.granted,
+            progress=self._progress,
             stall_s=stall_seconds(self.resolved.run.leases),
             check=self._look,
             budget_wall_s=budget.wall_s,
             budget_usd=budget.usd,
             spent_usd=self._spent,
         )
-        return self.control.session(supervisor=self.supervisor, parts=self.engines, watchdog=watchdog)
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
         """`Rewarder`: the functions are opened after this object is made."""
@@ -150,6 +158,10 @@ class Parts:
 
     def charge(self, trajectory: object, **row: object) -> None:
         self.ledger.charge(trajectory, **row)  # type: ignore[arg-type]
+
+    def _progress(self) -> int:
+        """What only grows while something gets done: parts started, turns generated, versions published."""
+        return self.said + (self.control.gateway.served + self.control.gateway.version if self.started else 0)
 
     def _current(self) -> WeightsRef:
         assert self.current is not None, "engines start after the first version is published"
@@ -212,7 +224,6 @@ def control_settings(resolved: Resolved) -> ControlSettings:
         ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,
-        stall_s=stall_seconds(leases),
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),
@@ -261,18 +272,18 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
         ledger = stack.enter_context(Ledger(directory, clock=loop.time, config=resolved.to_dict()))
         spent_before = ledger.spent_usd
         leases = Leases(ledger)
-        runtime = LocalRuntime(_nodes(resolved))
+        runtime = LocalRuntime(nodes(resolved))
         await runtime.start()
         stack.push_async_callback(runtime.close)
-        clocks = _clocks(resolved, ledger)
-        for clock in clocks.values():
+        by_part = clocks(resolved, ledger)
+        for clock in by_part.values():
             stack.callback(clock.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
-            await runtime.spawn(_trainer_actor(resolved, directory, config)),
+            await runtime.spawn(trainer_actor(resolved, directory, config)),
             leases,
             ledger,
-            clocks["trainer-0"],
+            by_part["trainer-0"],
             current=lambda: parts_of[0].current,
             start_s=resolved.run.leases.engine_start_s,
         )
@@ -280,11 +291,11 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
         engines = []
         for assignment in resolved.plan.of(Role.ENGINE):
             part = EngineProgram(
-                EngineId(assignment.name), await runtime.spawn(_engine_actor(resolved, directory, assignment.name))
+                EngineId(assignment.name), await runtime.spawn(engine_actor(resolved, directory, assignment.name))
             )
             stack.push_async_callback(part.close)
             engines.append(part)
-        shares = {e.id: EngineShares(clocks[e.id], clock=loop.time) for e in engines}
+        shares = {e.id: EngineShares(by_part[e.id], clock=loop.time) for e in engines}
         parts = Parts(
             resolved,
             directory,
@@ -295,90 +306,13 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
             tokenizer,
             domains(resolved, tokenizer),
             trainer,
-            clocks["trainer-0"],
+            by_part["trainer-0"],
             engines,
             shares,
-            tuple(clocks.values()),
+            tuple(by_part.values()),
             DirectoryWeightStore(directory / "weights"),
             loop.time(),
             spent_before,
         )
         parts_of.append(parts)
         yield parts
-
-
-def _nodes(resolved: Resolved) -> list[Node]:
-    """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
-    nodes = []
-    for pool in resolved.cluster.pools:
-        resource = "CPU" if pool.device == "cpu" else "GPU"
-        labels = {"pool": pool.name, "device": pool.device, **pool.labels}
-        nodes.append(Node(pool.name, labels, {resource: float(pool.count)}, {}))
-    return nodes
-
-
-def _clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
-    """One clock per part of the plan, and one per pool for the devices that nothing runs on."""
-    clock = asyncio.get_running_loop().time
-    made = {}
-    for assignment in resolved.plan.assignments:
-        made[assignment.name] = ResourceClock(
-            role=str(assignment.role),
-            resource=assignment.name,
-            recorder=ledger,
-            clock=clock,
-            units=float(len(assignment.devices)),
-            usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
-        )
-    for pool, devices in resolved.plan.idle.items():
-        if devices:
-            made[f"unused-{pool}"] = ResourceClock(
-                role="unused",
-                resource=f"unused-{pool}",
-                recorder=ledger,
-                clock=clock,
-                units=float(devices),
-                usd_per_unit_hour=resolved.usd_per_device_hour[pool],
-                state="idle",
-                cause="not_in_plan",
-            )
-    return made
-
-
-def _trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
-    assignment = resolved.plan.of(Role.TRAINER)[0]
-    return _program(
-        resolved, directory, assignment.name, "rollart.train", ["--config", str(config)], len(assignment.devices)
-    )
-
-
-def _engine_actor(resolved: Resolved, directory: Path, name: str) -> ActorSpec:
-    assignment = next(a for a in resolved.plan.of(Role.ENGINE) if a.name == name)
-    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
-    arguments = [
-        "--max-slots",
-        str(resolved.cluster.engines.max_slots),
-        "--max-context",
-        str(resolved.run.model.context),
-        "--threads",
-        str(resolved.cluster.engines.threads),
-        "--device",
-        "cpu" if pool.device == "cpu" else "cuda",
-    ]
-    return _program(resolved, directory, name, "rollart.engine", arguments, len(assignment.devices))
-
-
-def _program(
-    resolved: Resolved, directory: Path, name: str, module: str, arguments: list[str], devices: int
-) -> ActorSpec:
-    assignment = next(a for a in resolved.plan.assignments if a.name == name)
-    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
-    resource = "CPU" if pool.device == "cpu" else "GPU"
-    return ActorSpec(
-        name=name,
-        factory="rollart.adapters.clusters.program:Program",
-        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
-        kwargs={"env": {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices)}},
-        resources={resource: float(devices)},
-        labels={"pool": pool.name},
-    )

@@ -33,14 +33,14 @@ class DomainQuota:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionWindow:
-    """Decides from counts alone. `limit` caps the groups ever admitted per domain (None = no cap)."""
+    """Decides from counts alone: `next_domain` has all that it looks at as arguments."""
 
     quotas: tuple[DomainQuota, ...]
     alpha: int
 
     def capacity(self, domain: str) -> int:
         """Slots of the domain, in samples."""
-        return (self.alpha + 1) * self._quota(domain).quota
+        return self._capacity(next(q for q in self.quotas if q.domain == domain))
 
     def next_domain(self, outstanding: Mapping[str, int], remaining: Mapping[str, int] | None = None) -> str | None:
         """The domain that should start a group now, or None.
@@ -51,7 +51,7 @@ class AdmissionWindow:
         best: tuple[float, int, str] | None = None
         for order, quota in enumerate(self.quotas):
             used = outstanding.get(quota.domain, 0)
-            capacity = (self.alpha + 1) * quota.quota
+            capacity = self._capacity(quota)
             left = quota.group_size if remaining is None else remaining.get(quota.domain, 0)
             if used + quota.group_size > capacity or left < quota.group_size:
                 continue
@@ -59,5 +59,5 @@ class AdmissionWindow:
             best = candidate if best is None or candidate < best else best
         return best[2] if best else None
 
-    def _quota(self, domain: str) -> DomainQuota:
-        return next(q for q in self.quotas if q.domain == domain)
+    def _capacity(self, quota: DomainQuota) -> int:
+        return (self.alpha + 1) * quota.quota

@@ -10,6 +10,9 @@ from rollart.policy.staleness import StalenessBound
 
 __all__ = ["GroupDecision", "GroupState"]
 
+STALE_RESTARTS = 4
+"""Restarts for staleness, per member, before a group is given up."""
+
 
 class GroupDecision(enum.Enum):
     """What to do with a group after an event."""
@@ -29,6 +32,7 @@ class GroupState:
     max_attempts: int
     finished: dict[str, int] = field(default_factory=dict)
     attempts: int = 0
+    stale: int = 0
 
     def finish(self, member: str, v0: int) -> GroupDecision:
         """A member is scored. Finishing one member twice is our own bug."""
@@ -39,10 +43,13 @@ class GroupState:
     def fail(self, reason: AbortReason) -> GroupDecision:
         """A member's attempt failed: try it again in a fresh environment, or give the group up.
 
-        Staleness is not a failure of the prompt, so it does not count as an attempt.
+        Staleness is not a failure of the prompt, so it has a bound of its own: a prompt whose trajectories outlive
+        `STALE_RESTARTS` versions' worth of trying is slower than the run can wait for.
         """
-        if reason is not AbortReason.STALE:
-            self.attempts += 1
+        if reason is AbortReason.STALE:
+            self.stale += 1
+            return GroupDecision.DROP if self.stale > STALE_RESTARTS * self.size else GroupDecision.RETRY
+        self.attempts += 1
         return GroupDecision.DROP if self.attempts >= self.max_attempts else GroupDecision.RETRY
 
     def published(self, version: int, bound: StalenessBound) -> GroupDecision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 __all__ = ["Expiry", "Lease", "LeaseBook"]
@@ -29,10 +30,8 @@ class Lease:
     action: Expiry
 
     def describe(self, now: float) -> str:
-        return (
-            f"{self.owner} waits {now - self.granted:.1f} s for {self.waiting_for} "
-            f"(deadline in {self.deadline - now:.1f} s)"
-        )
+        limit = "no deadline" if math.isinf(self.deadline) else f"deadline in {self.deadline - now:.1f} s"
+        return f"{self.owner} waits {now - self.granted:.1f} s for {self.waiting_for} ({limit})"
 
 
 @dataclass(slots=True)

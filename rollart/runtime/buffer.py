@@ -82,7 +82,3 @@ class SampleBuffer:
         if self._token_budget is not None:
             return True
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
-
-    def waiting(self) -> dict[str, int]:
-        """Samples per domain that no batch has taken."""
-        return dict(self._held)

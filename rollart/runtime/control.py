@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.ledger.clock import ResourceClock
@@ -19,7 +19,7 @@ from rollart.runtime.publish import Publisher
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.scheduler import Scheduler, SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
-from rollart.runtime.supervise import EnginePart, EngineSupervisor, Watchdog
+from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone, Training
 from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
 
@@ -38,7 +38,6 @@ class ControlSettings:
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
     publish_s: float = 120.0
-    stall_s: float = 600.0
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
 
 
@@ -48,6 +47,7 @@ class Hooks:
 
     recover_trainer: Callable[[], Awaitable[None]]
     suspect: Callable[[EngineId], None]
+    versions_in_use: Callable[[], Iterable[int]] = tuple
     version: Callable[[int], None] = lambda _: None
     step: Callable[[StepDone], None] = lambda _: None
     evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
@@ -99,6 +99,7 @@ class ControlPlane:
             leases,
             publish_s=settings.publish_s,
             on_version=self._published,
+            in_use=hooks.versions_in_use,
         )
         self._training = Training(
             trainer,
@@ -107,18 +108,16 @@ class ControlPlane:
             leases,
             clock=trainer_clock,
             train_s=settings.train_s,
-            stall_s=settings.stall_s,
             recover=hooks.recover_trainer,
             on_step=hooks.step,
         )
-        self._evaluation = Evaluation(domains, runner, recorder, seed=settings.schedule.seed)
+        self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 
     def session(
         self,
         *,
         supervisor: EngineSupervisor | None = None,
         parts: Sequence[EnginePart] = (),
-        watchdog: Watchdog | None = None,
     ) -> Session:
         """The run over this control plane; its engines have joined the gateway."""
         return Session(
@@ -128,7 +127,6 @@ class ControlPlane:
             self._evaluation,
             supervisor=supervisor,
             parts=parts,
-            watchdog=watchdog,
             plan=self._settings.evaluation,
             on_evaluation=self._hooks.evaluation,
         )

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollart.model import GroupId, Purpose, TrajectoryId
+from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
 from rollart.ports import EVAL_SEEDS_FROM, Recorder, RunEvent
 from rollart.runtime.domain import Domain
+from rollart.runtime.faults import FaultMeter
 from rollart.runtime.scheduler import charge
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
 
@@ -17,23 +18,34 @@ __all__ = ["Evaluation", "EvaluationResult"]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Success per domain: of `episodes` that ended, `successes` succeeded; `faults` met the infrastructure's."""
+    """Success per domain: of `episodes` that ended with a verdict, `successes` succeeded. `unknown` ended without one
+    (their environment never says), `faults` met the infrastructure's."""
 
     episodes: int
     successes: int
+    unknown: int
     faults: int
 
     @property
-    def rate(self) -> float:
-        """Share of successes among the episodes that ended; 0.0 when none did."""
-        return self.successes / self.episodes if self.episodes else 0.0
+    def rate(self) -> float | None:
+        """Share of successes among the episodes with a verdict; None without any: unknown is not zero."""
+        return self.successes / self.episodes if self.episodes else None
 
 
 class Evaluation:
     """Runs `episodes` of each domain at most `concurrency` at a time. An episode that meets a fault is tried once more,
-    then left out of the rate and counted."""
+    then left out of the rate; its faults count towards the run's rate like those of training."""
 
-    def __init__(self, domains: Sequence[Domain], runner: TrajectoryRunner, recorder: Recorder, *, seed: int) -> None:
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        runner: TrajectoryRunner,
+        recorder: Recorder,
+        faults: FaultMeter,
+        *,
+        seed: int,
+    ) -> None:
+        self._faults = faults
         self._domains = domains
         self._runner = runner
         self._recorder = recorder
@@ -43,7 +55,7 @@ class Evaluation:
         self, label: str, version: int, episodes: int, concurrency: int = 128
     ) -> Mapping[str, EvaluationResult]:
         slots = asyncio.Semaphore(concurrency)
-        outcomes: dict[str, list[bool | None]] = {d.name: [] for d in self._domains}
+        outcomes: dict[str, list[Trajectory | None]] = {d.name: [] for d in self._domains}
 
         async def one(domain: Domain, seed: int) -> None:
             async with slots:
@@ -55,8 +67,9 @@ class Evaluation:
                     tasks.create_task(one(domain, seed), name=f"eval {domain.name} {seed}")
         results = {}
         for name, ended in outcomes.items():
-            known = [o for o in ended if o is not None]
-            results[name] = EvaluationResult(len(known), sum(known), len(ended) - len(known))
+            whole = [t for t in ended if t is not None]
+            known = [t.success for t in whole if t.success is not None]
+            results[name] = EvaluationResult(len(known), sum(known), len(whole) - len(known), len(ended) - len(whole))
             self._recorder.event(
                 RunEvent(
                     asyncio.get_running_loop().time(),
@@ -67,6 +80,7 @@ class Evaluation:
                         "version": version,
                         "episodes": len(known),
                         "successes": results[name].successes,
+                        "unknown": results[name].unknown,
                         "faults": results[name].faults,
                         "success": results[name].rate,
                     },
@@ -74,7 +88,7 @@ class Evaluation:
             )
         return results
 
-    async def _episode(self, label: str, domain: Domain, seed: int) -> bool | None:
+    async def _episode(self, label: str, domain: Domain, seed: int) -> Trajectory | None:
         for attempt in (1, 2):
             live = Live(
                 id=TrajectoryId(f"eval-{label}-{domain.name}-{seed}.{attempt}"),
@@ -89,7 +103,10 @@ class Evaluation:
                 trajectory = await self._runner.run(live)
             except Aborted as aborted:
                 charge(self._recorder, live, str(aborted.reason), None, None)
+                self._faults.ended(aborted.reason, aborted.detail)
+                self._faults.check()
                 continue
             charge(self._recorder, live, "finished", None, trajectory.success)
-            return bool(trajectory.success)
+            self._faults.ended(None)
+            return trajectory
         return None

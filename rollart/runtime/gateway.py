@@ -42,6 +42,7 @@ class _Member:
     version: int
     shares: EngineShares
     healthy: bool = True
+    doubted: bool = False
     running: int = 0
     sessions: set[str] = field(default_factory=set)
 
@@ -64,7 +65,11 @@ class Gateway:
         self._gate = asyncio.Event()
         self._gate.set()
         self._changed = asyncio.Event()
+        # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
+        self._moving = asyncio.Lock()
         self._requests = 0
+        self.served = 0
+        """Turns generated so far."""
         self.version = version
 
     def join(self, engine: Engine, *, version: int, shares: EngineShares) -> None:
@@ -72,6 +77,34 @@ class Gateway:
         self._members[engine.id] = _Member(engine, version, shares)
         shares.release()
         self._notify()
+
+    async def bring_in(
+        self, engine: Engine, *, loaded: int | None, weights: Callable[[], WeightsRef], shares: EngineShares
+    ) -> int:
+        """An engine that started with version `loaded`, or is in doubt (None), joins with the current version, which is
+        returned. It waits for an update under way, and an update waits for it, so the version cannot move meanwhile.
+
+        Raises `EngineError` or `LeaseExpired` when it does not load.
+        """
+        async with self._moving:
+            current = weights()
+            if loaded != current.version:
+                waiting_for = f"weights v{current.version} on {engine.id}"
+                async with self._leases.hold("supervise", waiting_for, self._limits.sync_s, Expiry.RESTART_PART):
+                    await engine.pause(PauseMode.KEEP)
+                    await engine.update_weights(current)
+                    await engine.resume()
+            self.join(engine, version=current.version, shares=shares)
+            return current.version
+
+    def trust(self, engine_id: EngineId) -> bool:
+        """An engine in doubt was looked at and answers: it takes turns again. False if it was lost meanwhile."""
+        member = self._members.get(engine_id)
+        if member is None or not member.healthy:
+            return False
+        member.doubted = False
+        self._notify()
+        return True
 
     def lose(self, engine_id: EngineId) -> None:
         """The engine is gone: its sessions start over elsewhere with a full prefill."""
@@ -83,10 +116,6 @@ class Gateway:
         for session in member.sessions:
             self._sticky.pop(session, None)
         member.sessions.clear()
-
-    def engines(self) -> list[Engine]:
-        """Healthy engines, by id."""
-        return [self._members[e].engine for e in sorted(self._members) if self._members[e].healthy]
 
     async def generate(
         self, session: str, token_ids: tuple[int, ...], sampling: Sampling, *, spend: Callable[[float], None]
@@ -109,16 +138,18 @@ class Gateway:
                 async with self._leases.hold(
                     session, f"generation on {member.engine.id}", self._limits.generate_s, Expiry.RETRY
                 ):
-                    return await member.engine.generate(request)
+                    completion = await member.engine.generate(request)
+                self.served += 1
+                return completion
             except (EngineError, LeaseExpired) as error:
                 if isinstance(error, EngineError) and not error.retryable:
                     raise
-                self._suspect(member, session)
-                last = str(error)
+                self._doubt(member, session, error)
+                last = error.cause if isinstance(error, LeaseExpired) else str(error)
             finally:
                 member.running -= 1
                 spend(member.shares.end(request.request_id))
-        raise EngineError(f"{session}: no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
+        raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
 
     async def forget(self, session: str) -> None:
         """The trajectory is over: its engine may drop the prefix KV."""
@@ -133,6 +164,10 @@ class Gateway:
 
         An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate.
         """
+        async with self._moving:
+            await self._update(weights, on_version)
+
+    async def _update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         self._gate.clear()
         try:
             targets = [
@@ -148,9 +183,6 @@ class Gateway:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
             self.version = weights.version
             on_version(weights.version)
-            for member in self._members.values():
-                if member.healthy and member.version != weights.version:  # it joined while the others loaded
-                    self._suspect(member, None)
             async with asyncio.TaskGroup() as group:
                 for member in targets:
                     if member.healthy:
@@ -169,7 +201,7 @@ class Gateway:
                 await member.engine.update_weights(weights)
             member.version = weights.version
         except (EngineError, LeaseExpired):
-            self._suspect(member, None)
+            self._suspect(member)
 
     async def _resume(self, member: _Member) -> None:
         try:
@@ -179,13 +211,14 @@ class Gateway:
                 await member.engine.resume()
             member.shares.release()
         except (EngineError, LeaseExpired):
-            self._suspect(member, None)
+            self._suspect(member)
 
     async def _eligible(self, session: str) -> _Member:
         while True:
             if self._gate.is_set():
                 views = [
-                    EngineView(e, m.running, len(m.sessions), m.healthy, m.version) for e, m in self._members.items()
+                    EngineView(e, m.running, len(m.sessions), m.healthy and not m.doubted, m.version)
+                    for e, m in self._members.items()
                 ]
                 chosen = choose_engine(views, sticky=self._sticky.get(session), version=self.version)
                 if chosen is not None:
@@ -197,9 +230,18 @@ class Gateway:
             async with self._leases.hold(session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
                 await changed.wait()
 
-    def _suspect(self, member: _Member, session: str | None) -> None:
-        if session is not None:
-            self._sticky.pop(session, None)
+    def _doubt(self, member: _Member, session: str, error: EngineError | LeaseExpired) -> None:
+        """A turn failed. A broken connection takes the engine out at once; a turn that was only slow has the engine
+        looked at first: it may be healthy and hold the KV of everybody else. While weights load, slow is normal."""
+        self._sticky.pop(session, None)
+        member.sessions.discard(session)
+        if isinstance(error, EngineError):
+            self._suspect(member)
+        elif member.healthy and not self._moving.locked():
+            member.doubted = True
+            self._on_suspect(member.engine.id)
+
+    def _suspect(self, member: _Member) -> None:
         if member.healthy:
             self.lose(member.engine.id)
             self._on_suspect(member.engine.id)

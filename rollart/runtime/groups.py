@@ -77,7 +77,7 @@ class GroupTable:
             return False
         if run.state.fail(reason) is GroupDecision.RETRY:
             return True
-        self.drop(run, AbortReason.INFRA_FAULT, detail, besides=member)
+        self.drop(run, reason, detail, besides=member)
         return False
 
     def drop(self, run: GroupRun, reason: AbortReason, detail: str, *, besides: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,10 +62,10 @@ class Leases:
         )
 
     @contextmanager
-    def note(self, owner: str, waiting_for: str, seconds: float) -> Iterator[None]:
+    def note(self, owner: str, waiting_for: str) -> Iterator[None]:
         """A wait that something else bounds (a watchdog, a queue with its own rule): in the book, without a timer."""
         now = asyncio.get_running_loop().time()
-        lease = self.book.grant(owner, waiting_for, now=now, seconds=seconds, action=Expiry.FAIL_RUN)
+        lease = self.book.grant(owner, waiting_for, now=now, seconds=math.inf, action=Expiry.FAIL_RUN)
         try:
             yield
         finally:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollart.errors import LeaseExpired, StorageFailed
-from rollart.model import Group, WeightsRef
+from rollart.model import Group
 from rollart.policy.lease import Expiry
 from rollart.ports import Journal, Trainer, WeightStore
 from rollart.runtime.gateway import Gateway
@@ -32,6 +32,7 @@ class Publisher:
         *,
         publish_s: float,
         on_version: Callable[[int, Sequence[Group]], None],
+        in_use: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self._trainer = trainer
         self._gateway = gateway
@@ -40,7 +41,7 @@ class Publisher:
         self._leases = leases
         self._publish_s = publish_s
         self._on_version = on_version
-        self.current: WeightsRef | None = None
+        self._in_use = in_use
 
     async def publish(self, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """Returns when every healthy engine serves `version` and stale trajectories are aborted (I2)."""
@@ -51,6 +52,5 @@ class Publisher:
                 await self._journal.commit(version=version, step=step, consumed=consumed, metrics=metrics)
         except LeaseExpired as error:
             raise StorageFailed(str(error), remedy="look at the disk of the run directory, then --resume") from None
-        self.current = weights
         await self._gateway.update(weights, lambda v: self._on_version(v, consumed))
-        self._store.prune(keep=[version - 1, version])
+        self._store.prune(keep=[version - 1, version, *self._in_use()])

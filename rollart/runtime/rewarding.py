@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 from rollart.errors import LeaseExpired
@@ -37,7 +38,7 @@ class Rewarding:
             async with self._leases.hold(trajectory.id, "its reward", self._reward_s * 1.5, Expiry.RETRY):
                 outcome = await self._rewarder.score(trajectory, self._reward_s)
         except LeaseExpired as error:
-            raise Aborted(AbortReason.INFRA_FAULT, str(error)) from None
+            raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
         if isinstance(outcome, InfraFault):
             raise Aborted(AbortReason.INFRA_FAULT, f"reward {outcome.kind}: {outcome.detail}")
         return train_sample(trajectory, outcome)
@@ -53,6 +54,8 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
             score, steps = floor, None
         case InfraFault():
             raise ValueError(f"an infrastructure fault is not a sample: {outcome}")
+    if not math.isfinite(score) or not all(map(math.isfinite, steps or ())):
+        raise Aborted(AbortReason.INFRA_FAULT, f"a reward that is no finite number: {score}")
     action_tokens = trajectory.action_token_count
     paid = list(steps) if steps is not None else [0.0] * (action_tokens - 1) + [score]
     if len(paid) != action_tokens:

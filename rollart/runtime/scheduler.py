@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollart.errors import SpecError
 from rollart.model import AbortReason, Group, GroupId, Purpose, TrainSample, TrajectoryId
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.release import SlotLedger
@@ -40,7 +41,6 @@ class _Progress:
 
     drawn: dict[str, int] = field(default_factory=dict)
     consumed: dict[str, int] = field(default_factory=dict)
-    dropped: int = 0
 
 
 class Scheduler:
@@ -163,6 +163,11 @@ class Scheduler:
         for sample in recovered.samples:
             by_group.setdefault(sample.group, []).append(sample)
         for group_id, name, seed in recovered.pending:
+            if name not in self._domains:
+                raise SpecError(
+                    f"the run to resume has unfinished groups of domain '{name}', which the spec no longer has",
+                    remedy="resume without renaming or removing domains",
+                )
             domain = self._domains[name]
             self._slots.admit(group_id, name, domain.group_size)
             run = self._groups.open(GroupId(group_id), domain, seed)
@@ -180,7 +185,7 @@ class Scheduler:
     async def _member(self, run: GroupRun, member: int) -> None:
         """Attempts of one member until it is scored or its group is gone."""
         attempt = 0
-        while True:
+        while not self._closed:
             attempt += 1
             live = self._live(run, member, attempt)
             run.live[member] = live
@@ -191,21 +196,21 @@ class Scheduler:
                 self._settle(run, member, sample, live)
                 return
             except Aborted as aborted:
-                reason, detail = aborted.reason, aborted.detail
+                # An environment may turn our cancellation into an error of its own: it was ours all the same.
+                reason, detail = (aborted.reason, aborted.detail) if live.abort is None else (live.abort, "")
             except asyncio.CancelledError:
                 if live.abort is None:
                     raise
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()
                 reason, detail = live.abort, ""
+            if live.abort is not None:
+                _uncancel()
             run.live.pop(member, None)
             self._charge(live, str(reason), None)
             self.faults.ended(reason, detail)
             if reason is AbortReason.INFRA_FAULT:
                 self._event("infra_fault", live.id, detail=detail, attempt=attempt)
                 self.faults.check()
-            if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED):
+            if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self._closed:
                 return
             if not self._groups.fail(run, member, reason, detail):
                 return
@@ -242,7 +247,6 @@ class Scheduler:
         self._drop_event(run.id, run.domain, reason, detail)
 
     def _drop_event(self, group_id: GroupId, domain: Domain, reason: AbortReason, detail: str) -> None:
-        self._progress.dropped += 1
         self._slots.release(group_id)
         self._drops.append((group_id, str(reason)))
         self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
@@ -260,6 +264,12 @@ class Scheduler:
             charge(self._recorder, live, outcome, None, None)
         else:
             charge(self._recorder, live, outcome, sample.score, sample.success)
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
 
 
 def charge(recorder: Recorder, live: Live, outcome: str, score: float | None, success: bool | None) -> None:

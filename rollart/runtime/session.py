@@ -10,7 +10,7 @@ from rollart.ports import Recovered
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.scheduler import Scheduler
-from rollart.runtime.supervise import EnginePart, EngineSupervisor, Watchdog
+from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import Training
 
 __all__ = ["EvaluationPlan", "Session"]
@@ -40,7 +40,6 @@ class Session:
         *,
         supervisor: EngineSupervisor | None,
         parts: Sequence[EnginePart],
-        watchdog: Watchdog | None,
         plan: EvaluationPlan,
         on_evaluation: Callable[[str, Mapping[str, EvaluationResult]], None],
     ) -> None:
@@ -50,7 +49,6 @@ class Session:
         self._evaluation = evaluation
         self._supervisor = supervisor
         self._parts = parts
-        self._watchdog = watchdog
         self._plan = plan
         self._on_evaluation = on_evaluation
 
@@ -61,8 +59,6 @@ class Session:
             if self._supervisor is not None:
                 for part in self._parts:
                     background.append(tasks.create_task(self._supervisor.watch(part), name=f"watch {part.id}"))
-            if self._watchdog is not None:
-                background.append(tasks.create_task(self._watchdog.run(), name="watchdog"))
             await self._body(step, steps, recovered)
             for task in background:
                 task.cancel()

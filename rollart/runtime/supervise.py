@@ -28,6 +28,10 @@ REAP_S = 0.5
 """How long the end of a dead process may take to be known, seconds."""
 
 
+FORGIVEN_S = 600.0
+"""An engine that served this long since its last start has its restarts forgiven: the bound is against crash loops."""
+
+
 class EnginePart(Protocol):
     """An engine's process as supervise sees it."""
 
@@ -66,6 +70,7 @@ class EngineSupervisor:
         self._max_restarts = max_restarts
         self._suspicion: dict[str, asyncio.Event] = {}
         self._engines: dict[str, Engine] = {}
+        self._starting: dict[str, int] = {}
 
     def suspect(self, engine_id: EngineId) -> None:
         event = self._suspicion.get(engine_id)
@@ -77,23 +82,31 @@ class EngineSupervisor:
         shares = self._shares[part.id]
         shares.hold(State.STARTUP)
         self._suspicion[part.id] = asyncio.Event()
-        while True:
-            weights = self._weights()
+        weights = self._weights()
+        self._starting[part.id] = weights.version
+        try:
             async with self._leases.hold(part.id, "its start", self._start_s, Expiry.RESTART_PART):
                 engine = await part.start(weights)
-            if weights.version == self._weights().version:
-                break
+        finally:
+            del self._starting[part.id]
         self._engines[part.id] = engine
-        self._gateway.join(engine, version=weights.version, shares=shares)
-        self._event("engine_started", part.id, version=weights.version)
+        version = await self._gateway.bring_in(engine, loaded=weights.version, weights=self._weights, shares=shares)
+        self._event("engine_started", part.id, version=version)
+
+    def versions_in_use(self) -> tuple[int, ...]:
+        """Versions that an engine is reading while it starts: they may not be pruned."""
+        return tuple(self._starting.values())
 
     async def watch(self, part: EnginePart) -> None:
         """For ever: wait for the engine's end or a suspicion, then bring it back. `PartDied` past `max_restarts`."""
-        restarts = 0
+        loop = asyncio.get_running_loop()
+        restarts, served_since = 0, loop.time()
         while True:
             cause = await self._trouble(part)
             if cause is None:
                 continue
+            if loop.time() - served_since > FORGIVEN_S:
+                restarts = 0
             self._gateway.lose(part.id)
             self._event("engine_lost", part.id, cause=cause)
             while True:
@@ -102,6 +115,7 @@ class EngineSupervisor:
                     raise PartDied(part.id, f"{cause}, after {self._max_restarts} restarts", remedy="see its log")
                 try:
                     await self.start(part)
+                    served_since = loop.time()
                     break
                 except (PartDied, LeaseExpired, EngineError) as error:
                     cause = str(error)
@@ -136,24 +150,16 @@ class EngineSupervisor:
         return None if serves else "it stopped answering"
 
     async def _rejoin(self, part: EnginePart) -> bool:
-        """A single failed connection is no death: an engine that answers for the current version joins again."""
+        """A slow turn or a single failed connection is no death: an engine that answers goes on, or joins again."""
         engine, shares = self._engines[part.id], self._shares[part.id]
         try:
             async with self._leases.hold(part.id, "its health check", HEALTH_S, Expiry.RESTART_PART):
                 if not await engine.healthy():
                     return False
-            async with self._leases.hold(part.id, "its weights", self._start_s, Expiry.RESTART_PART):
-                while True:
-                    weights = self._weights()
-                    await engine.update_weights(weights)
-                    if weights.version == self._weights().version:
-                        break
-                await engine.resume()
+            if not self._gateway.trust(part.id):
+                await self._gateway.bring_in(engine, loaded=None, weights=self._weights, shares=shares)
         except (EngineError, LeaseExpired):
             return False
-        if weights.version != self._weights().version:
-            return False
-        self._gateway.join(engine, version=weights.version, shares=shares)
         return True
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from rollart.errors import LeaseExpired, TrainerError
+from rollart.errors import LeaseExpired, PartDied, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import Group, TrainReport
@@ -47,7 +47,6 @@ class Training:
         *,
         clock: ResourceClock,
         train_s: float,
-        stall_s: float,
         recover: Callable[[], Awaitable[None]],
         on_step: Callable[[StepDone], None],
         attempts: int = 3,
@@ -58,7 +57,6 @@ class Training:
         self._leases = leases
         self._clock = clock
         self._train_s = train_s
-        self._stall_s = stall_s
         self._recover = recover
         self._on_step = on_step
         self._attempts = attempts
@@ -69,7 +67,7 @@ class Training:
         for step in range(first_step, steps):
             waiting = loop.time()
             self._clock.enter(State.IDLE, "waits_for_samples")
-            with self._leases.note("training", f"a batch for step {step}", self._stall_s):
+            with self._leases.note("training", f"a batch for step {step}"):
                 groups = await self._buffer.take(version)
             began = loop.time()
             report = await self._step(groups, version, step)
@@ -90,9 +88,21 @@ class Training:
                 self._clock.enter(State.SYNC)
                 await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
                 return report
+            except TrainerRefused:
+                raise
             except (TrainerError, LeaseExpired):
                 if attempt == self._attempts:
                     raise
-                self._clock.enter(State.DOWN, "trainer_restart")
-                await self._recover()
+                await self._restart()
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _restart(self) -> None:
+        """Bring the trainer back; a restart that fails is tried again. `recover` bounds how often in all."""
+        for attempt in range(1, self._attempts + 1):
+            self._clock.enter(State.DOWN, "trainer_restart")
+            try:
+                await self._recover()
+                return
+            except (PartDied, TrainerError, LeaseExpired):
+                if attempt == self._attempts:
+                    raise

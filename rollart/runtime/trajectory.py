@@ -24,6 +24,7 @@ from rollart.model import (
 from rollart.policy.lease import Expiry
 from rollart.ports import Environment, Tokenizer
 from rollart.runtime.barrier import FreeRunning
+from rollart.runtime.border import checked_observation, checked_step
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.leases import Leases
@@ -111,6 +112,7 @@ class TrajectoryRunner:
             observation = await self._reset(live, environment)
             for turn in range(live.domain.max_turns):
                 text = await self._act(live, observation, turn)
+                self._judge(live)
                 step = await self._step(live, environment, text)
                 self._note_turn(live, observation, text, step)
                 if step.done or self._full(live, step.observation):
@@ -134,9 +136,7 @@ class TrajectoryRunner:
                 f"the prompt of {len(live.tokens)} tokens fills the context of {self._limits.context_tokens} "
                 "(model.context)",
             )
-        allowed = None
-        if observation.actions is not None:
-            allowed = tuple(self._tokenizer.token_id(action) for action in observation.actions)
+        allowed = self._legal(observation)
         sampling = live.domain.sampling(
             seed=derive_seed(live.run_seed, live.id, turn),
             max_tokens=min(observation.max_tokens or live.domain.max_tokens, room),
@@ -145,10 +145,20 @@ class TrajectoryRunner:
         )
         try:
             completion = await self._gateway.generate(live.id, tuple(live.tokens), sampling, spend=live.spend)
+        except LeaseExpired as error:
+            raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
         except RollartError as error:
             raise Aborted(AbortReason.INFRA_FAULT, str(error)) from None
         live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
         return self._append(live, completion, turn, allowed)
+
+    def _legal(self, observation: Observation) -> tuple[int, ...] | None:
+        if observation.actions is None:
+            return None
+        try:
+            return tuple(self._tokenizer.token_id(action) for action in observation.actions)
+        except (TypeError, ValueError) as error:
+            raise Aborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
 
     def _append(self, live: Live, completion: Completion, turn: int, allowed: tuple[int, ...] | None) -> str:
         if completion.finish is FinishReason.ABORT or not completion.token_ids:
@@ -178,8 +188,12 @@ class TrajectoryRunner:
 
     async def _boundary(self, live: Live) -> None:
         await self._barrier.turn()
+        self._judge(live)
+
+    def _judge(self, live: Live) -> None:
+        """I2 between two turns, and at the end of each generation: only then is the first turn's version known."""
         if live.purpose is Purpose.TRAIN and self.stale(live.v0):
-            raise Aborted(AbortReason.STALE, "turn boundary")
+            raise Aborted(AbortReason.STALE)
 
     def _finished(self, live: Live, step: Step) -> Trajectory:
         assert live.v0 is not None, "a finished trajectory has sampled at least one token"
@@ -203,26 +217,28 @@ class TrajectoryRunner:
             async with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
             ):
-                return await environment.reset(live.seed)
+                return checked_observation(await environment.reset(live.seed))
         except Exception as error:
             raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("reset", error)) from None
 
     async def _step(self, live: Live, environment: Environment, text: str) -> Step:
         try:
             async with self._leases.hold(live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL):
-                return await environment.step(text)
+                return checked_step(await environment.step(text))
         except Exception as error:
             raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("step", error)) from None
 
     async def _close(self, live: Live, environment: Environment) -> None:
         """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
         limit = self._limits.env_close_s
-        with contextlib.suppress(Exception):
-            async with self._leases.hold(live.id, "release of its prefix KV", limit, Expiry.GAP_FILL):
-                await self._gateway.forget(live.id)
-        with contextlib.suppress(Exception):
-            async with self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL):
-                await environment.close()
+        try:
+            with contextlib.suppress(Exception):
+                async with self._leases.hold(live.id, "release of its prefix KV", limit, Expiry.GAP_FILL):
+                    await self._gateway.forget(live.id)
+        finally:
+            with contextlib.suppress(Exception):
+                async with self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL):
+                    await environment.close()
 
 
 def _made(live: Live) -> Environment:
@@ -234,5 +250,5 @@ def _made(live: Live) -> Environment:
 
 def _environment_fault(what: str, error: Exception) -> str:
     if isinstance(error, LeaseExpired):
-        return str(error)
+        return error.cause
     return f"environment {what} raised {type(error).__name__}: {error}"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from rollart.ledger.clock import EngineShares, ResourceClock
-from rollart.model import EngineId, TrajectoryId, WeightsRef
-from rollart.ports import Interval, Journal, Recorder, Recovered, RunEvent, Tokenizer
+from rollart.ledger.memory import MemoryRecorder
+from rollart.model import EngineId, WeightsRef
+from rollart.ports import Journal, Recorder, Recovered, Tokenizer
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
@@ -18,7 +19,6 @@ from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim.world import (
-    MemoryJournal,
     MemoryWeights,
     SimulatedEngine,
     SimulatedEnvironment,
@@ -27,25 +27,7 @@ from rollart.sim.world import (
     WordTokenizer,
 )
 
-__all__ = ["ListRecorder", "SimulatedRun", "make"]
-
-
-@dataclass
-class ListRecorder:
-    """Keeps everything it is told, in order."""
-
-    intervals: list[Interval] = field(default_factory=list)
-    events: list[RunEvent] = field(default_factory=list)
-    charges: list[dict[str, object]] = field(default_factory=list)
-
-    def interval(self, interval: Interval) -> None:
-        self.intervals.append(interval)
-
-    def event(self, event: RunEvent) -> None:
-        self.events.append(event)
-
-    def charge(self, trajectory: TrajectoryId, **row: object) -> None:
-        self.charges.append({"id": trajectory, **row})
+__all__ = ["SimulatedRun", "make"]
 
 
 @dataclass
@@ -153,6 +135,7 @@ def make(
     **more: object,
 ) -> SimulatedRun:
     """A run of `quotas` (domain -> samples per step, group size); durations are drawn by the given functions."""
+    memory = MemoryRecorder()
     domains = [
         Domain(
             name=name,
@@ -171,7 +154,7 @@ def make(
         [SimulatedEngine(f"e{i}", version=version, seed=seed, tokens=tokens, seconds=engine_s) for i in range(engines)],
         SimulatedTrainer(seed, train_s, fail_steps),
         SimulatedRewarder(seed, reward_s, reward_faults),
-        journal or MemoryJournal(),
-        recorder or ListRecorder(),
+        journal or memory,
+        recorder or memory,
         **more,  # type: ignore[arg-type]
     )

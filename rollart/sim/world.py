@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollart.errors import EngineError, TrainerError
@@ -18,7 +18,6 @@ from rollart.model import (
     EngineStats,
     FinishReason,
     GenerateRequest,
-    Group,
     InfraFault,
     Observation,
     Outcome,
@@ -31,11 +30,9 @@ from rollart.model import (
     VersionSpan,
     WeightsRef,
 )
-from rollart.ports import Recovered
 from serverless.types import FaultKind
 
 __all__ = [
-    "MemoryJournal",
     "MemoryWeights",
     "SimulatedEngine",
     "SimulatedEnvironment",
@@ -253,41 +250,3 @@ class MemoryWeights:
 
     def prune(self, keep: Sequence[int]) -> None:
         return None
-
-
-@dataclass(slots=True)
-class MemoryJournal:
-    """A journal without a disk, with the same rules: a sample consumed twice is an error."""
-
-    admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
-    finished: dict[str, TrainSample] = field(default_factory=dict)
-    consumed: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    version: int = 0
-    step: int = 0
-    drawn: dict[str, int] = field(default_factory=dict)
-
-    async def admit(self, group: str, domain: str, seed: int) -> None:
-        self.admitted[group] = (domain, seed)
-        self.drawn[domain] = self.drawn.get(domain, 0) + 1
-
-    async def finish(self, sample: TrainSample) -> None:
-        self.finished[sample.id] = sample
-
-    async def drop(self, group: str, reason: str) -> None:
-        self.dropped[group] = reason
-
-    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
-        for group in consumed:
-            for sample in group.samples:
-                if sample.id in self.consumed:
-                    raise ValueError(f"sample {sample.id} was trained already, into v{self.consumed[sample.id]}")
-                self.consumed[sample.id] = version
-        self.version, self.step = version, step
-
-    async def recover(self) -> Recovered | None:
-        done = {self.finished[s].group for s in self.consumed}
-        pending = tuple((g, d, s) for g, (d, s) in self.admitted.items() if g not in done and g not in self.dropped)
-        left = {g for g, _, _ in pending}
-        samples = tuple(s for s in self.finished.values() if s.group in left)
-        return Recovered(self.version, self.step, samples, pending, dict(self.drawn), 0.0)

@@ -18,9 +18,11 @@ class PoolSpec(Entry):
     name: Name = Field(description="Name of the pool.")
     device: str = Field(default="cpu", min_length=1, description="`cpu` (a device is a core) or a GPU type like H800.")
     count: int = Field(ge=1, description="Devices in the pool: cores for `cpu`, GPUs otherwise.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Labels that parts may ask for.")
+    labels: dict[str, str] = Field(default_factory=dict, description="Labels of the pool.")
     memory_gb: float | None = Field(
-        default=None, gt=0, description="Host memory of the pool (cpu) or memory of one device; not checked if absent."
+        default=None,
+        gt=0,
+        description="Host memory of the pool (cpu) or of one device; not checked by the one-pool plan.",
     )
     price: float | None = Field(default=None, ge=0, description="Dollars per device-hour, instead of the price list's.")
 

@@ -169,7 +169,7 @@ class WarmStartSpec(Entry):
 
 
 class EvaluationSpec(Entry):
-    """Greedy episodes on held-out seeds: scored and shown, never trained on."""
+    """Greedy episodes on held-out seeds: their success is shown, they are never trained on."""
 
     episodes: int = Field(default=0, ge=0, description="Episodes per domain and evaluation; 0 for none.")
     at: tuple[Literal["start", "end"], ...] = Field(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import STEPS, Home, Launched, ledger, sound, tiny, waiting_samples
+from tests.e2e.harness import Home, Launched, ledger, sound, tiny, waiting_samples
 
 pytestmark = pytest.mark.slow  # real processes, started at least twice per test: about 14 s
 
@@ -79,6 +79,13 @@ def test_sync_schedule(home: Home) -> None:
     _used(home, kept)
 
 
+def test_the_producer_of_an_artefact_does_not_outlive_it(home: Home) -> None:
+    run = home.launch(tiny(functions__0__artefact="tests.e2e.worlds:produce_for_ever"))
+    run.until(lambda: (run.directory / "artefacts/rule/begun").exists(), "the producer runs")
+    run.kill()
+    assert run.end() == -9
+
+
 def _kept(home: Home) -> dict[str, int]:
     """Finished samples that the next step may still train on, with the version of their first token."""
     with ledger(home.directory) as db:
@@ -96,4 +103,3 @@ def _used(home: Home, kept: dict[str, int]) -> None:
             ).fetchone()
             assert now == v0, f"{sample} was generated again"
             assert state == 1 or reason == "stale" or (last or 0) > v0 + 1, f"{sample} was lost"
-    assert STEPS == 4

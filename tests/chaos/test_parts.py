@@ -53,14 +53,14 @@ def test_one_of_two_engines_dies_and_the_other_goes_on(home: Home) -> None:
 
 def test_engine_hangs(home: Home) -> None:
     """Stopped, not dead: its lease expires, it fails its health check and is replaced; its turns are done again."""
-    run = home.launch(tiny(domains__0__environment_args=SLOW, leases={"generate_s": 2.0, "publish_s": 4.0}))
+    run = home.launch(tiny(domains__0__environment_args=SLOW, leases={"generate_s": 2.0, "publish_s": 3.0}))
     run.until_step(1)
     run.part("rollart.engine").kill(signal.SIGSTOP)
     run.finished()
     sound(home.directory)
     (lost,) = events(home.directory, "engine_lost")
     assert lost["cause"] == "it stopped answering"
-    assert {e["waiting_for"] for e in events(home.directory, "lease_expired")} >= {"generation on engine-0"}
+    assert any("on engine-0" in e["waiting_for"] for e in events(home.directory, "lease_expired"))
     assert events(home.directory, "infra_fault") == []
 
 

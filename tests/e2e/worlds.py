@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+import time
+from pathlib import Path
 
 from rollart.model import Observation, Step
 
@@ -43,21 +44,15 @@ class BrokenReset(Coin):
         raise ConnectionError("the game server is down")
 
 
-class BrokenMaking(Coin):
-    """Can be made once, to be looked at, and never again."""
-
-    made: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        type(self).made += 1
-        if type(self).made > 1:
-            raise RuntimeError("no licence left")
-
-
 class Unmakeable(Coin):
     def __init__(self) -> None:
         raise RuntimeError("no display found")
+
+
+def produce_for_ever(directory: str, seed: int) -> None:
+    """A producer of an artefact that would outlive the controller if it could."""
+    Path(directory, "begun").touch()
+    time.sleep(3600)
 
 
 class NeverCloses(Coin):

@@ -30,10 +30,7 @@ from rollart.model import (
 __all__ = ["HttpEngine"]
 
 CONNECT_S = 10.0
-"""How long a connection may take to open, seconds. A generation has no limit here: its lease is the caller's."""
-
-CONTROL_S = 120.0
-"""How long a control call (pause, weight update) may take, seconds; the longest reads a checkpoint."""
+"""How long a connection may take to open, seconds. Calls have no other limit here: their leases are their limit."""
 
 VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`; aborting the bare id does nothing and reports success."""
@@ -74,9 +71,7 @@ class HttpEngine:
             stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
             if stream is not None:
                 return await stream.generate(request)
-        raw = await self._request(
-            "POST", "/inference/v1/generate", _generate_body(request), session=request.session
-        )
+        raw = await self._request("POST", "/inference/v1/generate", _generate_body(request), session=request.session)
         try:
             return _completion(json.loads(raw), self._version)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -164,11 +159,17 @@ class HttpEngine:
             return self._stream
 
     async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
-        return _object(await self._request("POST", path, body, limit_s=CONTROL_S, optional=optional))
+        return _object(await self._request("POST", path, body, limit_s=None, optional=optional))
 
     async def _request(
-        self, method: str, path: str, body: Mapping[str, object] | None = None, *, session: str = "",
-        limit_s: float | None = None, optional: bool = False,
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        session: str = "",
+        limit_s: float | None = None,
+        optional: bool = False,
     ) -> bytes:
         """The body of the answer; empty for a route that is not there and `optional`. EngineError otherwise."""
         headers = {"Content-Type": "application/json"}
@@ -194,7 +195,7 @@ class HttpEngine:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise EngineError(f"{self._url}: this engine's client was closed", retryable=False)
+            raise EngineError(f"{self._url}: this engine's client was closed", retryable=True)
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=600.0)
             self._http = aiohttp.ClientSession(connector=connector)
@@ -204,7 +205,10 @@ class HttpEngine:
 def _generate_body(request: GenerateRequest) -> dict[str, object]:
     s = request.sampling
     sampling: dict[str, object] = {
-        "max_tokens": s.max_tokens, "temperature": s.temperature, "top_p": s.top_p, "logprobs": 0,
+        "max_tokens": s.max_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "logprobs": 0,
     }
     if s.seed is not None:
         sampling["seed"] = s.seed
@@ -213,7 +217,9 @@ def _generate_body(request: GenerateRequest) -> dict[str, object]:
     if s.allowed_token_ids is not None:
         sampling["allowed_token_ids"] = s.allowed_token_ids
     body: dict[str, object] = {
-        "request_id": request.request_id, "token_ids": request.token_ids, "sampling_params": sampling,
+        "request_id": request.request_id,
+        "token_ids": request.token_ids,
+        "sampling_params": sampling,
     }
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt

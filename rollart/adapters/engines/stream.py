@@ -21,6 +21,10 @@ SEED_MASK = 2**64 - 1
 """Seeds are 64 bits on the wire; the engine takes a seed modulo 2^64 anyway."""
 
 
+FRAME_MESSAGES = 64
+"""Requests in one frame at most: 64 contexts of 100,000 tokens stay below what the server takes (64 MiB)."""
+
+
 class EngineStream(asyncio.Protocol):
     """One connection to an engine. Owns the requests that wait for an answer on it.
 
@@ -46,10 +50,22 @@ class EngineStream(asyncio.Protocol):
         self._sent = number = self._sent + 1
         s = request.sampling
         seed = None if s.seed is None else s.seed & SEED_MASK
-        self.send((
-            "g", number, request.request_id, request.session, request.token_ids, s.max_tokens, s.temperature, s.top_p,
-            seed, s.stop_token_ids, s.allowed_token_ids, request.cache_salt,
-        ))
+        self.send(
+            (
+                "g",
+                number,
+                request.request_id,
+                request.session,
+                request.token_ids,
+                s.max_tokens,
+                s.temperature,
+                s.top_p,
+                seed,
+                s.stop_token_ids,
+                s.allowed_token_ids,
+                request.cache_salt,
+            )
+        )
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
@@ -102,16 +118,23 @@ class EngineStream(asyncio.Protocol):
             answer.set_exception(EngineError(f"{self._peer}: {text}", retryable=retryable))
             return
         _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens = message
-        answer.set_result(Completion(
-            token_ids, logprobs, tuple(VersionSpan(*s) for s in spans), FinishReason(finish), prompt_tokens,
-            cached_tokens,
-        ))
+        answer.set_result(
+            Completion(
+                token_ids,
+                logprobs,
+                tuple(VersionSpan(*s) for s in spans),
+                FinishReason(finish),
+                prompt_tokens,
+                cached_tokens,
+            )
+        )
 
     def _flush(self) -> None:
         messages, self._outgoing = self._outgoing, []
-        if self._transport is not None:
-            frame = msgpack.packb(messages)
-            self._transport.write(len(frame).to_bytes(4, "little") + frame)
+        for start in range(0, len(messages), FRAME_MESSAGES):
+            if self._transport is not None:
+                frame = msgpack.packb(messages[start : start + FRAME_MESSAGES])
+                self._transport.write(len(frame).to_bytes(4, "little") + frame)
 
     def _lost(self, exc: Exception | None) -> EngineError:
         why = f": {exc}" if exc else ""

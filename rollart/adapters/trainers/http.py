@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgpack
 
-from rollart.errors import TrainerError
+from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
 __all__ = ["HttpTrainer", "encode_samples"]
@@ -83,7 +83,8 @@ class HttpTrainer:
         if status != 200 or not isinstance(answer, dict):
             detail = answer if isinstance(answer, dict) else {}
             cause = detail.get("error", f"status {status}")
-            raise TrainerError(f"{route}: {cause}", remedy=str(detail.get("remedy", "")))
+            kind = TrainerRefused if status == 400 else TrainerError
+            raise kind(f"{route}: {cause}", remedy=str(detail.get("remedy", "")))
         return answer
 
     def _open(self) -> aiohttp.ClientSession:

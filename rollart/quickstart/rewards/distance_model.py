@@ -37,9 +37,7 @@ class DistanceModel:
         texts: list[list[str]] = [item["metadata"]["observations"] for item in items]
         left = self.distances(np.concatenate([features(episode) for episode in texts]))
         ends = np.cumsum([len(episode) for episode in texts])
-        return [
-            _answer(item["id"], moves) for item, moves in zip(items, np.split(left, ends[:-1]), strict=True)
-        ]
+        return [_answer(item["id"], moves) for item, moves in zip(items, np.split(left, ends[:-1]), strict=True)]
 
     def distances(self, x: Any) -> Any:
         """Moves left for rows of `features`, fp32 (n,)."""

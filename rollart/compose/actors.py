@@ -1,0 +1,101 @@
+"""The actors of a plan: where each part runs, what it is called with, and the clock of each device."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from placement.types import Role
+from rollart.errors import SpecError
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.store import Ledger
+from rollart.ports import ActorSpec, Node
+from rollart.spec.resolve import Resolved
+
+__all__ = ["clocks", "engine_actor", "nodes", "trainer_actor"]
+
+
+def nodes(resolved: Resolved) -> list[Node]:
+    """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
+    nodes = []
+    for pool in resolved.cluster.pools:
+        resource = "CPU" if pool.device == "cpu" else "GPU"
+        labels = {"pool": pool.name, "device": pool.device, **pool.labels}
+        nodes.append(Node(pool.name, labels, {resource: float(pool.count)}, {}))
+    return nodes
+
+
+def clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
+    """One clock per part of the plan, and one per pool for the devices that nothing runs on."""
+    clock = asyncio.get_running_loop().time
+    made = {}
+    for assignment in resolved.plan.assignments:
+        made[assignment.name] = ResourceClock(
+            role=str(assignment.role),
+            resource=assignment.name,
+            recorder=ledger,
+            clock=clock,
+            units=float(len(assignment.devices)),
+            usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
+        )
+    for pool, devices in resolved.plan.idle.items():
+        if devices:
+            made[f"unused-{pool}"] = ResourceClock(
+                role="unused",
+                resource=f"unused-{pool}",
+                recorder=ledger,
+                clock=clock,
+                units=float(devices),
+                usd_per_unit_hour=resolved.usd_per_device_hour[pool],
+                state="idle",
+                cause="not_in_plan",
+            )
+    return made
+
+
+def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
+    assignment = resolved.plan.of(Role.TRAINER)[0]
+    return _program(
+        resolved, directory, assignment.name, "rollart.train", ["--config", str(config)], len(assignment.devices)
+    )
+
+
+def engine_actor(resolved: Resolved, directory: Path, name: str) -> ActorSpec:
+    assignment = next(a for a in resolved.plan.of(Role.ENGINE) if a.name == name)
+    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
+    arguments = [
+        "--max-slots",
+        str(resolved.cluster.engines.max_slots),
+        "--max-context",
+        str(resolved.run.model.context),
+        "--threads",
+        str(resolved.cluster.engines.threads),
+        "--device",
+        "cpu" if pool.device == "cpu" else "cuda",
+    ]
+    return _program(resolved, directory, name, "rollart.engine", arguments, len(assignment.devices))
+
+
+def _program(
+    resolved: Resolved, directory: Path, name: str, module: str, arguments: list[str], devices: int
+) -> ActorSpec:
+    assignment = next(a for a in resolved.plan.assignments if a.name == name)
+    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
+    resource = "CPU" if pool.device == "cpu" else "GPU"
+    env = {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices)}
+    if resource == "GPU":
+        if devices > 1:
+            raise SpecError(
+                f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine and trainer have "
+                "no tensor parallelism)",
+                remedy="set its `threads` to 1 and raise engines.count",
+            )
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.devices))
+    return ActorSpec(
+        name=name,
+        factory="rollart.adapters.clusters.program:Program",
+        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
+        kwargs={"env": env},
+        resources={resource: float(devices)},
+        labels={"pool": pool.name},
+    )

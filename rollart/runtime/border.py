@@ -1,0 +1,48 @@
+"""The border to users' environments: what they answer becomes ours only after a look at it.
+
+A broken answer is the environment's fault, like an exception: an infrastructure fault, never a reward. NumPy's scalars
+are taken for what they mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from rollart.model import Observation, Step
+
+__all__ = ["checked_observation", "checked_step"]
+
+
+def checked_observation(value: object) -> Observation:
+    """TypeError or ValueError, in words about the answer, for anything that is no usable observation."""
+    if not isinstance(value, Observation):
+        raise TypeError(f"answered {type(value).__name__} where a rollart.Observation is due")
+    if not isinstance(value.text, str):
+        raise TypeError(f"an observation's text is {type(value.text).__name__}, not str")
+    if value.actions is not None and not value.actions:
+        raise ValueError("an observation with no legal action (rule: at least one, or None for free text)")
+    if value.max_tokens is not None and value.max_tokens < 1:
+        raise ValueError(f"an observation's max_tokens is {value.max_tokens} (rule: at least 1)")
+    return value
+
+
+def checked_step(value: object) -> Step:
+    """The step with plain numbers. TypeError or ValueError for anything that is none."""
+    if not isinstance(value, Step):
+        raise TypeError(f"answered {type(value).__name__} where a rollart.Step is due")
+    checked_observation(value.observation)
+    try:
+        reward = float(value.reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"a step's reward is {value.reward!r}, not a number") from None
+    if not math.isfinite(reward):
+        raise ValueError(f"a step's reward is {reward} (rule: finite)")
+    if (
+        type(value.reward) is float
+        and type(value.done) is bool
+        and (value.success is None or type(value.success) is bool)
+    ):
+        return value
+    success = None if value.success is None else bool(value.success)
+    return dataclasses.replace(value, reward=reward, done=bool(value.done), success=success)
