@@ -315,3 +315,49 @@ def test_a_shutdown_waits_seconds_for_an_environment_that_does_not_close() -> No
 
 def _set(fleet: Fleet, version: int) -> None:
     fleet.current = WeightsRef(version, f"v{version}")
+
+
+def test_an_engine_joins_although_versions_move_faster_than_it_starts() -> None:
+    """It starts once, with the version of then, and catches up with the current one before it takes a turn."""
+
+    async def main() -> None:
+        fleet = Fleet()
+        part = FakePart(lambda w: FakeEngine("engine-0", w.version), start_s=3.0)
+
+        async def body() -> None:
+            part.end()
+            for version in range(1, 9):
+                await asyncio.sleep(2.0)
+                await fleet.publish(version)
+            assert len(part.engines) == 2
+            assert part.engines[1].version == 8
+            assert (await fleet.ask()).spans[0].version == 8
+            assert fleet.supervisor.versions_in_use() == ()
+
+        await supervised(fleet, part, body)
+
+    virtual(main)
+
+
+def test_a_slow_turn_does_not_take_a_healthy_engine_out() -> None:
+    async def main() -> None:
+        fleet = Fleet(GatewayLimits(generate_s=2.0))
+        part = FakePart(lambda w: FakeEngine("engine-0", w.version))
+
+        async def body() -> None:
+            engine = part.engines[0]
+            asked = engine.generate
+
+            async def slow_once(request: GenerateRequest) -> Completion:
+                engine.generate = asked  # type: ignore[method-assign]
+                await asyncio.sleep(60.0)
+                return await asked(request)
+
+            engine.generate = slow_once  # type: ignore[method-assign]
+            assert (await fleet.ask()).token_ids == (1,)
+            assert fleet.causes() == []
+            assert len(part.engines) == 1
+
+        await supervised(fleet, part, body)
+
+    virtual(main)
