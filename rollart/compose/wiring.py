@@ -221,6 +221,7 @@ def control_settings(resolved: Resolved) -> ControlSettings:
             generate_s=leases.generate_s,
             engine_s=leases.engine_start_s + leases.publish_s,
             sync_s=leases.publish_s,
+            slots=resolved.cluster.engines.max_slots,
         ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,

@@ -32,6 +32,8 @@ class GatewayLimits:
     engine_s: float = 240.0
     sync_s: float = 60.0
     attempts: int = 4
+    slots: int = 1_000_000
+    """Requests that one engine generates at a time; more wait inside it."""
 
 
 @dataclass(slots=True)
@@ -118,9 +120,16 @@ class Gateway:
         member.sessions.clear()
 
     async def generate(
-        self, session: str, token_ids: tuple[int, ...], sampling: Sampling, *, spend: Callable[[float], None]
+        self,
+        session: str,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        spend: Callable[[float], None],
+        sent: Callable[[int], None] = lambda _: None,
     ) -> Completion:
-        """One turn's completion. `spend` is told of the engine seconds of every attempt, also of one that is cancelled.
+        """One turn's completion. `spend` is told of the engine seconds of every attempt, also of one that is cancelled;
+        `sent` of the version, when the engine has a slot free and so begins at once.
 
         Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
         generated anew: no token of a failed attempt is kept.
@@ -133,6 +142,8 @@ class Gateway:
                 f"{session}-{number}-{attempt}", session, token_ids, sampling, cache_salt=f"v{self.version}"
             )
             member.running += 1
+            if member.running <= self._limits.slots:
+                sent(self.version)
             member.shares.begin(request.request_id)
             try:
                 async with self._leases.hold(

@@ -91,7 +91,7 @@ class GroupTable:
             if run.state.published(version, self._bound) is GroupDecision.DROP:
                 self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
             else:
-                stale = [m for m, live in run.live.items() if self._bound.stale(live.v0, version)]
+                stale = [m for m, live in run.live.items() if self._bound.stale(live.begun, version)]
                 run.cancel(stale, AbortReason.STALE)
 
     def cancel_all(self, reason: AbortReason) -> None:

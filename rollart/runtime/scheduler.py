@@ -278,7 +278,7 @@ def charge(recorder: Recorder, live: Live, outcome: str, score: float | None, su
         live.id,
         domain=live.domain.name,
         outcome=outcome,
-        v0=-1 if live.v0 is None else live.v0,
+        v0=-1 if live.begun is None else live.begun,
         engine_seconds=live.engine_seconds,
         turns=len(live.turns),
         prompt_tokens=live.prompt_tokens,

@@ -67,6 +67,9 @@ class Live:
     run_seed: int
     started: float
     v0: int | None = None
+    sent: int | None = None
+    """Version under which its first turn was sent to an engine with a free slot: where its first token comes from,
+    until the answer says so itself."""
     tokens: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -74,6 +77,15 @@ class Live:
     prompt_tokens: int = 0
     action_tokens: int = 0
     abort: AbortReason | None = None
+
+    @property
+    def begun(self) -> int | None:
+        """The version to judge its staleness by; None while nothing can have been sampled."""
+        return self.sent if self.v0 is None else self.v0
+
+    def note_sent(self, version: int) -> None:
+        """A turn was sent to an engine that generates it at once; an attempt that failed left no token behind."""
+        self.sent = version
 
     def spend(self, seconds: float) -> None:
         """Charge engine time to it."""
@@ -144,7 +156,9 @@ class TrajectoryRunner:
             greedy=live.purpose is Purpose.EVAL,
         )
         try:
-            completion = await self._gateway.generate(live.id, tuple(live.tokens), sampling, spend=live.spend)
+            completion = await self._gateway.generate(
+                live.id, tuple(live.tokens), sampling, spend=live.spend, sent=live.note_sent
+            )
         except LeaseExpired as error:
             raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
         except RollartError as error:
@@ -191,7 +205,7 @@ class TrajectoryRunner:
         self._judge(live)
 
     def _judge(self, live: Live) -> None:
-        """I2 between two turns, and at the end of each generation: only then is the first turn's version known."""
+        """I2 between two turns, and before anybody acts on an answer."""
         if live.purpose is Purpose.TRAIN and self.stale(live.v0):
             raise Aborted(AbortReason.STALE)
 

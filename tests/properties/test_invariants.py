@@ -108,7 +108,7 @@ def test_no_trajectory_outlives_its_bound(world: World, fuzz: int) -> None:
                 late.extend(
                     live.id
                     for live in run.live.values()
-                    if live.v0 is not None and version - live.v0 > world.alpha and live.abort is None
+                    if live.begun is not None and version - live.begun > world.alpha and live.abort is None
                 )
             published_at.append(asyncio.get_running_loop().time())
             super().append(version)
@@ -200,3 +200,27 @@ def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
     loop.run(main(), seed=1)
     assert len(world.trainer.batches) == 4
     assert any(i.state == "down" for i in world.recorder.intervals)
+
+
+def test_a_long_first_turn_is_aborted_at_the_publish_that_makes_it_stale() -> None:
+    """I2 for single-turn domains: nothing is decoded to the end only to be thrown away."""
+    world = make(
+        quotas={"a": (4, 1)},
+        steps=12,
+        turns=1,
+        engine_s=lambda r: 20.0 if r.random() < 0.2 else 0.1,
+        train_s=lambda r: 0.5,
+    )
+    published_at: list[float] = []
+
+    class Published(list[int]):
+        def append(self, version: int) -> None:
+            published_at.append(asyncio.get_running_loop().time())
+            super().append(version)
+
+    world.published = Published()
+    loop.run(world.run(), seed=5)
+    stale = [c for c in world.recorder.charges if c.outcome == "stale"]
+    assert stale
+    assert all(c.t1 in published_at for c in stale)
+    assert all(c.engine_seconds > 0 for c in stale), "what it cost is charged"
