@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import RollartError, StorageFailed, UsageError
+from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
 from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.codec import decode_sample
 from rollart.ledger.intervals import State
@@ -92,6 +92,8 @@ class Database:
         except BaseException:
             self._roll_back()
             raise
+        if self.segments.rolled:
+            self._sweep()
         self.spent_usd += rows.usd + sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
         return results
 
@@ -115,6 +117,13 @@ class Database:
             seeds_drawn=dict(drawn.fetchall()),
             clock=self._clock,
         )
+
+    def _sweep(self) -> None:
+        """Delete segment files whose samples are all trained or dropped. Once per file, so a scan is cheap enough."""
+        live = self.connection.execute(
+            f"SELECT DISTINCT segment FROM samples WHERE state = {LIVE} AND segment IS NOT NULL"
+        )
+        self.segments.keep({segment for (segment,) in live})
 
     def close(self) -> None:
         self.segments.close()
@@ -157,6 +166,11 @@ class Database:
         except RollartError as refused:
             self.connection.execute("ROLLBACK TO operation")
             result = refused
+        except (sqlite3.Error, OSError):
+            raise
+        except Exception as error:  # a value that cannot be written is its owner's fault, not the end of the ledger
+            self.connection.execute("ROLLBACK TO operation")
+            result = RunFailed(f"the ledger cannot hold a record: {type(error).__name__}: {error}")
         self.connection.execute("RELEASE operation")
         return result
 

@@ -34,6 +34,8 @@ class Segments:
         self._file: BinaryIO | None = None
         self._number = max((int(p.stem) for p in directory.glob("*.seg")), default=0)
         self._dirty = False
+        self.rolled = False
+        """Whether a file was closed since somebody last asked `keep` to delete what is of no use."""
 
     def append(self, payload: bytes) -> tuple[int, int]:
         """Write a payload: (segment, offset). Durable after `sync`."""
@@ -71,6 +73,7 @@ class Segments:
 
     def keep(self, segments: Collection[int]) -> None:
         """Delete closed files that nothing refers to."""
+        self.rolled = False
         for path in self._directory.glob("*.seg"):
             if int(path.stem) not in segments and int(path.stem) != self._number:
                 path.unlink(missing_ok=True)
@@ -82,6 +85,7 @@ class Segments:
             self._file = None
 
     def _roll(self) -> None:
+        self.rolled = self._file is not None
         self.close()
         self._directory.mkdir(exist_ok=True)
         self._number += 1

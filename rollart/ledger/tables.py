@@ -144,6 +144,11 @@ def commit(
     samples = [sample for group in consumed for sample in group.samples]
     _consume(connection, "samples", [s.id for s in samples], version)
     _consume(connection, "groups", [g.id for g in consumed], version)
+    # What is left of these groups is an attempt that was generated again: it will never be trained.
+    connection.executemany(
+        f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
+        [(g.id,) for g in consumed],
+    )
     connection.execute(
         "INSERT INTO versions VALUES (?,?,?,?,?,?)",
         (version, step, len(consumed), len(samples), sum(sum(s.loss_mask) for s in samples), json.dumps(dict(metrics))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
@@ -422,3 +423,55 @@ class TestFailure:
 
     def test_errors_of_the_tree_only(self) -> None:
         assert issubclass(StorageFailed, RollartError)
+
+
+def test_segment_files_go_once_their_samples_are_trained(
+    tmp_path: Path, sample: MakeSample, group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live run does not pile up what it has trained: a closed file without live samples is deleted."""
+    monkeypatch.setattr("rollart.ledger.segments.ROLL_BYTES", 100_000)
+
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero, inline=True) as ledger:
+            for version in range(1, 9):
+                name = f"g{version}"
+                one = sample(f"{name}.0", name, tokens=5000)
+                await ledger.admit(name, "lake", version)
+                await ledger.finish(one)
+                await ledger.commit(version=version, step=version, consumed=[group(name, one)], metrics={})
+            assert len(list((tmp_path / "segments").iterdir())) <= 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_value_that_cannot_be_written_is_refused_and_the_ledger_lives(
+    tmp_path: Path, sample: MakeSample, inline: bool
+) -> None:
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero, inline=inline) as ledger:
+            await ledger.admit("a", "lake", 0)
+            with pytest.raises(RunFailed, match="cannot hold a record"):
+                await ledger.finish(dataclasses.replace(sample("a.0", "a"), success=object()))  # type: ignore[arg-type]
+            await ledger.finish(sample("a.1", "a"))
+
+    asyncio.run(main())
+
+
+def test_attempts_that_were_generated_again_are_dropped_with_their_group(
+    tmp_path: Path, sample: MakeSample, group: MakeGroup
+) -> None:
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero, inline=True) as ledger:
+            await ledger.admit("a", "lake", 0)
+            await ledger.finish(sample("a.0", "a"))
+            again = sample("a.0r2", "a")
+            await ledger.finish(again)
+            await ledger.commit(version=1, step=1, consumed=[group("a", again)], metrics={})
+            assert (await ledger.recover()).samples == ()  # type: ignore[union-attr]
+        with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
+            rows = database.execute("SELECT id, payload FROM samples WHERE payload IS NOT NULL").fetchall()
+        database.close()
+        assert rows == []
+
+    asyncio.run(main())
