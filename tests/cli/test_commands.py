@@ -215,11 +215,12 @@ class TestSpecs:
 
 CHILD = """
 import asyncio, sys, types
+from rollart.ports import RunEvent
 module = types.ModuleType("rollart.compose")
 def launch(resolved, *, run_dir, resume, on_progress):
     async def main():
         try:
-            on_progress("ready")
+            on_progress(RunEvent(0.0, "engine_started", "engine-0", {"version": 0}))
             await asyncio.Event().wait()
         finally:
             (run_dir / "closed").write_text("in order")
@@ -244,8 +245,7 @@ def test_stop_ends_a_real_run(rollart: Call, stubborn: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert child.stderr is not None
-        while "ready" not in child.stderr.readline():
-            pass
+        assert any("engine-0 serves v0" in line for line in child.stderr), "it ended before it was ready"
         if stubborn:
             done = rollart("stop", "--wait", "0.5")
             assert done.code == 1
