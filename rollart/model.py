@@ -92,6 +92,7 @@ class AbortReason(enum.StrEnum):
     INFRA_FAULT = "infra_fault"
     GROUP_DROPPED = "group_dropped"
     SHUTDOWN = "shutdown"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ class ControlPlane:
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
             on_step=hooks.step,
+            on_refused=self.scheduler.refused,
         )
         self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 

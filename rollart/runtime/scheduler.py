@@ -121,6 +121,11 @@ class Scheduler:
         self._buffer.published()
         self._freed.set()
 
+    def refused(self, groups: Sequence[Group], detail: str) -> None:
+        """The trainer will not train these: give them up, free their slots."""
+        for group in groups:
+            self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
+
     def outstanding(self) -> Mapping[str, int]:
         """Samples per domain that hold a slot: running, waiting in the buffer, or in training."""
         return dict(self._slots.outstanding)

@@ -19,6 +19,10 @@ from rollart.runtime.publish import Publisher
 __all__ = ["StepDone", "Training"]
 
 
+REFUSALS = 3
+"""Batches that a trainer may refuse in a row: one is bad luck, three are a setting."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """One training step, for progress lines and reports. Times are loop seconds."""
@@ -49,6 +53,7 @@ class Training:
         train_s: float,
         recover: Callable[[], Awaitable[None]],
         on_step: Callable[[StepDone], None],
+        on_refused: Callable[[Sequence[Group], str], None],
         attempts: int = 3,
     ) -> None:
         self._trainer = trainer
@@ -59,6 +64,7 @@ class Training:
         self._train_s = train_s
         self._recover = recover
         self._on_step = on_step
+        self._on_refused = on_refused
         self._attempts = attempts
 
     async def run(self, *, first_step: int, version: int, steps: int) -> None:
@@ -68,13 +74,27 @@ class Training:
             waiting = loop.time()
             self._clock.enter(State.IDLE, "waits_for_samples")
             with self._leases.note("training", f"a batch for step {step}"):
-                groups = await self._buffer.take(version)
-            began = loop.time()
-            report = await self._step(groups, version, step)
+                groups, report, began = await self._train_some(version, step)
             version += 1
             done = StepDone(step, version, groups, report, began, loop.time(), began - waiting)
             self._on_step(done)
         self._clock.enter(State.IDLE, "run_over")
+
+    async def _train_some(self, version: int, step: int) -> tuple[tuple[Group, ...], TrainReport, float]:
+        """The first batch that the trainer takes. One that it refuses is dropped with its reason, so that neither this
+        run nor its resume meets it again; `REFUSALS` in a row end the run."""
+        loop = asyncio.get_running_loop()
+        for refused in range(1, REFUSALS + 1):
+            groups = await self._buffer.take(version)
+            began = loop.time()
+            try:
+                return groups, await self._step(groups, version, step), began
+            except TrainerRefused as error:
+                self._on_refused(groups, str(error))
+                if refused == REFUSALS:
+                    raise
+                self._clock.enter(State.IDLE, "waits_for_samples")
+        raise AssertionError("unreachable: the last refusal raises")
 
     async def _step(self, groups: Sequence[Group], version: int, step: int) -> TrainReport:
         samples = [s for g in groups for s in g.samples]

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollart.errors import EngineError, TrainerError
+from rollart.errors import EngineError, TrainerError, TrainerRefused
 from rollart.model import (
     Completion,
     EngineId,
@@ -211,6 +211,7 @@ class SimulatedTrainer:
     seed: int = 0
     seconds: Callable[[random.Random], float] | None = None
     fail_steps: frozenset[int] = frozenset()
+    refuse_steps: frozenset[int] = frozenset()
     batches: list[tuple[int, tuple[TrainSample, ...]]] = field(default_factory=list)
     _calls: int = 0
 
@@ -220,6 +221,8 @@ class SimulatedTrainer:
             await asyncio.sleep(self.seconds(random.Random(f"{self.seed}:{self._calls}")))
         if self._calls in self.fail_steps:
             raise TrainerError("the simulated trainer died")
+        if self._calls in self.refuse_steps:
+            raise TrainerRefused("the simulated trainer will not have it")
         self.batches.append((version, tuple(samples)))
         return TrainReport(sum(map(sum, (s.loss_mask for s in samples))), 0.0, {})
 
