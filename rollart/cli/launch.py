@@ -15,6 +15,7 @@ from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, run
 from rollart.errors import StorageFailed, UsageError
 
 if TYPE_CHECKING:
+    from rollart.report.rows import Report, RunRows
     from rollart.spec.resolve import Resolved
 
 __all__ = ["launch", "split_arguments"]
@@ -137,7 +138,12 @@ def _show_reports(directory: Path) -> None:
     from rollart.report.summarize import cost
     from rollart.report.utilization import utilization
 
-    show(directory, [lambda rows: replace(curve(rows), tables=curve(rows).tables[:1]), cost, utilization])
+    def sparklines(rows: RunRows) -> Report:
+        """The curves without their points: those are for `rollart report curve`."""
+        report = curve(rows)
+        return replace(report, tables=report.tables[:1])
+
+    show(directory, [sparklines, cost, utilization])
     click.echo(f"\nrun directory: {directory}")
 
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from placement.types import Role
+from placement.types import Assignment, Role
 from rollart.errors import SpecError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.ports import ActorSpec, Node
+from rollart.spec.cluster import PoolSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["clocks", "engine_actor", "nodes", "trainer_actor"]
+__all__ = ["clocks", "engine_actor", "nodes", "torch_device", "trainer_actor"]
 
 
 def nodes(resolved: Resolved) -> list[Node]:
     """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
     nodes = []
     for pool in resolved.cluster.pools:
-        resource = "CPU" if pool.device == "cpu" else "GPU"
         labels = {"pool": pool.name, "device": pool.device, **pool.labels}
-        nodes.append(Node(pool.name, labels, {resource: float(pool.count)}, {}))
+        nodes.append(Node(pool.name, labels, {_resource(pool): float(pool.count)}, {}))
     return nodes
+
+
+def torch_device(resolved: Resolved, assignment: Assignment) -> str:
+    """What a part computes on, in torch's words: the device of the pool that the plan put it in."""
+    return "cpu" if _resource(_pool(resolved, assignment)) == "CPU" else "cuda"
 
 
 def clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
@@ -55,14 +60,10 @@ def clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
 
 def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
     assignment = resolved.plan.of(Role.TRAINER)[0]
-    return _program(
-        resolved, directory, assignment.name, "rollart.train", ["--config", str(config)], len(assignment.devices)
-    )
+    return _program(resolved, directory, assignment, "rollart.train", ["--config", str(config)])
 
 
-def engine_actor(resolved: Resolved, directory: Path, name: str) -> ActorSpec:
-    assignment = next(a for a in resolved.plan.of(Role.ENGINE) if a.name == name)
-    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
+def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
     arguments = [
         "--max-slots",
         str(resolved.cluster.engines.max_slots),
@@ -71,17 +72,25 @@ def engine_actor(resolved: Resolved, directory: Path, name: str) -> ActorSpec:
         "--threads",
         str(resolved.cluster.engines.threads),
         "--device",
-        "cpu" if pool.device == "cpu" else "cuda",
+        torch_device(resolved, assignment),
     ]
-    return _program(resolved, directory, name, "rollart.engine", arguments, len(assignment.devices))
+    return _program(resolved, directory, assignment, "rollart.engine", arguments)
+
+
+def _pool(resolved: Resolved, assignment: Assignment) -> PoolSpec:
+    return next(p for p in resolved.cluster.pools if p.name == assignment.pool)
+
+
+def _resource(pool: PoolSpec) -> str:
+    return "CPU" if pool.device == "cpu" else "GPU"
 
 
 def _program(
-    resolved: Resolved, directory: Path, name: str, module: str, arguments: list[str], devices: int
+    resolved: Resolved, directory: Path, assignment: Assignment, module: str, arguments: list[str]
 ) -> ActorSpec:
-    assignment = next(a for a in resolved.plan.assignments if a.name == name)
-    pool = next(p for p in resolved.cluster.pools if p.name == assignment.pool)
-    resource = "CPU" if pool.device == "cpu" else "GPU"
+    name, devices = assignment.name, len(assignment.devices)
+    pool = _pool(resolved, assignment)
+    resource = _resource(pool)
     env = {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices)}
     if resource == "GPU":
         if devices > 1:

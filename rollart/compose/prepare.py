@@ -14,6 +14,7 @@ from typing import Any
 from placement.types import Role
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
+from rollart.compose.actors import torch_device
 from rollart.errors import PartDied, SpecError
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.runtime.domain import Domain, derive_seed
@@ -98,7 +99,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
         "temperature": run.domains[0].temperature,
         "threads": resolved.cluster.trainer.threads,
-        "device": _torch_device(resolved),
+        "device": torch_device(resolved, resolved.plan.of(Role.TRAINER)[0]),
     }
     path = run_dir / "trainer.json"
     path.write_text(json.dumps(config, indent=2) + "\n")
@@ -267,9 +268,3 @@ async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _torch_device(resolved: Resolved) -> str:
-    """What the trainer computes on: the device of the pool that the plan put it in."""
-    pool = resolved.plan.of(Role.TRAINER)[0].pool
-    return "cpu" if next(p for p in resolved.cluster.pools if p.name == pool).device == "cpu" else "cuda"

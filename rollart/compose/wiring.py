@@ -68,7 +68,6 @@ class Parts:
     spent_before: float
     current: WeightsRef | None = None
     said: int = 0
-    started: bool = False
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     rewarder: OffloadRewarder = field(init=False)
@@ -83,7 +82,6 @@ class Parts:
     def begin(self, weights: WeightsRef) -> None:
         """The version that engines start with is known: the control plane can be made."""
         self.current = weights
-        self.started = True
         self.control = ControlPlane(
             self.domains,
             tokenizer=self.tokenizer,
@@ -161,7 +159,9 @@ class Parts:
 
     def _progress(self) -> int:
         """What only grows while something gets done: parts started, turns generated, versions published."""
-        return self.said + (self.control.gateway.served + self.control.gateway.version if self.started else 0)
+        if self.current is None:
+            return self.said
+        return self.said + self.control.gateway.served + self.control.gateway.version
 
     def _current(self) -> WeightsRef:
         assert self.current is not None, "engines start after the first version is published"
@@ -292,7 +292,7 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
         engines = []
         for assignment in resolved.plan.of(Role.ENGINE):
             part = EngineProgram(
-                EngineId(assignment.name), await runtime.spawn(engine_actor(resolved, directory, assignment.name))
+                EngineId(assignment.name), await runtime.spawn(engine_actor(resolved, directory, assignment))
             )
             stack.push_async_callback(part.close)
             engines.append(part)

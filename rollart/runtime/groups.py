@@ -102,9 +102,6 @@ class GroupTable:
         """Whether the group is still under way."""
         return self._runs.get(run.id) is run
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
     def live(self) -> int:
         """Trajectories under way."""
         return sum(len(run.live) for run in self._runs.values())
