@@ -100,7 +100,8 @@ class Scheduler:
                     await asyncio.gather(*(self._journal.admit(g, d.name, seed) for g, d, seed in fresh))
                     for group_id, domain, seed in fresh:
                         self._start(tasks, self._groups.open(group_id, domain, seed), range(domain.group_size))
-                else:
+                elif not self._closed and not self._drops:
+                    # Nothing is awaited since they were looked at: no close and no drop can fall between.
                     self._freed.clear()
                     await self._freed.wait()
             self._groups.cancel_all(AbortReason.SHUTDOWN)

@@ -73,8 +73,7 @@ class Training:
         for step in range(first_step, steps):
             waiting = loop.time()
             self._clock.enter(State.IDLE, "waits_for_samples")
-            with self._leases.note("training", f"a batch for step {step}"):
-                groups, report, began = await self._train_some(version, step)
+            groups, report, began = await self._train_some(version, step)
             version += 1
             done = StepDone(step, version, groups, report, began, loop.time(), began - waiting)
             self._on_step(done)
@@ -85,7 +84,8 @@ class Training:
         run nor its resume meets it again; `REFUSALS` in a row end the run."""
         loop = asyncio.get_running_loop()
         for refused in range(1, REFUSALS + 1):
-            groups = await self._buffer.take(version)
+            with self._leases.note("training", f"a batch for step {step}"):
+                groups = await self._buffer.take(version)
             began = loop.time()
             try:
                 return groups, await self._step(groups, version, step), began

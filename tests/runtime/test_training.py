@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rollart.errors import TrainerRefused
@@ -34,3 +36,27 @@ def test_refusals_in_a_row_end_the_run_with_the_trainers_words() -> None:
     refused = caught.value.subgroup(TrainerRefused)
     assert refused is not None
     assert "will not have it" in str(refused.exceptions[0].args or refused.exceptions[0])
+
+
+def test_a_close_during_the_schedulers_own_await_ends_it() -> None:
+    """Closing sets the event that the scheduler clears before it sleeps: the wake-up must not be lost in between."""
+
+    async def main() -> None:
+        run = make(steps=0)
+
+        async def close_in_between() -> None:
+            run.control.scheduler.close()
+
+        async def body() -> None:
+            await run.run()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(body())
+            await asyncio.sleep(0)
+
+        scheduler = run.control.scheduler
+        scheduler._closed = False
+        scheduler._write_drops = close_in_between  # type: ignore[method-assign]
+        await scheduler.run(lambda: 0)
+
+    loop.run(main())
