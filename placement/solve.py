@@ -1,82 +1,149 @@
-"""Which part runs on which devices. Pure: pools and demands in, a plan or the shortage out.
+"""The placement of a problem: how many instances of what, where, and what flows through them (RollArt R1 and P/D;
+facts: Mélange's cover, Splitwise's and HexGen-2's roles, Little's law for batches, KV and trajectories in flight).
 
-With one eligible pool per demand there is nothing to optimise: demands are placed in the order given, each on the
-eligible pool with the most free devices (ties: the first named), on its lowest free indices. No part spans pools.
+A mixed-integer program over instances (pool × role × TP) and path flows (domain × units × batch × KV mode), solved by
+HiGHS. Whole numbers are only the instances; a batch size is an operating point at which an instance spends part of its
+time. Objectives are lexicographic: what was asked for, then dollars, then devices (and changes to a running plan).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from placement.types import Assignment, Demand, Plan, Pool, Shortage
+from placement import columns, diagnose, result, search
+from placement.milp import Floats
+from placement.problem import Problem
+from placement.program import Program, program
+from placement.tableau import Tableau, tableau
+from placement.types import Infeasible, Objective, Placement
 
 __all__ = ["solve"]
 
-
-def solve(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
-    """Place every demand, or say which one does not fit."""
-    used = {pool.name: 0 for pool in pools}
-    memory = {pool.name: 0.0 for pool in pools}
-    assignments: list[Assignment] = []
-    for demand in demands:
-        for replica in range(demand.replicas):
-            fitting = [p for p in pools if _fits(p, demand, used[p.name], memory[p.name])]
-            if not fitting:
-                return Shortage(demand, _shortage(pools, demand, replica, used, memory))
-            pool = max(fitting, key=lambda p: p.count - used[p.name])
-            start = used[pool.name]
-            assignments.append(Assignment(demand.role, replica, pool.name, tuple(range(start, start + demand.devices))))
-            used[pool.name] += demand.devices
-            memory[pool.name] += demand.memory_gb
-    return Plan(
-        assignments=tuple(assignments),
-        idle={p.name: p.count - used[p.name] for p in pools},
-        usd_per_hour=sum(p.count * p.usd_per_device_hour for p in pools),
-        binds=_binds(pools, used, memory),
-    )
+SLACK = 1e-6
+"""Relative loss of the first objective that the second may cause: what HiGHS' tolerances need."""
+TIE = 2e-3
+"""Relative gap of what only breaks ties: a fifth of a per cent of the dollars, unless a smaller gap is asked for."""
+OWNED = 1e-2
+"""What an hour of an owned device counts beside one that is paid by use: enough to leave the dearer one free."""
+NOTHING = 1e-9
+"""A rate below this share of the problem's scale is none."""
+SMALL, FAINT = 0.02, 1e-6
+"""A rate below SMALL × the scale asks for a smaller scale; one below FAINT × may be nothing but tolerance."""
+RESCALED = 3
+"""Each round gains at least as many digits as SMALL has: after three, a rate of 1e-6 of the guess is exact."""
+ROUNDS = 30
+"""Dinkelbach's method converges superlinearly: a handful of rounds do."""
 
 
-def _eligible(pool: Pool, demand: Demand) -> bool:
-    device = demand.device is None or pool.device.name == demand.device
-    return device and all(pool.labels.get(k) == v for k, v in demand.labels.items())
+def solve(problem: Problem) -> Placement | Infeasible:
+    """The best placement, or why there is none. Deterministic. ValueError if rate per dollar is asked for and nothing
+    costs anything; RuntimeError if HiGHS fails."""
+    table = tableau(problem)
+    missing = diagnose.without_path(problem, table)
+    if missing is not None:
+        return missing
+    p = _scaled(problem, table)
+    if problem.objective is Objective.MAX_THROUGHPUT:
+        found = _throughput(p)
+    elif problem.objective is Objective.MIN_COST:
+        found = _least_cost(p)
+    else:
+        found = _per_dollar(p)
+    if found is None:
+        return diagnose.infeasible(problem, table, solve)
+    return result.placement(p, *found)
 
 
-def _fits(pool: Pool, demand: Demand, used: int, memory: float) -> bool:
-    if not _eligible(pool, demand) or pool.count - used < demand.devices:
-        return False
-    return _memory_of(pool, demand) is None or demand.memory_gb + memory <= (_memory_of(pool, demand) or 0.0)
+def _scaled(problem: Problem, table: Tableau) -> Program:
+    """The program in units in which its rate is near 1: far below, it is lost in HiGHS' tolerances."""
+    p = program(problem, table)
+    columns.seed(p)
+    for _ in range(RESCALED):
+        answer = p.matrix.relaxed(p.vector({p.rate: 1.0}))
+        if answer is None or not FAINT < answer.x[p.rate] < SMALL:
+            break
+        p = program(problem, table, p.scale * float(answer.x[p.rate]))
+        columns.seed(p)
+    return p
 
 
-def _memory_of(pool: Pool, demand: Demand) -> float | None:
-    """Memory that the demand's replica may use: the host's on a CPU pool, its devices' (each alone) otherwise."""
-    if pool.device.is_cpu:
-        return pool.memory_gb
-    return None if pool.device.memory_gb is None else pool.device.memory_gb * pool.count
+def _throughput(p: Program) -> tuple[Floats, float] | None:
+    charge = _charge(p)
+    first = search.best(p, {p.rate: 1.0, **charge})
+    if first is None or first.x[p.rate] <= NOTHING:
+        return None
+    charged = first.x[p.rate] - first.value
+    least = float(first.value) - SLACK * abs(float(first.value))
+    p.matrix.row(("reached",), [(p.rate, 1.0), *charge.items()], low=least)
+    second = search.best(p, _cheapest(p, sunk=True), first, gap=_tie(p))
+    return (second or first).x, float(first.bound + charged) * p.scale
 
 
-def _shortage(
-    pools: Sequence[Pool], demand: Demand, replica: int, used: dict[str, int], memory: dict[str, float]
-) -> str:
-    wanted = f"{demand.role} {replica + 1} of {demand.replicas} needs {demand.devices} {demand.device or 'device'}(s)"
-    eligible = [p for p in pools if _eligible(p, demand)]
-    if not eligible:
-        asked = ", ".join(f"{k}={v}" for k, v in demand.labels.items())
-        return f"{wanted}{' with ' + asked if asked else ''}, and no pool has such devices"
-    state = "; ".join(
-        f"pool '{p.name}' has {p.count - used[p.name]} of {p.count} {p.device.name} free" for p in eligible
-    )
-    if any(p.count - used[p.name] >= demand.devices for p in eligible):
-        state += "; memory is short: " + ", ".join(
-            f"{memory[p.name] + demand.memory_gb:g} GB of {_memory_of(p, demand):g} GB on '{p.name}'" for p in eligible
-        )
-    return f"{wanted}, and {state}"
+def _least_cost(p: Program) -> tuple[Floats, float] | None:
+    asked = (p.problem.rate or 0.0) / p.scale
+    p.matrix.high[p.rate] = asked
+    most = columns.relaxed(p, {p.rate: 1.0})
+    if most is None or most.value < asked * (1 - SLACK):
+        return None
+    p.matrix.low[p.rate] = asked
+    first = search.best(p, {j: -v for j, v in p.cost().items()})
+    if first is None:
+        return None
+    p.matrix.row(("cost",), p.cost().items(), high=-first.value * (1 + SLACK) + 1e-9)
+    second = search.best(p, _cheapest(p), first, gap=_tie(p))
+    return (second or first).x, max(0.0, -first.bound)
 
 
-def _binds(pools: Sequence[Pool], used: dict[str, int], memory: dict[str, float]) -> str:
-    """The resource with the largest share in use; devices before memory on a tie."""
-    shares = [(used[p.name] / p.count, f"{p.device.name} of pool '{p.name}'", used[p.name], p.count) for p in pools]
-    share, what, n, count = max(shares, key=lambda s: s[0])
-    host = [(memory[p.name] / p.memory_gb, p) for p in pools if p.memory_gb and p.device.is_cpu and memory[p.name] > 0]
-    if host and (top := max(host, key=lambda h: h[0]))[0] > share:
-        return f"host memory of pool '{top[1].name}': {memory[top[1].name]:g} of {top[1].memory_gb:g} GB in use"
-    return f"{what}: {n} of {count} in use"
+def _per_dollar(p: Program) -> tuple[Floats, float] | None:
+    """Dinkelbach: the ratio is best where `rate - ratio × cost` can no longer be made positive."""
+    cost = p.cost()
+    found = search.best(p, {p.rate: 1.0})
+    if found is None or found.x[p.rate] <= NOTHING:
+        return None
+    if any(v < 0 for v in cost.values()) or not any(v > 0 for v in cost.values()):
+        raise ValueError("max_throughput_per_dollar: nothing here costs anything (rule: some pool has a price)")
+    for _ in range(ROUNDS):
+        dollars = sum(v * float(found.x[j]) for j, v in cost.items())
+        if dollars <= 1e-12:
+            raise ValueError("max_throughput_per_dollar: a plan without cost exists (rule: what runs has a price)")
+        ratio = float(found.x[p.rate]) / dollars
+        better = search.best(p, {p.rate: 1.0, **{j: -ratio * v for j, v in cost.items()}}, found)
+        more = 0.0 if better is None else max(0.0, better.bound)
+        if better is None or better.x[p.rate] <= NOTHING or better.value <= ratio * dollars * p.problem.gap:
+            break
+        found = better
+    return found.x, (ratio + more / dollars) * p.scale
+
+
+def _charge(p: Program) -> dict[int, float]:
+    """What a changed device loses while it restarts, as a rate over the horizon: the relaxed plan's rate per device."""
+    running = p.problem.running
+    if running is None or not p.changed:
+        return {}
+    relaxed = columns.relaxed(p, {p.rate: 1.0})
+    if relaxed is None:
+        return {}
+    devices = sum(float(relaxed.x[p.units[u]]) * unit.tp for u, unit in enumerate(p.tableau.units))
+    if devices <= 0:
+        return {}
+    each = float(relaxed.x[p.rate]) / devices
+    return dict.fromkeys(p.changed, -each * running.restart_s / running.horizon_s)
+
+
+def _cheapest(p: Program, *, sunk: bool = False) -> dict[int, float]:
+    """At the rate and cost reached: the least dollars, then devices, then changes.
+
+    `sunk`: pools that are not rented are paid whether used or not, so that using them counts next to nothing.
+    """
+    price = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
+    terms = {j: -v for j, v in p.cost().items()}
+    for pool, column, _ in p.used():
+        if sunk and not p.problem.pools[pool].rented:
+            terms[column] *= OWNED
+    for _, column, devices in p.used():
+        terms[column] = terms.get(column, 0.0) - 1e-3 * price * devices
+    for column in p.changed:
+        terms[column] = -1e-3 * price
+    return terms
+
+
+def _tie(p: Program) -> float:
+    return TIE if p.problem.gap >= 1e-4 else p.problem.gap

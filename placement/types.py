@@ -1,28 +1,70 @@
-"""Values of the placer: hardware, what parts ask for, and the plan that answers."""
+"""Values of the placer: hardware, what is asked for, and the plans that answer.
+
+Units, everywhere: seconds, GB = 1e9 bytes, TB/s = 1e12 bytes/s, TFLOP/s = 1e12 FLOP/s (dense), dollars. A rate is in
+trajectories per second unless it says otherwise. None means that nobody stated the figure: it is never guessed.
+"""
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Assignment", "Demand", "Device", "Link", "Plan", "Pool", "Role", "Shortage"]
+__all__ = [
+    "Assignment",
+    "Demand",
+    "Deployment",
+    "Device",
+    "Flow",
+    "Infeasible",
+    "KvMode",
+    "Link",
+    "Objective",
+    "Placement",
+    "Plan",
+    "Pool",
+    "Prices",
+    "RewardChoice",
+    "Role",
+    "Shortage",
+]
 
 
 class Role(enum.StrEnum):
-    """What a part does."""
+    """What a part does. ENGINE prefills and decodes (aggregated); PREFILL and DECODE do one of the two."""
 
     ENGINE = "engine"
     PREFILL = "prefill"
     DECODE = "decode"
     TRAINER = "trainer"
+    REWARD = "reward"
+    ENVIRONMENT = "environment"
+
+
+class KvMode(enum.StrEnum):
+    """What happens to a trajectory's KV between its turns. KEEP: it stays where the next turn's prefill runs.
+    RECOMPUTE (aggregated): it is dropped and prefilled again. PULL (prefill/decode): the prefill engine fetches the
+    whole context back from the decode engine every turn instead of holding it."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    PULL = "pull"
+
+
+class Objective(enum.StrEnum):
+    MAX_THROUGHPUT = "max_throughput"
+    MIN_COST = "min_cost"
+    MAX_THROUGHPUT_PER_DOLLAR = "max_throughput_per_dollar"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A type of compute: a CPU core or a GPU. Peak rates are None where nobody stated them.
+    """A type of compute: a CPU core or a GPU. `name` is only a key: nothing is decided by it.
 
-    Units: BF16 TFLOP/s (dense), GB of its own memory, TB/s of memory bandwidth.
+    `tflops_*` dense; `nvlink_gb_per_s` of one device, all directions together, as vendors state it; `link_gb_per_s` of
+    one device's share of its host's network, one direction; `generation` groups devices whose constants carry over
+    ("hopper"). `source` says who states the figures (the catalogue keeps source and date by figure).
     """
 
     name: str
@@ -30,25 +72,53 @@ class Device:
     memory_gb: float | None = None
     memory_tb_per_s: float | None = None
     source: str = ""
+    tflops_fp8: float | None = None
+    nvlink_gb_per_s: float | None = None
+    link_gb_per_s: float | None = None
+    watts: float | None = None
+    devices_per_host: int | None = None
+    generation: str = ""
 
     @property
     def is_cpu(self) -> bool:
-        return self.name == "cpu"
+        return self.name == "cpu" or self.generation == "cpu"
+
+    def __post_init__(self) -> None:
+        for figure in (
+            "tflops_bf16", "memory_gb", "memory_tb_per_s", "tflops_fp8", "nvlink_gb_per_s", "link_gb_per_s", "watts",
+            "devices_per_host",
+        ):  # fmt: skip
+            value = getattr(self, figure)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"device {self.name}: {figure} is {value} (rule: a finite number above 0, or left out)"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection between two pools (or within one): GB/s in one direction, seconds of latency."""
+    """The connection between two pools, or of a pool with itself: GB/s in one direction, over all of it; seconds."""
 
     a: str
     b: str
     gb_per_s: float
     latency_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.gb_per_s) and self.gb_per_s > 0):
+            raise ValueError(f"link {self.a}–{self.b}: gb_per_s is {self.gb_per_s} (rule: a finite number above 0)")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(
+                f"link {self.a}–{self.b}: latency_s is {self.latency_s} (rule: a finite number, at least 0)"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`count` devices of one type in one place, and what an hour of one costs."""
+    """`count` devices of one type in one place, and what an hour of one costs.
+
+    `rented`: only what the plan uses is paid; otherwise all of it is, used or not.
+    """
 
     name: str
     device: Device
@@ -57,17 +127,17 @@ class Pool:
     memory_gb: float | None = None
     """Host memory of a CPU pool, in all; None if not stated."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    rented: bool = False
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.usd_per_device_hour < 0:
-            raise ValueError(
-                f"pool {self.name}: count {self.count} and price {self.usd_per_device_hour} (rule: at least 1 and 0)"
-            )
+        price = self.usd_per_device_hour
+        if self.count < 1 or not (math.isfinite(price) and price >= 0):
+            raise ValueError(f"pool {self.name}: count {self.count} and price {price} (rule: at least 1 and 0)")
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`replicas` parts of a role, each on `devices` devices of one pool; of a device type and labels if given."""
+    """`replicas` parts of a role, each on `devices` devices of one pool; of a pool, device type and labels if given."""
 
     role: Role
     replicas: int
@@ -76,6 +146,7 @@ class Demand:
     labels: Mapping[str, str] = field(default_factory=dict)
     memory_gb: float = 0.0
     """Memory of one replica, over its devices (GPU) or of the host (CPU)."""
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.devices < 1:
@@ -98,11 +169,130 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Which part runs where. `rates` are predicted units per second by role, None where nothing predicts them.
+class Deployment:
+    """`replicas` instances of a role on `tp` devices each in one pool, and how they are predicted to run.
 
-    `usd_per_hour` is of all pools: a device that nothing runs on is paid too (`idle`, devices by pool).
-    `binds` says in words which resource is used up first.
+    `batch` is the mean number of trajectories that one replica generates for at a time (1 where
+    nothing is batched); `utilisation` the share of its time in use, `kv_utilisation` that of its KV memory, in [0, 1].
+    """
+
+    pool: str
+    role: Role
+    tp: int
+    replicas: int
+    batch: float = 1.0
+    utilisation: float = 0.0
+    kv_utilisation: float = 0.0
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """`rate` trajectories/s of a domain on a path: decode (or all of it) on `pool`, prefill on `prefill_pool` if the
+    two are apart. `seconds` is how long one is in flight there, environment included."""
+
+    domain: str
+    pool: str
+    tp: int
+    rate: float
+    seconds: float
+    kv: KvMode = KvMode.KEEP
+    prefill_pool: str | None = None
+    prefill_tp: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardChoice:
+    """Where a domain's trajectories are scored, at what cost, and when the other place would win.
+
+    `where` is "functions" or a pool's name. `break_even_utilisation`: a dedicated device costs less than functions when
+    it would be busy for more than this share of the time (above 1: never); None where there is nothing to compare.
+    """
+
+    domain: str
+    where: str
+    rate: float
+    usd_per_thousand: float
+    break_even_utilisation: float | None = None
+    dedicated_utilisation: float | None = None
+    """What this rate would keep a dedicated device busy for."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Dual prices of the flow problem at the plan's instances: the share of the rate, in trajectories/s, that one more
+    unit would buy. What the router prices a path with.
+
+    `deployments`: per instance-second/s, by (pool, role, tp). `kv`: per token of KV capacity. `links`: per GB/s, by
+    (a, b) in sorted order. `in_flight`: per trajectory. `pools`: per device (of the relaxed problem, in which instances
+    may be fractions).
+    """
+
+    deployments: Mapping[tuple[str, Role, int], float] = field(default_factory=dict)
+    kv: Mapping[tuple[str, Role, int], float] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    in_flight: float = 0.0
+    pools: Mapping[str, float] = field(default_factory=dict)
+    train: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The solver's answer: how many instances of what, where, and what flows through them.
+
+    `bound` is the best rate (or, for the cost objectives, the best objective value) that any plan could have; `gap` the
+    relative distance to it. `usd_per_hour` is of what is used, functions included; `usd_per_hour_all` adds the devices
+    of pools that are paid whether used or not. `binds` says in words what limits the rate, most important first.
+    """
+
+    objective: Objective
+    rate: float
+    bound: float
+    gap: float
+    usd_per_hour: float
+    usd_per_hour_all: float
+    deployments: tuple[Deployment, ...]
+    flows: tuple[Flow, ...]
+    rewards: tuple[RewardChoice, ...]
+    prices: Prices
+    binds: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What a reader must know: extrapolations, assumptions, figures that were absent."""
+    band: float = 0.0
+    """Relative error band of the rate, from the performance model: rate × (1 ± band)."""
+
+    @property
+    def usd_per_thousand(self) -> float:
+        """Dollars of the used devices per 1,000 trajectories."""
+        return 1000.0 * self.usd_per_hour / 3600.0 / self.rate if self.rate > 0 else math.inf
+
+    @property
+    def usd_per_thousand_all(self) -> float:
+        """Dollars per 1,000 trajectories with the devices that are paid whether used or not."""
+        return 1000.0 * self.usd_per_hour_all / 3600.0 / self.rate if self.rate > 0 else math.inf
+
+    def of(self, role: Role) -> tuple[Deployment, ...]:
+        return tuple(d for d in self.deployments if d.role is role)
+
+
+@dataclass(frozen=True, slots=True)
+class Infeasible:
+    """There is no plan. `message` in one line; `conflicts` are the constraints that cannot hold together, in words."""
+
+    message: str
+    conflicts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which part runs on which device. `rates` are predicted units per second by role, or None.
+
+    `usd_per_hour` is of all pools: a device that nothing runs on is paid too (`idle`, devices by pool), unless rented.
+    `binds` says in words which resource is used up first. `placement` is what it was derived from, if it was computed.
     """
 
     assignments: tuple[Assignment, ...]
@@ -110,6 +300,7 @@ class Plan:
     usd_per_hour: float
     binds: str
     rates: Mapping[str, float] | None = None
+    placement: Placement | None = None
 
     def of(self, role: Role) -> tuple[Assignment, ...]:
         """The parts of a role, by replica."""
@@ -118,7 +309,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """There is no plan: what was asked for, what there is, in words with the numbers."""
+    """Parts do not fit: what was asked for, what there is, in words with the numbers."""
 
     demand: Demand
     message: str

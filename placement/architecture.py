@@ -1,0 +1,308 @@
+"""What a model's architecture asks of hardware: parameters, KV bytes, FLOPs. From a Hugging Face `config.json`.
+
+`Shape` answers in closed form, so that a planner can ask it millions of times. Conventions: a FLOP count has 2 per
+multiply-add; the token at position p attends to p earlier ones (the integral p, not p + 1: at the lengths that matter
+the difference is nothing, and sums over pieces of a sequence stay exact), or to `window` where a layer has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from placement.modelconfig import Experts, Family, Fields, Mla, experts_of, family_of, mla_of, window_of
+
+__all__ = ["Shape", "shape_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder's architecture at a serving precision. Made by `shape_of`; implements `performance.ShapeModel`.
+
+    Counts are of numbers (parameters, cache elements); `*_bytes` at `weight_bytes_per_parameter` and
+    `kv_bytes_per_element`. Methods take fractions: a mean over sequences is a fine argument.
+    """
+
+    name: str
+    model_type: str
+    layers: int
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int | None
+    """Width of the dense feed-forward layers; None if every layer has experts."""
+    parameters: int
+    """All of them; of a multimodal model those of the text part."""
+    expert_parameters: int
+    """Of routed experts, all layers (shared experts are not among them)."""
+    embedding_parameters: int
+    """Of the input embedding: a token reads one row of it."""
+    tied: bool
+    """The output layer is the input embedding."""
+    experts: int = 0
+    """Routed experts of a layer that has them; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_layers: int = 0
+    expert_intermediate: int | None = None
+    window: int | None = None
+    """Tokens that layers with a sliding window attend to."""
+    window_layers: int = 0
+    mla: Mla | None = None
+    weight_bytes_per_parameter: float = 2.0
+    kv_bytes_per_element: float = 2.0
+    notes: tuple[str, ...] = ()
+    """What was left out or taken from elsewhere than the config, in words."""
+
+    @property
+    def active_parameters(self) -> int:
+        """What one token uses: all but the routed experts that are not chosen. Embeddings count, as in model cards."""
+        return self.parameters - self.expert_parameters + self._chosen_expert_parameters
+
+    @property
+    def lm_head_parameters(self) -> int:
+        """Of the output layer, shared with the embedding or not."""
+        return self.vocab * self.hidden
+
+    @property
+    def body_parameters(self) -> int:
+        """What one token is multiplied with before the output layer."""
+        untied = 0 if self.tied else self.lm_head_parameters
+        return self.active_parameters - self.embedding_parameters - untied
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.parameters * self.weight_bytes_per_parameter
+
+    @property
+    def kv_elements_per_layer(self) -> int:
+        """Cached numbers per token and layer."""
+        if self.mla is not None:
+            return self.mla.kv_lora_rank + self.mla.rope
+        return 2 * self.kv_heads * self.head_dim
+
+    def kv_bytes(self, tokens: float) -> float:
+        """KV cache of one sequence, one copy of it (`kv_copies` says how many a tp holds); windows cap their layers."""
+        kept = tokens if self.window is None else min(tokens, self.window)
+        held = (self.layers - self.window_layers) * tokens + self.window_layers * kept
+        return held * self.kv_elements_per_layer * self.kv_bytes_per_element
+
+    def kv_copies(self, tp: int) -> int:
+        """How often a cache is held over `tp` devices: heads that cannot be divided further are replicated, and so is
+        a latent cache, which has no heads."""
+        return tp if self.mla is not None else max(1, tp // self.kv_heads)
+
+    def flops(self, new: float, cached: float, logits: float | None = None) -> float:
+        """Forward FLOPs of `new` tokens after `cached` ones of the same sequence.
+
+        `logits`: at how many positions the output layer is computed (1 for a prefill); None: at every new token.
+        """
+        positions = new if logits is None else logits
+        return (
+            2.0 * self.body_parameters * new
+            + 2.0 * self.lm_head_parameters * positions
+            + self._pair_flops * self._pairs(cached, cached + new)
+        )
+
+    def attention_flops(self, context: float) -> float:
+        """Attention FLOPs of one token that has `context` tokens before it, over all layers, as in a prefill."""
+        return self._pair_flops * self._reach(context)
+
+    def decode_flops(self, context: float) -> float:
+        """Forward FLOPs of one generated token at a context, output layer and all.
+
+        Latent attention decodes in the space of the latent (weights absorbed), which costs more per pair than the
+        expanded heads of a prefill do.
+        """
+        per_pair = self._pair_flops
+        if self.mla is not None:
+            per_pair = 2.0 * self.heads * (2 * self.mla.kv_lora_rank + self.mla.rope)
+        return 2.0 * (self.body_parameters + self.lm_head_parameters) + per_pair * self._reach(context)
+
+    def train_flops(self, tokens: float, context: float) -> float:
+        """Forward and backward (3 × forward) of `tokens` tokens that have `context` tokens before them on average, as
+        in sequences of twice that length. Recomputed activations are not counted."""
+        attention = self._pair_flops * self._pairs(0.0, 2.0 * context) / (2.0 * context) if context > 0 else 0.0
+        return 3.0 * tokens * (2.0 * (self.body_parameters + self.lm_head_parameters) + attention)
+
+    def touched_weight_bytes(self, batch: float) -> float:
+        """Weights that a step over `batch` tokens reads: all but the input embedding (unless tied) and the experts
+        that no token chose, if each chooses `experts_per_token` of them evenly: E (1 - (1 - k/E)^batch) are read."""
+        read = self.parameters - self.expert_parameters - (0 if self.tied else self.embedding_parameters)
+        touched = float(read)
+        if self.experts:
+            share = 1.0 - (1.0 - self.experts_per_token / self.experts) ** batch
+            touched += self.expert_parameters * share
+        return touched * self.weight_bytes_per_parameter
+
+    def allows_tp(self, tp: int) -> str | None:
+        """None if engines can divide the model by `tp`; else why not. Vocabularies are padded, so any size will do."""
+        if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+            return f"tp is {tp!r} (rule: a whole number, at least 1)"
+        if self.heads % tp:
+            return f"tp {tp} does not divide num_attention_heads, which is {self.heads}"
+        if self.mla is None and self.kv_heads % tp and tp % self.kv_heads:
+            return f"tp {tp} neither divides num_key_value_heads, which is {self.kv_heads}, nor is a multiple of it"
+        for field, width in (("intermediate_size", self.intermediate), ("expert width", self.expert_intermediate)):
+            if width is not None and width % tp:
+                return f"tp {tp} does not divide {field}, which is {width}"
+        return None
+
+    @property
+    def _chosen_expert_parameters(self) -> int:
+        return self.expert_parameters // self.experts * self.experts_per_token if self.experts else 0
+
+    @property
+    def _pair_flops(self) -> float:
+        """FLOPs of one query and one key in one layer: scores and weighted sum, all heads."""
+        if self.mla is not None:
+            return 2.0 * self.heads * (self.mla.nope + self.mla.rope + self.mla.value)
+        return 4.0 * self.heads * self.head_dim
+
+    def _reach(self, position: float) -> float:
+        """Keys that the token at `position` attends to, summed over layers."""
+        near = position if self.window is None else min(position, self.window)
+        return (self.layers - self.window_layers) * position + self.window_layers * near
+
+    def _pairs(self, start: float, end: float) -> float:
+        """Query-key pairs of the tokens from `start` to `end`, summed over layers: the integral of `_reach`."""
+        full = (self.layers - self.window_layers) * (end - start) * (start + end) / 2
+        return full + self.window_layers * (self._near_pairs(end) - self._near_pairs(start))
+
+    def _near_pairs(self, position: float) -> float:
+        if self.window is None or position <= self.window:
+            return position * position / 2
+        return self.window * (position - self.window / 2)
+
+
+def shape_of(
+    config: Mapping[str, object],
+    *,
+    name: str = "",
+    weight_bytes_per_parameter: float = 2.0,
+    kv_bytes_per_element: float = 2.0,
+) -> Shape:
+    """The shape of a model from its `config.json`. ValueError names the field that is missing or means nothing.
+
+    The precisions are what the model is served at, which a config does not say (2: bf16, 1: fp8).
+    """
+    for what, value in (
+        ("weight_bytes_per_parameter", weight_bytes_per_parameter),
+        ("kv_bytes_per_element", kv_bytes_per_element),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{what} is {value!r} (rule: a finite number above 0)")
+    fields, notes = _text_part(config)
+    model_type, family = family_of(fields)
+    fields, defaulted = _with_defaults(fields, family)
+    mla = mla_of(fields)
+    heads, kv_heads, head_dim = _heads(fields, mla)
+    hidden, layers, vocab = (fields.whole(k) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    experts = experts_of(fields, family, layers)
+    dense_layers = layers - (experts.layers if experts else 0)
+    intermediate = fields.whole("intermediate_size") if dense_layers else None
+    window, window_layers = window_of(fields, family, layers)
+    tied = fields.flag("tie_word_embeddings", family.tied)
+    per_layer = _attention(fields, family, hidden, (heads, kv_heads, head_dim), mla) + family.layer_norms * hidden
+    routed = _routed(experts, hidden, family) if experts else 0
+    total = vocab * hidden * (1 if tied else 2) + hidden + layers * per_layer + routed
+    total += dense_layers * _feed_forward(fields, hidden, intermediate or 0)
+    total += _router_and_shared(fields, experts, hidden, family) if experts else 0
+    if fields.has("quantization_config"):
+        notes.append("the config is quantised: bytes follow weight_bytes_per_parameter, not quantization_config")
+    extra = next((fields.whole(k, least=0) for k in _EXTRA_LAYERS if fields.has(k)), 0)
+    if extra:
+        notes.append(f"{extra} layer(s) for predicting further tokens are left out")
+    return Shape(
+        name=name or model_type, model_type=model_type, layers=layers, hidden=hidden, vocab=vocab, heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate, parameters=total, expert_parameters=routed,
+        embedding_parameters=vocab * hidden, tied=tied, experts=experts.count if experts else 0,
+        experts_per_token=experts.per_token if experts else 0, expert_layers=experts.layers if experts else 0,
+        expert_intermediate=experts.width if experts else None, window=window, window_layers=window_layers, mla=mla,
+        weight_bytes_per_parameter=weight_bytes_per_parameter, kv_bytes_per_element=kv_bytes_per_element,
+        notes=(*notes, *defaulted),
+    )  # fmt: skip
+
+
+_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+
+
+def _text_part(config: Mapping[str, object]) -> tuple[Fields, list[str]]:
+    """The language model's own fields: those of `text_config` where there is one."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"model config is {config!r} (rule: an object, as in config.json)")
+    text = config.get("text_config")
+    if text is None:
+        seen = "vision_config" in config
+        return Fields(config), ["multimodal: only the text part is counted"] if seen else []
+    if not isinstance(text, Mapping):
+        raise ValueError(f"model config: text_config is {text!r} (rule: an object)")
+    merged = dict(text)
+    for key in ("tie_word_embeddings", "model_type"):  # older configs state these once, at the top
+        if key not in merged and key in config:
+            merged[key] = config[key]
+    return Fields(merged, "text_config."), ["multimodal: only the text part (text_config) is counted"]
+
+
+def _with_defaults(fields: Fields, family: Family) -> tuple[Fields, list[str]]:
+    """Fill in what published configs of the family leave out, and say so."""
+    absent = {k: v for k, v in (family.defaults or {}).items() if k not in fields.config}
+    notes = [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
+    return Fields({**absent, **fields.config}, fields.where), notes
+
+
+def _heads(fields: Fields, mla: Mla | None) -> tuple[int, int, int]:
+    heads = fields.whole("num_attention_heads")
+    kv_heads = fields.whole("num_key_value_heads", heads)
+    fields.check("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads, which is {heads}")
+    if mla is not None:
+        return heads, heads, mla.nope + mla.rope
+    if not fields.has("head_dim"):
+        hidden = fields.whole("hidden_size")
+        fields.check("hidden_size", hidden % heads == 0, f"a multiple of num_attention_heads, which is {heads}")
+        return heads, kv_heads, hidden // heads
+    return heads, kv_heads, fields.whole("head_dim")
+
+
+def _attention(fields: Fields, family: Family, hidden: int, heads_kv_dim: tuple[int, int, int], mla: Mla | None) -> int:
+    """Parameters of one layer's attention, its own norms included."""
+    heads, kv_heads, dim = heads_kv_dim
+    biased = fields.flag("attention_bias", family.attention_bias)
+    if mla is not None:
+        return _latent(hidden, heads, mla, biased)
+    q, kv = heads * dim, kv_heads * dim
+    total = hidden * (q + 2 * kv) + q * hidden
+    qkv_bias = biased if family.qkv_bias is None else fields.flag("qkv_bias", family.qkv_bias)
+    total += (q + 2 * kv) * qkv_bias
+    total += hidden * (biased if family.output_bias is None else family.output_bias)
+    head_norms = fields.flag("use_qk_norm", False) if family.head_norms is None else family.head_norms
+    return total + 2 * dim * head_norms + (q + kv) * family.wide_norms + heads * family.sinks
+
+
+def _latent(hidden: int, heads: int, mla: Mla, biased: bool) -> int:
+    queries = heads * (mla.nope + mla.rope)
+    if mla.q_lora_rank is None:
+        total = hidden * queries
+    else:
+        total = mla.q_lora_rank * (hidden + 1 + queries) + mla.q_lora_rank * biased
+    total += (hidden + biased) * (mla.kv_lora_rank + mla.rope) + mla.kv_lora_rank
+    total += mla.kv_lora_rank * heads * (mla.nope + mla.value)
+    return total + heads * mla.value * hidden + hidden * biased
+
+
+def _feed_forward(fields: Fields, hidden: int, width: int) -> int:
+    """Parameters of one dense layer: gate, up, down."""
+    return 3 * hidden * width + (2 * width + hidden) * fields.flag("mlp_bias", False)
+
+
+def _routed(experts: Experts, hidden: int, family: Family) -> int:
+    one = 3 * hidden * experts.width + (2 * experts.width + hidden) * family.expert_bias
+    return experts.layers * experts.count * one
+
+
+def _router_and_shared(fields: Fields, experts: Experts, hidden: int, family: Family) -> int:
+    router = (hidden + family.expert_bias) * experts.count
+    shared = _feed_forward(fields, hidden, experts.shared) if experts.shared else 0
+    return experts.layers * (router + shared + hidden * experts.shared_gate)

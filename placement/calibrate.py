@@ -1,0 +1,326 @@
+"""Fit the roofline's constants to measured rows: least squares of log(predicted / measured), with rows held out.
+
+A probe of a few dozen rows (prefill lengths × decode batches, or a closed loop at several batches) takes minutes and
+replaces the priors. What the rows say nothing about stays at its prior and is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.constants import SHARES, Calibration, Constants, Precision, band_of, number, prior
+from placement.roofline import Roofline, RooflineShape, is_moe
+from placement.types import Device
+
+__all__ = ["FREE", "FREE_EFFECTIVE", "Fit", "Kind", "Row", "errors", "fit", "predict"]
+
+Vector = NDArray[np.float64]
+
+Kind = Literal["prefill", "decode", "step", "tpot", "ttft", "turn"]
+
+FREE = ("mfu", "mfu_decode", "mbu", "layer_s", "row_s", "alpha_s")
+"""The six constants of a GPU. `step_s` and `layer_s` cannot be told apart with one model: the layers get it all."""
+
+FREE_EFFECTIVE = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
+"""For a device without datasheet figures, such as CPU cores."""
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(SHARES, (0.01, 1.0)),
+    "step_s": (1e-7, 10.0), "layer_s": (1e-8, 0.1), "row_s": (1e-8, 1.0), "alpha_s": (1e-8, 1e-2),
+    "request_s": (1e-7, 10.0), "effective_tflops": (1e-7, 1e5), "effective_tb_per_s": (1e-7, 1e3),
+}  # fmt: skip
+
+PRIOR_SPREAD = 0.7
+"""Standard deviation, in logs, that a prior is believed with: a factor of two either way."""
+
+MIN_NOISE = 0.01
+"""Relative noise that rows are believed to have at the least: keeps tiny residuals from identifying everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement: `seconds` of what `kind` names, on `tp` devices of type `device`.
+
+    prefill: `new` tokens after `cached`, alone, to the first token. decode: one step of `batch` sequences of mean
+    `context`. step: one step with both: `new` after `cached` beside `batch` at `context`. tpot, ttft: `batch` clients
+    in a closed loop, `new` (after `cached`) in and `output` out each; mean seconds per token after the first, or to it.
+    turn: instance-seconds per turn in such a loop (elapsed / turns). `weight` counts the row as so many.
+    """
+
+    kind: Kind
+    seconds: float
+    device: str
+    tp: int = 1
+    new: float = 0.0
+    cached: float = 0.0
+    batch: float = 1.0
+    context: float = 0.0
+    output: float = 1.0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"row: kind is {self.kind!r} (rule: one of {', '.join(get_args(Kind))})")
+        for name in ("seconds", "weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"row ({self.kind}): {name} is {value} (rule: a finite number above 0)")
+        for name, least in (("tp", 1), ("batch", 1), ("new", 0), ("cached", 0), ("context", 0), ("output", 0)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise ValueError(f"row ({self.kind}): {name} is {value} (rule: a finite number, at least {least})")
+
+    def to_dict(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, object]) -> Row:
+        """ValueError for a field that a row does not have, or that is not of its type."""
+        known = {f.name for f in fields(Row)}
+        unknown, missing = sorted(set(data) - known), sorted({"kind", "seconds", "device"} - set(data))
+        if unknown or missing:
+            raise ValueError(f"row: field {(unknown + missing)[0]!r} is {'unknown' if unknown else 'required'}")
+        texts = {name: str(data[name]) for name in ("kind", "device")}
+        numbers = {name: number(f"row: {name}", value) for name, value in data.items() if name not in texts}
+        if "tp" in numbers:
+            numbers["tp"] = int(numbers["tp"])
+        return Row(**texts, **numbers)  # type: ignore[arg-type]  # checked by __post_init__
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted constants with the error they made on held-out rows (`calibration.error`, `.worst`), and on all rows.
+
+    `kept` are the free constants that the rows do not identify: they stayed where they started.
+    """
+
+    calibration: Calibration
+    train_error: float
+    by_kind: Mapping[str, float] = field(default_factory=dict)
+    """Mean absolute relative error of the final constants on all rows, by kind."""
+    kept: tuple[str, ...] = ()
+
+    @property
+    def constants(self) -> Constants:
+        return self.calibration.constants
+
+    def to_dict(self) -> dict[str, object]:
+        """Only JSON types; the calibration's fields at the top level."""
+        extra = {"train_error": self.train_error, "by_kind": dict(self.by_kind), "kept": list(self.kept)}
+        return {**self.calibration.to_dict(), "fit": extra}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, object]) -> Fit:
+        extra = data.get("fit")
+        if not isinstance(extra, Mapping):
+            raise ValueError("fit: field 'fit' is required and a table")
+        by_kind, kept = extra.get("by_kind", {}), extra.get("kept", [])
+        if not isinstance(by_kind, Mapping) or not isinstance(kept, list | tuple):
+            raise ValueError("fit: by_kind is not a table or kept is not a list")
+        return Fit(
+            calibration=Calibration.from_dict(data),
+            train_error=number("fit: train_error", extra.get("train_error")),
+            by_kind={str(k): number(f"fit: by_kind.{k}", v) for k, v in by_kind.items()},
+            kept=tuple(str(k) for k in kept),
+        )
+
+
+def fit(
+    rows: Iterable[Row],
+    shape: RooflineShape,
+    devices: Mapping[str, Device],
+    *,
+    precision: Precision = "bf16",
+    free: Sequence[str] = FREE,
+    start: Constants | None = None,
+    holdout: float = 0.25,
+    engine: str = "",
+    date: str = "",
+    source: str = "",
+) -> Fit:
+    """Constants that fit `rows`, the others as in `start` (default: the prior of the rows' generation).
+
+    Settings (rows but for their seconds) are ordered by kind and size; every 1/`holdout`-th is predicted by a fit to
+    the others, and that is the error reported. The constants returned are of a second fit, to all rows. Deterministic.
+    ValueError for rows of a device that is not in `devices`, or that cannot run the model.
+    """
+    chosen = sorted(rows, key=lambda r: (*_setting(r), r.seconds))
+    if not chosen:
+        raise ValueError("rows is empty (rule: at least one row)")
+    if not (math.isfinite(holdout) and 0 <= holdout <= 0.5):
+        raise ValueError(f"holdout is {holdout} (rule: in [0, 0.5])")
+    for name in free:
+        if name not in BOUNDS or list(free).count(name) > 1:
+            raise ValueError(f"free names {name!r} (rule: each at most once, of {', '.join(BOUNDS)})")
+    used = _devices(chosen, devices)
+    generation = used[0].generation if len({d.generation for d in used}) == 1 else ""
+    moe = is_moe(shape)
+    begin = start if start is not None else prior(generation, moe=moe)[0]
+    problem = _Problem(shape, devices, precision, tuple(free))
+    begin = problem.started(begin, chosen)
+    constants, kept, bounded = problem.solve(chosen, begin)
+    fitted, held = _split(chosen, holdout)
+    notes: list[str] = []
+    if held:
+        trial, _, _ = problem.solve(fitted, begin)
+        found = errors(held, trial, shape, devices, precision)
+        error, worst = float(np.mean(found)), max(found)
+    else:
+        found = errors(chosen, constants, shape, devices, precision)
+        error, worst = max(float(np.mean(found)), band_of("prior", moe=moe)), max(found)
+        notes.append(f"no row was held out of {len(chosen)}: the error is at least that of the priors")
+    notes += [f"{name} is not identified by these rows and stays at {getattr(constants, name):.3g}" for name in kept]
+    notes += [f"{name} is only bounded by these rows: {getattr(constants, name):.3g} explains them" for name in bounded]
+    every_error = errors(chosen, constants, shape, devices, precision)
+    by_kind: dict[str, float] = {
+        kind: float(np.mean([e for e, r in zip(every_error, chosen, strict=True) if r.kind == kind]))
+        for kind in sorted({r.kind for r in chosen})
+    }
+    calibration = Calibration(
+        constants, "+".join(d.name for d in used), generation, precision, shape.name, error, worst, len(chosen), engine,
+        date, source, tuple(notes),
+    )  # fmt: skip
+    return Fit(calibration, float(np.mean(every_error)), by_kind, kept)
+
+
+def predict(row: Row, instance: Roofline) -> float:
+    """What the roofline says `row.seconds` should be."""
+    match row.kind:
+        case "prefill":
+            return instance.prefill_s(row.new, row.cached)
+        case "decode":
+            return instance.decode_step_s(row.batch, row.context)
+        case "step":
+            return instance.mixed_step_s(row.batch, row.context, row.new, row.cached)
+        case "tpot":
+            return instance.tpot_s(row.batch, row.new, row.cached, row.output)
+        case "ttft":
+            return instance.ttft_s(row.batch, row.new, row.cached, row.output)
+        case "turn":
+            return instance.turn_s(row.batch, row.new, row.cached, row.output)
+
+
+def errors(
+    rows: Sequence[Row],
+    constants: Constants,
+    shape: RooflineShape,
+    devices: Mapping[str, Device],
+    precision: Precision,
+) -> list[float]:
+    """Absolute relative error of each row's prediction."""
+    predicted = _Problem(shape, devices, precision, ()).predicted(rows, constants)
+    return [abs(p / r.seconds - 1) for p, r in zip(predicted, rows, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One least-squares problem: which constants are free, and what they are constants of."""
+
+    shape: RooflineShape
+    devices: Mapping[str, Device]
+    precision: Precision
+    free: tuple[str, ...]
+
+    def predicted(self, rows: Sequence[Row], constants: Constants) -> list[float]:
+        instances: dict[tuple[str, int], Roofline] = {}
+        for row in rows:
+            if (row.device, row.tp) not in instances:
+                instances[row.device, row.tp] = Roofline(
+                    self.shape, self.devices[row.device], row.tp, constants, precision=self.precision,
+                    kv_capacity_bytes=1.0,  # capacity plays no part here, so the device need not state its memory
+                )  # fmt: skip
+        return [predict(row, instances[row.device, row.tp]) for row in rows]
+
+    def started(self, begin: Constants, rows: Sequence[Row]) -> Constants:
+        """`begin` with a first value for each free constant: an effective rate that nobody stated starts at 1.5 times
+        what the rows are known to have reached."""
+        for name in ("effective_tflops", "effective_tb_per_s"):
+            if name in self.free and getattr(begin, name) is None:
+                ideal = dict.fromkeys(("step_s", "layer_s", "row_s", "alpha_s", "request_s"), 0.0)
+                rates = {"effective_tflops": 1e9, "effective_tb_per_s": 1e9, name: 1.0}
+                alone = self.predicted(rows, replace(begin, **ideal, **rates))
+                reached = 1.5 * max(t / r.seconds for t, r in zip(alone, rows, strict=True))
+                begin = replace(begin, **{name: _clipped(name, reached)})
+        return replace(begin, **{name: _clipped(name, getattr(begin, name)) for name in self.free})
+
+    def solve(self, rows: Sequence[Row], begin: Constants) -> tuple[Constants, tuple[str, ...], tuple[str, ...]]:
+        """The constants that fit best; the free ones that `rows` do not identify, left as in `begin`; and those that
+        they only bound: far from `begin` at the least, with nothing to choose between values beyond.
+
+        Three starts for the largest problem (the maxima of the roofline make local minima); then each constant whose
+        posterior is hardly narrower than its prior goes back there, unless the fit is worse for it (Akaike: by more
+        than a parameter is worth).
+        """
+        starts = [replace(begin, **{n: _clipped(n, f * getattr(begin, n)) for n in self.free}) for f in (1.0, 0.4, 2.5)]
+        best, jacobian, rss = min((self._least(rows, s, self.free) for s in starts), key=lambda found: found[2])
+        free = self.free
+        weak = self._weak(jacobian, rss, len(rows))
+        for name in weak:
+            fewer = tuple(n for n in free if n != name)
+            trial, _, trial_rss = self._least(rows, replace(best, **{name: getattr(begin, name)}), fewer)
+            floor = len(rows) * MIN_NOISE**2 / 100
+            if len(rows) * math.log((trial_rss + floor) / (rss + floor)) <= 2.0:
+                best, rss, free = trial, trial_rss, fewer
+        return best, tuple(n for n in self.free if n not in free), tuple(n for n in weak if n in free)
+
+    def _least(self, rows: Sequence[Row], begin: Constants, free: tuple[str, ...]) -> tuple[Constants, Vector, float]:
+        """One solution, its Jacobian in logs of the constants, and the sum of squared residuals."""
+        measured = np.log([r.seconds for r in rows])
+        scale = np.sqrt([r.weight for r in rows])
+
+        def at(logs: Vector) -> Constants:
+            return replace(begin, **{n: _clipped(n, math.exp(x)) for n, x in zip(free, logs, strict=True)})
+
+        def residuals(logs: Vector) -> Vector:
+            return np.asarray(scale * (np.log(self.predicted(rows, at(logs))) - measured), dtype=np.float64)
+
+        if not free:
+            left = residuals(np.empty(0))
+            return begin, np.empty((len(rows), 0)), float(left @ left)
+        from scipy.optimize import least_squares  # heavy: loaded only when solving
+
+        low, high = (np.log([BOUNDS[n][side] for n in free]) for side in (0, 1))
+        x0 = np.clip(np.log([getattr(begin, n) for n in free]), low + 1e-6, high - 1e-6)
+        found = least_squares(residuals, x0, bounds=(low, high), xtol=1e-8, ftol=1e-8, max_nfev=100)
+        return at(found.x), found.jac, 2.0 * float(found.cost)
+
+    def _weak(self, jacobian: Vector, rss: float, rows: int) -> list[str]:
+        """Free constants about which the rows say less than the prior does: the weakest first."""
+        if not self.free:
+            return []
+        noise = max(math.sqrt(rss / rows), MIN_NOISE)
+        belief = np.eye(len(self.free)) * (noise / PRIOR_SPREAD) ** 2
+        left = np.diag(np.linalg.inv(jacobian.T @ jacobian + belief)) * belief[0, 0]
+        return [self.free[i] for i in np.argsort(-left, kind="stable") if left[i] > 0.5]
+
+
+def _devices(rows: Sequence[Row], devices: Mapping[str, Device]) -> list[Device]:
+    """The devices that rows are of, by name."""
+    for row in rows:
+        if row.device not in devices:
+            raise ValueError(f"row ({row.kind}): device {row.device!r} is not among {', '.join(sorted(devices))}")
+    return [devices[name] for name in sorted({r.device for r in rows})]
+
+
+def _setting(row: Row) -> tuple[str, str, float, float, float, float, float, float]:
+    """What was measured: rows that repeat it are held out together, or the error would be that of rows seen."""
+    return row.kind, row.device, row.tp, row.new, row.cached, row.batch, row.context, row.output
+
+
+def _split(ordered: Sequence[Row], holdout: float) -> tuple[list[Row], list[Row]]:
+    """Rows to fit and rows to judge by: every 1/`holdout`-th setting, none if there are too few."""
+    every = round(1 / holdout) if holdout > 0 else 0
+    settings = sorted({_setting(r) for r in ordered})
+    aside = {s for i, s in enumerate(settings) if every and i % every == every // 2}
+    return [r for r in ordered if _setting(r) not in aside], [r for r in ordered if _setting(r) in aside]
+
+
+def _clipped(name: str, value: float) -> float:
+    low, high = BOUNDS[name]
+    return min(max(value, low), high)

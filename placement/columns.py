@@ -1,0 +1,100 @@
+"""Column generation: the paths that matter, found by their prices.
+
+A large cluster has 100,000 paths and a plan uses a few dozen. A linear program over some of them prices all of them;
+those that would pay are added until none does, which is the optimum over all of them (Gilmore and Gomory, 1961).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from placement.milp import Answer, Floats, Row
+from placement.program import Program
+from placement.tableau import Ints
+
+__all__ = ["FEW", "relaxed", "seed"]
+
+FEW = 4000
+"""Up to this many paths all have columns: HiGHS' bound then is one of the whole problem, and its cuts count for all."""
+ROUND = 300
+"""Columns added at a time: a compromise between rounds and the time of each."""
+TOLERANCE = 1e-7
+"""Gains below this are the noise of dual prices, whose activities are near 1."""
+NEAR = 1e-4
+"""Relative distance to the bound at which adding columns ends."""
+STALL = 4
+"""Where no tight bound is asked for, rounds that together gain less than `near` end it too."""
+ROUNDS = 60
+"""Never seen to be reached; the bound says how far the value is off if it is."""
+
+
+def seed(p: Program) -> None:
+    """Every path if they are few; else, by domain and pool, those that take the fewest device-seconds."""
+    t = p.tableau
+    if len(t.paths) <= FEW:
+        p.extend(np.arange(len(t.paths)))
+        return
+    tp = np.array([float(u.tp) for u in t.units])
+    pool = np.array([u.pool for u in t.units])
+    cost = t.paths.load * tp[t.paths.unit] + np.where(t.paths.first >= 0, t.paths.first_load * tp[t.paths.first], 0.0)
+    p.extend(_best_of(-cost, t.paths.domain * len(p.problem.pools) + pool[t.paths.unit], np.arange(len(cost))))
+
+
+def relaxed(
+    p: Program, objective: Mapping[int, float], *, fix: Mapping[int, float] | None = None, near: float = NEAR
+) -> Answer | None:
+    """The best with fractions allowed, over all paths; adds the columns that it needs. Its bound is within `near` of
+    its value, and above that of any solution (Farley, 1990)."""
+    values: list[float] = []
+    for _ in range(ROUNDS):
+        answer = p.matrix.relaxed(p.vector(objective), fix=fix)
+        if answer is None or len(p.path_at) == len(p.tableau.paths):
+            return answer
+        gain = p.priced(answer.duals if fix else _lifted(p, answer))
+        gain[p.path_at] = 0.0
+        better = np.nonzero(gain > TOLERANCE)[0]
+        most = np.zeros(len(p.tableau.weights))
+        np.maximum.at(most, p.tableau.paths.domain, gain)
+        answer = dataclasses.replace(answer, bound=_bound(p, answer, objective, float(most @ p.tableau.weights)))
+        values.append(answer.value)
+        stalled = near > NEAR and len(values) > STALL and values[-1] - values[-1 - STALL] <= near * abs(answer.value)
+        if stalled or not len(better) or answer.bound - answer.value <= near * abs(answer.value):
+            return answer
+        p.extend(_pick(p, gain, better))
+    return answer
+
+
+def _bound(p: Program, answer: Answer, objective: Mapping[int, float], missed: float) -> float:
+    """What the value could be at most if a trajectory of the mix can gain `missed` over the columns there are."""
+    if objective.get(p.rate) == 1.0:
+        return answer.value / (1 - missed) if answer.value > 0 and missed < 1 else answer.value + missed
+    return answer.value + missed * float(answer.x[p.rate])
+
+
+def _pick(p: Program, gain: Floats, better: Ints) -> Ints:
+    paths = p.tableau.paths
+    best = _best_of(gain, paths.domain * len(p.tableau.units) + paths.unit, better)
+    return best[np.argsort(-gain[best], kind="stable")[:ROUND]]
+
+
+def _best_of(gain: Floats, group: Ints, among: Ints) -> Ints:
+    """The highest of every group."""
+    order = among[np.lexsort((among, -gain[among], group[among]))]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = group[order][1:] != group[order][:-1]
+    return order[first]
+
+
+def _lifted(p: Program, answer: Answer) -> dict[Row, float]:
+    """Dual prices as high as the devices behind a unit allow: a unit that no column uses yet has a price of 0, which
+    would make every path through it look free. Its load takes what is missing to the price of its devices."""
+    duals = dict(answer.duals)
+    for u, unit in enumerate(p.tableau.units):
+        full = duals["pool", unit.pool] * unit.tp
+        missing = full - p.problem.utilisation * duals["load", u] - duals["kv", u]
+        if missing > 0:
+            duals["load", u] += missing / p.problem.utilisation
+    return duals

@@ -1,0 +1,242 @@
+"""From the plan that runs to the one that should: ordered moves, and what each of them costs.
+
+Three kinds of move. A *flip* gives an instance another role among engine, prefill and decode: every engine can do all
+three, so only the router changes its mind and nothing is lost. A *drain* ends an instance (its trajectories go on
+elsewhere) and frees its devices; a *start* loads an instance on free ones. Another tp is a drain and a start. A trainer
+whose devices change is drained and started whole, because its ranks restore a checkpoint at the new size.
+
+Order: all flips; then, pool by pool, drains and starts: first the pools that a trainer leaves, then the others with
+something to drain, then the rest. In a pool a drain comes first, then at once every start that it made room for, then
+the next drain: no more is down at a time than must be, and at no point more devices are in use than before or after,
+whichever is more. A trainer is drained after the engines and started before them, so that training pauses for as short
+as possible, and there are never two of it. Ties: the larger tp, then roles in the order of `Role`, pools by name.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from placement.problem import Running
+from placement.types import Deployment, Pool, Role
+
+__all__ = ["FLIPPABLE", "Cost", "Move", "MoveCosts", "MoveKind", "apply", "diff", "total"]
+
+FLIPPABLE = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+"""Roles of one and the same engine process: the router alone decides which of them it has."""
+
+_ORDER = {role: position for position, role in enumerate(Role)}
+
+
+class MoveKind(enum.StrEnum):
+    FLIP = "flip"
+    DRAIN = "drain"
+    START = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCosts:
+    """What moving takes: a drained device earns nothing for `drain_s` seconds, a started one for `restart_s`, a
+    trainer's for `restore_s` (checkpoint included). A device-hour costs `usd_per_device_hour`, by pool (absent: 0)."""
+
+    drain_s: float = 0.0
+    restart_s: float = 120.0
+    restore_s: float = 300.0
+    usd_per_device_hour: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("drain_s", "restart_s", "restore_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"move costs: {name} is {value} (rule: a finite number, at least 0)")
+
+    @staticmethod
+    def of(
+        pools: Iterable[Pool], running: Running, *, drain_s: float = 0.0, restore_s: float | None = None
+    ) -> MoveCosts:
+        """The costs that the solver reckoned with, at the pools' prices. A trainer's restore takes as long as any
+        restart where nobody states it."""
+        return MoveCosts(
+            drain_s=drain_s,
+            restart_s=running.restart_s,
+            restore_s=running.restart_s if restore_s is None else restore_s,
+            usd_per_device_hour={p.name: p.usd_per_device_hour for p in pools},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step: `replicas` instances of `tp` devices in `pool` go from role `before` to `after`.
+
+    `before` is None for a start, `after` for a drain. `device_seconds` are lost by it, worth `usd`.
+    """
+
+    kind: MoveKind
+    pool: str
+    before: Role | None
+    after: Role | None
+    tp: int
+    replicas: int
+    device_seconds: float
+    usd: float
+    words: str
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.replicas
+
+    @property
+    def frees(self) -> int:
+        """Devices of the pool that it frees; below 0 if it takes some."""
+        return {MoveKind.FLIP: 0, MoveKind.DRAIN: self.devices, MoveKind.START: -self.devices}[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a list of moves costs in all, and how many instances each kind of it touches."""
+
+    device_seconds: float
+    usd: float
+    flips: int
+    drains: int
+    starts: int
+
+
+_Key = tuple[str, Role, int]
+"""(pool, role, tp): instances with the same key are the same to the router."""
+
+
+def diff(old: Iterable[Deployment], new: Iterable[Deployment], *, costs: MoveCosts) -> tuple[Move, ...]:
+    """The moves that turn `old` into `new`; batch and utilisation figures are predictions and move nothing."""
+    have, want = _count(old), _count(new)
+    flips = _flips(have, want, costs)
+    for move in flips:
+        assert move.before is not None
+        assert move.after is not None
+        have[(move.pool, move.before, move.tp)] -= move.replicas
+        have[(move.pool, move.after, move.tp)] += move.replicas
+    drains, starts = have - want, want - have
+    if _trainers(have) != _trainers(want):
+        drains |= _trainers(have)
+        starts |= _trainers(want)
+    use: Counter[str] = Counter()
+    room: Counter[str] = Counter()
+    for counts, towards in ((have, use), (want, room)):
+        for (pool, _, tp), replicas in counts.items():
+            towards[pool] += replicas * tp
+    moves = list(flips)
+    left = {k[0] for k in drains if k[1] is Role.TRAINER}
+    drained = {k[0] for k in drains}
+    for pool in sorted(drained | {k[0] for k in starts}, key=lambda p: (p not in left, p not in drained, p)):
+        moves += _pool_moves(pool, drains, starts, max(room[pool] - use[pool], 0), costs)
+    return tuple(moves)
+
+
+def apply(old: Iterable[Deployment], moves: Iterable[Move]) -> dict[tuple[str, Role, int], int]:
+    """Replicas by (pool, role, tp) once the moves are done. ValueError if one moves what is not there."""
+    counts = _count(old)
+    for move in moves:
+        if move.before is not None:
+            key = (move.pool, move.before, move.tp)
+            if counts[key] < move.replicas:
+                raise ValueError(f"move '{move.words}': there are {counts[key]} (rule: at least {move.replicas})")
+            counts[key] -= move.replicas
+        if move.after is not None:
+            counts[(move.pool, move.after, move.tp)] += move.replicas
+    return dict(+counts)
+
+
+def total(moves: Iterable[Move]) -> Cost:
+    """What the moves cost together."""
+    listed = list(moves)
+    touched: Counter[MoveKind] = Counter()
+    for move in listed:
+        touched[move.kind] += move.replicas
+    return Cost(
+        device_seconds=math.fsum(m.device_seconds for m in listed),
+        usd=math.fsum(m.usd for m in listed),
+        flips=touched[MoveKind.FLIP],
+        drains=touched[MoveKind.DRAIN],
+        starts=touched[MoveKind.START],
+    )
+
+
+def _count(deployments: Iterable[Deployment]) -> Counter[_Key]:
+    counts: Counter[_Key] = Counter()
+    for d in deployments:
+        counts[(d.pool, d.role, d.tp)] += d.replicas
+    return +counts
+
+
+def _trainers(counts: Counter[_Key]) -> Counter[_Key]:
+    return Counter({key: n for key, n in counts.items() if key[1] is Role.TRAINER and n})
+
+
+def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> list[Move]:
+    """As many flips as there can be: at one pool and tp, surplus roles against missing ones."""
+    moves = []
+    for pool, tp in sorted({(pool, tp) for pool, role, tp in [*have, *want] if role in FLIPPABLE}):
+        surplus = {r: have[(pool, r, tp)] - want[(pool, r, tp)] for r in FLIPPABLE}
+        for before in FLIPPABLE:
+            for after in FLIPPABLE:
+                replicas = min(surplus[before], -surplus[after])
+                if replicas > 0:
+                    surplus[before] -= replicas
+                    surplus[after] += replicas
+                    moves.append(_move(MoveKind.FLIP, pool, before, after, tp, replicas, costs))
+    return moves
+
+
+def _pool_moves(pool: str, drains: Counter[_Key], starts: Counter[_Key], free: int, costs: MoveCosts) -> list[Move]:
+    """Unit by unit, then neighbours of the same kind joined. `free`: devices that may be taken at once."""
+    down = _units(pool, drains, trainer_first=False)
+    up = _units(pool, starts, trainer_first=True)
+    steps: list[tuple[MoveKind, _Key, int]] = []
+    while down or up:
+        if down:
+            key, replicas = down.pop(0)
+            free += key[2] * replicas
+            steps.append((MoveKind.DRAIN, key, replicas))
+        trains = any(key[1] is Role.TRAINER for key, _ in down)
+        # Once nothing is left to drain, all of `up` fits: `free` is what the new plan has more than what runs.
+        while up and up[0][0][2] * up[0][1] <= free and not (trains and up[0][0][1] is Role.TRAINER):
+            key, replicas = up.pop(0)
+            free -= key[2] * replicas
+            steps.append((MoveKind.START, key, replicas))
+    joined = []
+    for (kind, (_, role, tp)), group in groupby(steps, key=lambda step: step[:2]):
+        before, after = (role, None) if kind is MoveKind.DRAIN else (None, role)
+        joined.append(_move(kind, pool, before, after, tp, sum(replicas for _, _, replicas in group), costs))
+    return joined
+
+
+def _units(pool: str, counts: Counter[_Key], *, trainer_first: bool) -> list[tuple[_Key, int]]:
+    """What is drained or started in one go: an instance, or all of a trainer's, which are ranks of one job."""
+    keys = [key for key in counts if key[0] == pool]
+    keys.sort(key=lambda k: ((k[1] is Role.TRAINER) is not trainer_first, -k[2], _ORDER[k[1]]))
+    return [
+        unit for key in keys for unit in ([(key, counts[key])] if key[1] is Role.TRAINER else [(key, 1)] * counts[key])
+    ]
+
+
+def _move(
+    kind: MoveKind, pool: str, before: Role | None, after: Role | None, tp: int, replicas: int, costs: MoveCosts
+) -> Move:
+    trainer = Role.TRAINER in (before, after)
+    start_s = costs.restore_s if trainer else costs.restart_s
+    seconds = {MoveKind.FLIP: 0.0, MoveKind.DRAIN: costs.drain_s, MoveKind.START: start_s}[kind]
+    lost = seconds * tp * replicas
+    what = f"{replicas} × tp {tp} on {pool}"
+    if kind is MoveKind.FLIP:
+        words = f"flip {what}: {before} → {after} (router only, free)"
+    else:
+        why = ""
+        if trainer:
+            why = ", from its checkpoint" if kind is MoveKind.START else ": its devices change"
+        words = f"{kind} {before or after} {what}{why} ({lost:,.0f} device-seconds)"
+    usd = lost / 3600.0 * costs.usd_per_device_hour.get(pool, 0.0)
+    return Move(kind, pool, before, after, tp, replicas, lost, usd, words)

@@ -1,0 +1,304 @@
+"""Why a plan is what it is, in lines that a person reads at a glance.
+
+How far from the best it can be, what one more device would buy, what binds, which device each domain's phases prefer
+and by how much, and when a dedicated device would beat functions. Preferences are computed for this model, this work
+and these prices; no device is good at anything by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from placement import phases
+from placement.baselines import gain
+from placement.performance import InstanceModel
+from placement.problem import Problem
+from placement.solve import solve
+from placement.tableau import channels
+from placement.types import Device, Infeasible, Objective, Placement, Pool, Role
+
+__all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marginals"]
+
+DEVICES = "devices"
+
+NO_PREFERENCE = 1.05
+"""Device types whose cost of a phase differs by less than this factor are called equal."""
+
+NOTHING = 5e-4
+"""Relative gains below this are written as nothing: it is what the solver's gap leaves open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marginal:
+    """What more of something would buy: `gain` relative to the plan's objective (0.02: two per cent better).
+
+    `what` is a pool, "in flight", a link ("a–b") or "affinity"; `amount` is in `unit`: devices, trajectories or GB/s.
+    `solved`: the problem was solved again with it; otherwise the gain is a dual price times the amount, the worth of a
+    small step. That of devices is of the relaxed problem, with fractions of instances: whole ones make more or less.
+    """
+
+    what: str
+    amount: float
+    unit: str
+    gain: float
+    solved: bool
+    words: str
+
+    @property
+    def pool(self) -> str | None:
+        """The pool that it is about, if it is about devices."""
+        return self.what if self.unit == DEVICES else None
+
+    @property
+    def devices(self) -> int | None:
+        return round(self.amount) if self.unit == DEVICES else None
+
+
+@dataclass(frozen=True, slots=True)
+class Affinity:
+    """What a phase of a domain costs on each device type: device-seconds per trajectory, and dollars where every type
+    has a price. `best` is the cheapest per dollar (without prices: per device), `factor` how much cheaper it is than
+    the next; None and 1 where they are within 5 %. Types that cannot hold the model or a trajectory are left out."""
+
+    domain: str
+    phase: str
+    device_seconds: Mapping[str, float]
+    usd: Mapping[str, float] | None
+    best: str | None
+    factor: float
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`lines` has all of it for a person; the other fields are for programs."""
+
+    summary: tuple[str, ...]
+    marginals: tuple[Marginal, ...]
+    binds: tuple[str, ...]
+    affinities: tuple[Affinity, ...]
+    rewards: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        binds = tuple(f"binds: {text}" for text in self.binds)
+        moves = tuple(m.words for m in self.marginals)
+        leans = tuple(dict.fromkeys(a.words for a in self.affinities))
+        return (*self.summary, *binds, *moves, *leans, *self.rewards, *(f"note: {n}" for n in self.notes))
+
+
+def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> Explanation:
+    """The plan in words. `resolve`: solve again with one instance's worth more of each pool that is worth something,
+    which takes as long as solving did, once per such pool."""
+    return Explanation(
+        summary=_summary(placement),
+        marginals=marginals(problem, placement, resolve=resolve),
+        binds=placement.binds,
+        affinities=affinities(problem, placement),
+        rewards=_rewards(placement),
+        notes=placement.notes,
+    )
+
+
+def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -> tuple[Marginal, ...]:
+    """What more would buy, most valuable first (ties: by name). At the margin: one device of each pool, a tenth more
+    trajectories in flight, a tenth more of each link that binds; for the objective of the most throughput only, since
+    dual prices are of the rate. Then, with `resolve`, solved again: as many devices as a pool's widest instance takes,
+    and no affinities where some were given."""
+    found: list[Marginal] = []
+    if placement.objective is Objective.MAX_THROUGHPUT and placement.rate > 0:
+        found += [_device(placement, pool) for pool in problem.pools]
+        found += _shares(problem, placement)
+        found.sort(key=lambda m: (-m.gain, m.what))
+    if not resolve or problem.fixed is not None:
+        return tuple(found)
+    worthless = {m.what for m in found if m.gain < NOTHING}
+    again = []
+    for pool in _computing(problem):
+        if pool.name not in worthless:
+            devices = max((d.tp for d in placement.deployments if d.pool == pool.name and _serves(d.role)), default=1)
+            pools = tuple(replace(p, count=p.count + devices) if p is pool else p for p in problem.pools)
+            worth = _resolved(replace(problem, pools=pools), placement)
+            again.append(_marginal(placement, _devices(pool, devices), worth, solved=True))
+    if problem.affinity:
+        worth = _resolved(replace(problem, affinity={}), placement)
+        more = _More("affinity", 0, "", "without the affinities given")
+        again.append(_marginal(placement, more, worth, solved=True))
+    return (*found, *sorted(again, key=lambda m: (-m.gain, m.what)))
+
+
+def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Affinity, ...]:
+    """Per domain and phase (prefill, decode), what each device type costs. Decode is at the batch that the memory and
+    the trajectories in flight allow: these divided over as many instances as the problem's GPUs hold."""
+    types: dict[str, Device] = {}
+    usd: dict[str, float] = {}
+    for pool in _computing(problem):
+        types.setdefault(pool.device.name, pool.device)
+        usd[pool.device.name] = min(usd.get(pool.device.name, math.inf), pool.usd_per_device_hour)
+    prices = usd if all(price > 0 for price in usd.values()) else None
+    found = []
+    for domain in problem.domains:
+        turns = phases.turns_of(domain, problem.performance.shape)
+        prefill: dict[str, float] = {}
+        decode: dict[str, float] = {}
+        for name, device in types.items():
+            options = list(_options(problem, device, turns.kv_longest, placement))
+            if options:
+                prefill[name] = min(tp * phases.prefilling(model, turns).load for tp, model in options)
+                decode[name] = min(tp * _decode_s(problem, model, tp, turns) for tp, model in options)
+        for phase, seconds in (("prefill", prefill), ("decode", decode)):
+            if seconds:
+                found.append(_affinity(domain.name, phase, seconds, prices))
+    return tuple(found)
+
+
+def _summary(placement: Placement) -> tuple[str, ...]:
+    rate, band = placement.rate, placement.band
+    between = f" (±{_percent(band)}: {rate * (1 - band):.3g} to {rate * (1 + band):.3g})" if band else ""
+    gap = f"within {100 * placement.gap:.2g} % of" if placement.gap > 1e-9 else "equal to"
+    what = {
+        Objective.MAX_THROUGHPUT: "trajectories/s",
+        Objective.MIN_COST: "$/h",
+        Objective.MAX_THROUGHPUT_PER_DOLLAR: "trajectories/s per $/h",
+    }[placement.objective]
+    cost = f"${placement.usd_per_hour:,.2f}/h: ${placement.usd_per_thousand:,.2f}/1k"
+    lines = [
+        f"{rate:.3g} trajectories/s{between} at {cost}",
+        f"{gap} the best that any plan could have, {placement.bound:.5g} {what}",
+    ]
+    idle = placement.usd_per_hour_all - placement.usd_per_hour
+    if idle > 0.005:
+        lines.append(f"${idle:,.2f}/h more is paid for devices that the plan leaves idle")
+    return tuple(lines)
+
+
+def _serves(role: Role) -> bool:
+    return role in (Role.ENGINE, Role.PREFILL, Role.DECODE)
+
+
+def _computing(problem: Problem) -> list[Pool]:
+    """The pools that can serve: GPUs where there are any."""
+    gpus = [pool for pool in problem.pools if not pool.device.is_cpu]
+    return gpus or list(problem.pools)
+
+
+def _device(placement: Placement, pool: Pool) -> Marginal:
+    worth = placement.prices.pools.get(pool.name, 0.0) / placement.rate
+    return _marginal(placement, _devices(pool, 1), worth, solved=False)
+
+
+class _More(NamedTuple):
+    """What there would be more of, and how to say so."""
+
+    what: str
+    amount: float
+    unit: str
+    words: str
+
+
+def _devices(pool: Pool, number: int) -> _More:
+    where = "" if pool.name.lower() == pool.device.name.lower() else f" in '{pool.name}'"
+    return _More(pool.name, number, DEVICES, f"{'one' if number == 1 else number} more {pool.device.name}{where}")
+
+
+def _shares(problem: Problem, placement: Placement) -> Iterator[Marginal]:
+    """A tenth more of what has no unit to count in: of trajectories in flight and of links, where they bind."""
+    prices, bound = placement.prices, problem.trajectories_in_flight
+    if prices.in_flight > 0 and math.isfinite(bound):
+        tenth = float(max(1, round(0.1 * bound)))
+        more = _More("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
+        yield _marginal(placement, more, prices.in_flight * more.amount / placement.rate, solved=False)
+    for channel in channels(problem).values():
+        price = prices.links.get(channel.pools, 0.0)
+        if price > 0:
+            name, speed = "–".join(channel.pools), 0.1 * channel.gb_per_s
+            more = _More(name, speed, "GB/s", f"{speed:.3g} GB/s more on {name}")
+            yield _marginal(placement, more, price * speed / placement.rate, solved=False)
+
+
+def _marginal(placement: Placement, more: _More, worth: float, *, solved: bool) -> Marginal:
+    unit = {
+        Objective.MAX_THROUGHPUT: "trajectories/s",
+        Objective.MIN_COST: "cost",
+        Objective.MAX_THROUGHPUT_PER_DOLLAR: "trajectories per dollar",
+    }[placement.objective]
+    if abs(worth) < NOTHING:
+        buys = "nothing"
+    elif placement.objective is Objective.MIN_COST:
+        buys = f"{_percent(1 / (1 + worth) - 1, sign=True)} {unit}"
+    else:
+        buys = f"{_percent(worth, sign=True)} {unit}"
+    how = "solved again" if solved else "at the margin"
+    return Marginal(more.what, more.amount, more.unit, worth, solved, f"{more.words}: {buys} ({how})")
+
+
+def _percent(share: float, *, sign: bool = False) -> str:
+    """`+2.1 %`: one decimal below ten per cent."""
+    digits = 0 if abs(share) >= 0.0995 else 1
+    return f"{100 * share:+.{digits}f} %" if sign else f"{100 * share:.{digits}f} %"
+
+
+def _resolved(asked: Problem, placement: Placement) -> float:
+    """Gain of the plan for a problem that allows more. More cannot hurt: a worse answer would only be the gap."""
+    answer = solve(asked)
+    return 0.0 if isinstance(answer, Infeasible) else max(0.0, gain(answer, placement) - 1.0)
+
+
+def _options(
+    problem: Problem, device: Device, longest_gb: float, placement: Placement | None
+) -> Iterator[tuple[int, InstanceModel]]:
+    """The tps at which a device type can serve the model and hold the longest turn; those the plan uses, if any."""
+    pools = {p.name for p in problem.pools if p.device.name == device.name}
+    used = () if placement is None else {d.tp for d in placement.deployments if d.pool in pools and _serves(d.role)}
+    for tp in sorted(used or set(problem.tensor_parallel)):
+        if problem.performance.shape.allows_tp(tp) is None:
+            model = problem.performance.instance(device, tp)
+            if not isinstance(model, str) and model.kv_capacity_bytes / 1e9 >= longest_gb:
+                yield tp, model
+
+
+def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: phases.Turns) -> float:
+    """Instance-seconds of decode per trajectory, at the largest batch that there can be."""
+    instances = sum(p.count // tp for p in _computing(problem)) or 1
+    batch = min(
+        float(problem.max_batch),
+        model.kv_capacity_bytes / 1e9 / turns.kv_running,
+        problem.trajectories_in_flight / instances,
+    )
+    return float(phases.decoding(model, turns, np.array([max(batch, 1.0)])).load[0])
+
+
+def _affinity(domain: str, phase: str, seconds: dict[str, float], prices: Mapping[str, float] | None) -> Affinity:
+    usd = None if prices is None else {name: s / 3600.0 * prices[name] for name, s in seconds.items()}
+    cost = seconds if usd is None else usd
+    ranked = sorted(cost, key=lambda name: (cost[name], name))
+    factor = cost[ranked[1]] / cost[ranked[0]] if len(ranked) > 1 else 1.0
+    per = "per device" if usd is None else "per dollar"
+    verb = f"{phase}s"
+    if len(ranked) == 1:
+        return Affinity(domain, phase, seconds, usd, ranked[0], 1.0, f"{domain} {verb} on {ranked[0]} only")
+    if factor < NO_PREFERENCE:
+        words = f"{domain} {verb} as cheaply on {ranked[0]} as on {ranked[1]} {per}"
+        return Affinity(domain, phase, seconds, usd, None, 1.0, words)
+    words = f"{domain} {verb} {factor:.1f}x cheaper on {ranked[0]} than on {ranked[1]} {per}"
+    return Affinity(domain, phase, seconds, usd, ranked[0], factor, words)
+
+
+def _rewards(placement: Placement) -> tuple[str, ...]:
+    lines = []
+    for choice in placement.rewards:
+        text = f"{choice.domain} is scored on {choice.where} at ${choice.usd_per_thousand:.3g}/1k"
+        share = choice.break_even_utilisation
+        if share is not None:
+            wins = f"wins above {_percent(share)} busy" if share <= 1 else "never wins"
+            have = choice.dedicated_utilisation
+            here = "" if have is None else f" (this rate: {_percent(have)})"
+            text += f"; a dedicated device {wins}{here}"
+        lines.append(text + (f"; {choice.note}" if choice.note else ""))
+    return tuple(lines)

@@ -1,0 +1,170 @@
+"""A mixed-integer program by named rows, and HiGHS through scipy to solve it. Knows nothing of placement.
+
+scipy is imported when something is solved, not before: importing `placement` stays light.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.quiet import quiet
+
+__all__ = ["Answer", "Matrix", "Row"]
+
+Floats = NDArray[np.float64]
+Row = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Values of the columns, the objective there, and the best that any solution could have. `duals`, of linear
+    programs: by how much the maximum rises per unit of a row's bound."""
+
+    x: Floats
+    value: float
+    bound: float
+    duals: Mapping[Row, float] = field(default_factory=dict)
+    complete: bool = True
+    """Whether the bound is one of the whole program, and not of a part of it."""
+
+
+class Matrix:
+    """Columns with bounds, and rows `low <= a·x <= high` under unique keys. Objectives are maximised."""
+
+    def __init__(self) -> None:
+        self.low: list[float] = []
+        self.high: list[float] = []
+        self.whole: list[bool] = []
+        self.rows: list[Row] = []
+        self._bounds: list[tuple[float, float]] = []
+        self._of: dict[Row, int] = {}
+        self._i: list[NDArray[np.int64]] = []
+        self._j: list[NDArray[np.int64]] = []
+        self._v: list[Floats] = []
+
+    @property
+    def width(self) -> int:
+        return len(self.low)
+
+    def column(self, *, low: float = 0.0, high: float = math.inf, whole: bool = False) -> int:
+        return self.columns(1, low=low, high=high, whole=whole)
+
+    def columns(self, count: int, *, low: float = 0.0, high: float = math.inf, whole: bool = False) -> int:
+        """Add columns; the number of the first."""
+        first = len(self.low)
+        self.low += [low] * count
+        self.high += [high] * count
+        self.whole += [whole] * count
+        return first
+
+    def row(
+        self, key: Row, terms: Iterable[tuple[int, float]] = (), *, low: float = -math.inf, high: float = math.inf
+    ) -> None:
+        if key in self._of:
+            raise AssertionError(f"row {key} twice")
+        self._of[key] = len(self.rows)
+        self.rows.append(key)
+        self._bounds.append((low, high))
+        pairs = list(terms)
+        self.add(key, [j for j, _ in pairs], [v for _, v in pairs])
+
+    def add(self, key: Row, columns: Sequence[int] | NDArray[np.int64], values: Sequence[float] | Floats) -> None:
+        """Add terms to a row; those of one column sum up."""
+        j = np.asarray(columns, dtype=np.int64)
+        self._i.append(np.full(len(j), self._of[key], dtype=np.int64))
+        self._j.append(j)
+        self._v.append(np.asarray(values, dtype=np.float64))
+
+    def scatter(self, keys: Sequence[Row], which: NDArray[np.int64], first: int, values: Floats) -> None:
+        """Column `first + k` gets `values[k]` in row `keys[which[k]]`; nothing where `which[k]` is negative."""
+        position = np.array([self._of.get(k, -1) for k in keys], dtype=np.int64)
+        used = (which >= 0) & (values != 0)
+        self._i.append(position[which[used]])
+        self._j.append(first + np.nonzero(used)[0])
+        self._v.append(values[used])
+
+    def has(self, key: Row) -> bool:
+        return key in self._of
+
+    def limit(self, key: Row, *, low: float = -math.inf, high: float = math.inf) -> None:
+        self._bounds[self._of[key]] = (low, high)
+
+    def maximise(
+        self, objective: Floats, *, gap: float, nodes: int, within: Mapping[int, tuple[float, float]] | None = None
+    ) -> Answer | None:
+        """The best solution found in `nodes` nodes, some columns kept `within` tighter bounds. None if there is none,
+        or none was found. RuntimeError if HiGHS stops for another reason."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        a, low, high = self._assembled()
+        lower, upper = np.array(self.low), np.array(self.high)
+        for j, (least, most) in (within or {}).items():
+            lower[j], upper[j] = max(lower[j], least), min(upper[j], most)
+        if (lower > upper).any():
+            return None
+        with quiet():
+            found = milp(
+                -objective,
+                integrality=np.array(self.whole, dtype=np.int64),
+                bounds=Bounds(lower, upper),
+                constraints=LinearConstraint(a, low, high),
+                # Presolve is not faster here.
+                options={"mip_rel_gap": gap, "presolve": False, "node_limit": nodes},
+            )
+        if found.x is None:
+            if found.status in (1, 2, 4):  # node limit, or infeasible
+                return None
+            raise RuntimeError(f"HiGHS: {found.message} (status {found.status})")
+        x = np.array(found.x)
+        value = float(objective @ x)
+        bound = value if found.mip_dual_bound is None else max(value, -float(found.mip_dual_bound))
+        return Answer(x, value, bound, complete=not within)
+
+    def relaxed(self, objective: Floats, *, fix: Mapping[int, float] | None = None) -> Answer | None:
+        """The best with fractions allowed, some columns fixed; with dual prices. None if there is none."""
+        from scipy.optimize import linprog
+        from scipy.sparse import vstack
+
+        a, low, high = self._assembled()
+        lower, upper = np.array(self.low), np.array(self.high)
+        for j, given in (fix or {}).items():
+            lower[j] = upper[j] = given
+        equal = low == high
+        over, under = ~equal & np.isfinite(high), ~equal & np.isfinite(low)
+
+        found = linprog(
+            -objective,
+            A_ub=vstack([a[over], -a[under]]),
+            b_ub=np.concatenate([high[over], -low[under]]),
+            A_eq=a[equal],
+            b_eq=low[equal],
+            bounds=np.column_stack([lower, upper]),
+            method="highs",
+        )
+        if found.status == 2:
+            return None
+        if found.status != 0:
+            raise RuntimeError(f"HiGHS: {found.message} (status {found.status})")
+        dual = np.zeros(len(self.rows))
+        marginal = -np.asarray(found.ineqlin.marginals)
+        dual[over] += marginal[: int(over.sum())]
+        dual[under] -= marginal[int(over.sum()) :]
+        dual[equal] = -np.asarray(found.eqlin.marginals)
+        x = np.array(found.x)
+        value = float(objective @ x)
+        return Answer(x, value, value, dict(zip(self.rows, dual.tolist(), strict=True)))
+
+    def _assembled(self) -> tuple[Any, Floats, Floats]:
+        """The rows as a sparse matrix of scipy's, and their bounds."""
+        from scipy.sparse import csr_matrix
+
+        i, j, v = (np.concatenate(part) if part else np.zeros(0) for part in (self._i, self._j, self._v))
+        a = csr_matrix((v, (i, j)), shape=(len(self.rows), self.width))
+        bounds = np.array(self._bounds).reshape(-1, 2)
+        return a, bounds[:, 0], bounds[:, 1]

@@ -1,0 +1,123 @@
+"""What the solver is asked. One frozen value: the same problem always has the same answer."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from placement.performance import Performance
+from placement.types import Deployment, Link, Objective, Pool, Role
+from placement.workload import DomainProfile, FunctionPrice, Train
+
+__all__ = ["Problem", "Restriction", "Running"]
+
+
+class Restriction(enum.StrEnum):
+    """Which plans are allowed. Everything but FULL is a baseline to compare with, a subset of what FULL may do."""
+
+    FULL = "full"
+    AGGREGATED = "domain LP"
+    """No prefill/decode split; each domain's trajectories may be divided over pools."""
+    STRICT = "strict domain→pool"
+    """Aggregated; every domain on one pool."""
+    NO_AFFINITY = "no affinity"
+    """Aggregated; every pool gets the same mix of domains."""
+    PD_ONLY = "P/D only"
+    """Every trajectory prefills and decodes on different instances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The plan that runs now, and what changing it costs: a moved device earns nothing for `restart_s` seconds.
+
+    At most `max_changed_devices` change (None: any number). The gain is judged over `horizon_s`.
+    """
+
+    deployments: tuple[Deployment, ...]
+    restart_s: float = 120.0
+    horizon_s: float = 3600.0
+    max_changed_devices: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Hardware, model, work and wishes. ValueError, naming the field, for values that mean nothing.
+
+    `affinity` maps a domain to the pools that may decode it (a domain without an entry may use any). `fixed`
+    gives the instances, so that only flows are left to choose. `in_flight` bounds the trajectories under way (default:
+    `train.in_flight`; no bound if neither is given). `device_types` restricts rollout to some types (a baseline).
+    """
+
+    pools: tuple[Pool, ...]
+    domains: tuple[DomainProfile, ...]
+    performance: Performance
+    links: tuple[Link, ...] = ()
+    train: Train | None = None
+    objective: Objective = Objective.MAX_THROUGHPUT
+    rate: float | None = None
+    """Trajectories/s that MIN_COST must reach."""
+    budget_usd_per_hour: float | None = None
+    in_flight: int | None = None
+    functions: FunctionPrice | None = None
+    roles: frozenset[Role] = frozenset(Role)
+    tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
+    max_batch: int = 512
+    """Sequences that one engine generates for at a time, at most."""
+    affinity: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    min_replicas: Mapping[Role, int] = field(default_factory=dict)
+    fixed: tuple[Deployment, ...] | None = None
+    running: Running | None = None
+    restriction: Restriction = Restriction.FULL
+    device_types: frozenset[str] | None = None
+    utilisation: float = 0.95
+    """Share of an instance's time that a plan may use: the rest absorbs variance and weight updates."""
+    gap: float = 1e-4
+    """Relative gap at which the solver may stop."""
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            raise ValueError("pools is empty (rule: at least one pool)")
+        if not self.domains:
+            raise ValueError("domains is empty (rule: at least one domain)")
+        self._unique("pools", [p.name for p in self.pools])
+        self._unique("domains", [d.name for d in self.domains])
+        self._references()
+        if self.objective is Objective.MIN_COST and self.rate is None:
+            raise ValueError("objective min_cost needs a rate (trajectories/s to reach)")
+        for name in ("rate", "budget_usd_per_hour", "in_flight"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value} (rule: a finite number above 0)")
+        if not 0 < self.utilisation <= 1:
+            raise ValueError(f"utilisation is {self.utilisation} (rule: in (0, 1])")
+        if not self.tensor_parallel or min(self.tensor_parallel) < 1 or self.max_batch < 1:
+            raise ValueError(f"tensor_parallel {self.tensor_parallel}, max_batch {self.max_batch} (rule: at least 1)")
+
+    @property
+    def trajectories_in_flight(self) -> float:
+        """The bound on trajectories under way; infinite if there is none."""
+        if self.in_flight is not None:
+            return float(self.in_flight)
+        return math.inf if self.train is None else float(self.train.in_flight)
+
+    def _references(self) -> None:
+        names = {p.name for p in self.pools}
+        for link in self.links:
+            for end in (link.a, link.b):
+                if end not in names:
+                    raise ValueError(
+                        f"link {link.a}–{link.b} names pool '{end}' (rule: one of {', '.join(sorted(names))})"
+                    )
+        for domain, pools in self.affinity.items():
+            if domain not in {d.name for d in self.domains}:
+                raise ValueError(f"affinity names domain '{domain}' (rule: one of the problem's domains)")
+            if not pools or set(pools) - names:
+                raise ValueError(f"affinity of '{domain}' is {list(pools)} (rule: pools of the problem, at least one)")
+
+    @staticmethod
+    def _unique(what: str, names: list[str]) -> None:
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise ValueError(f"{what}: the name '{twice[0]}' occurs twice (rule: names are unique)")

@@ -1,0 +1,296 @@
+"""A problem as one mixed-integer program: the columns it has, the rows that bind them, and what an hour costs.
+
+Rates are columns in units of `scale` trajectories/s, so that all activities are near 1 whatever the problem's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from placement import sides
+from placement.milp import Floats, Matrix, Row
+from placement.problem import Problem, Restriction, Running
+from placement.sides import RewardPlace, TrainPlace
+from placement.tableau import ROLLOUT, Ints, Paths, Tableau
+from placement.types import Deployment, Role
+
+__all__ = ["Program", "program"]
+
+
+@dataclass(slots=True)
+class Program:
+    """Where everything is among the columns. `units[u]`, `reward_units` and `environments` count instances."""
+
+    problem: Problem
+    tableau: Tableau
+    matrix: Matrix
+    scale: float
+    rate: int
+    units: list[int]
+    trainers: list[TrainPlace]
+    rewards: list[RewardPlace]
+    reward_units: dict[tuple[int, int, int], int]
+    environments: dict[int, int]
+    path_at: Ints
+    """Which path of the tableau each path column is; the columns start at `first_path`."""
+    first_path: int = 0
+    changed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Why a pool does not train."""
+    late: list[str] = field(default_factory=list)
+    """Rewards that take longer than may be waited for."""
+    fixed_usd: float = 0.0
+    """$/h that are paid whatever runs: pools that are not rented."""
+
+    def vector(self, terms: Mapping[int, float]) -> Floats:
+        out = np.zeros(self.matrix.width)
+        for j, v in terms.items():
+            out[j] += v
+        return out
+
+    def used(self) -> list[tuple[int, int, int]]:
+        """(pool, column, devices per unit of the column) of everything that takes devices."""
+        t = self.tableau
+        out = [(unit.pool, self.units[u], unit.tp) for u, unit in enumerate(t.units)]
+        out += [(place.pool, place.devices, 1) for place in self.trainers]
+        out += [(pool, column, devices) for (pool, devices, _), column in self.reward_units.items()]
+        return out + [(pool, column, 1) for pool, column in self.environments.items()]
+
+    def cost(self) -> dict[int, float]:
+        """$/h of what is used, functions included."""
+        out: dict[int, float] = {}
+        for pool, column, devices in self.used():
+            out[column] = self.problem.pools[pool].usd_per_device_hour * devices
+        for place in self.rewards:
+            if place.pool < 0:
+                out[place.column] = 3600.0 * place.usd * self.scale
+        return out
+
+    def terms(self, paths: Paths) -> Iterator[tuple[list[Row], Ints, Floats]]:
+        """What paths have in the rows: keys, which of them (-1: none) by path, and the coefficients."""
+        t, n = self.tableau, len(paths)
+        units, size = range(len(t.units)), np.array([unit.kv_gb for unit in t.units])
+        load: list[Row] = [("load", u) for u in units]
+        kv: list[Row] = [("kv", u) for u in units]
+        yield [("domain", j) for j in range(len(t.weights))], paths.domain, np.ones(n)
+        yield load, paths.unit, paths.load * self.scale
+        yield load, paths.first, paths.first_load * self.scale
+        yield kv, paths.unit, paths.kv * self.scale / size[paths.unit]
+        yield kv, paths.first, paths.first_kv * self.scale / size[paths.first]
+        if t.channels:
+            speed = np.array([c.gb_per_s for c in t.channels])
+            yield [("link", c.pools) for c in t.channels], paths.link, paths.link_gb * self.scale / speed[paths.link]
+        if self.matrix.has(("in flight",)):
+            seconds = paths.seconds * self.scale / self.problem.trajectories_in_flight
+            yield [("in flight",)], np.zeros(n, dtype=np.int64), seconds
+        kind = {Restriction.STRICT: "strict", Restriction.NO_AFFINITY: "mix"}.get(self.problem.restriction)
+        if kind is not None:
+            pools = len(self.problem.pools)
+            where = np.array([unit.pool for unit in t.units])[paths.unit]
+            every: list[Row] = [(kind, j, g) for j in range(len(t.weights)) for g in range(pools)]
+            yield every, paths.domain * pools + where, np.ones(n)
+
+    def extend(self, which: Ints) -> None:
+        """Add columns for these paths of the tableau."""
+        paths = self.tableau.paths.take(which)
+        first = self.matrix.columns(len(which))
+        for keys, rows, values in self.terms(paths):
+            self.matrix.scatter(keys, rows, first, values)
+        self.path_at = np.concatenate([self.path_at, which])
+
+    def priced(self, duals: Mapping[Row, float]) -> Floats:
+        """What a unit of every path of the tableau would add to the objective at these dual prices."""
+        gain = np.zeros(len(self.tableau.paths))
+        for keys, rows, values in self.terms(self.tableau.paths):
+            price = np.array([*(duals.get(k, 0.0) for k in keys), 0.0])
+            gain -= price[rows] * values
+        return gain
+
+    @property
+    def active(self) -> Paths:
+        """The paths that have columns, in their order."""
+        return self.tableau.paths.take(self.path_at)
+
+    def integers(self) -> list[int]:
+        return [j for j, whole in enumerate(self.matrix.whole) if whole]
+
+
+def program(problem: Problem, tableau: Tableau, scale: float | None = None) -> Program:
+    """The program without any path: `Program.extend` brings them in. `scale` is known from a solution, or guessed."""
+    m = Matrix()
+    rate = m.column()
+    units = [m.column(high=unit.most, whole=True) for unit in tableau.units]
+    p = Program(
+        problem=problem, tableau=tableau, matrix=m, scale=scale or _scale(problem, tableau), rate=rate, units=units,
+        trainers=[], rewards=[], reward_units={}, environments={}, path_at=np.zeros(0, dtype=np.int64),
+    )  # fmt: skip
+    _resources(p)
+    sides.training(p)
+    sides.rewards(p)
+    sides.environments(p)
+    _inventory(p)
+    _restricted(p)
+    for role, least in sorted(problem.min_replicas.items()):
+        columns = _columns_of(p, role)
+        m.row(("replicas", role), [(c, 1.0) for c in columns], low=least)
+    if problem.fixed is not None:
+        _fix(p, problem.fixed)
+    if problem.running is not None:
+        _changes(p)
+    p.first_path = m.width
+    return p
+
+
+def _scale(problem: Problem, tableau: Tableau) -> float:
+    """The order of magnitude of the rate: what the scarcest domain could get if it had everything."""
+    paths = tableau.paths
+    if not len(paths):
+        return 1.0
+    most = np.array([float(u.most) for u in tableau.units])
+    best = math.inf
+    for j, weight in enumerate(tableau.weights):
+        mine = paths.domain == j
+        if mine.any():
+            rates = most[paths.unit[mine]] / np.maximum(paths.load[mine], 1e-300)
+            best = min(best, float(rates.max()) / weight)
+    seconds = paths.seconds.min()
+    if math.isfinite(problem.trajectories_in_flight):
+        best = min(best, problem.trajectories_in_flight / seconds)
+    if problem.rate is not None:
+        best = min(best, problem.rate)
+    if Role.TRAINER in problem.roles:
+        best = min(best, sides.most_trained(problem))
+    return float(best) if math.isfinite(best) and best > 0 else 1.0
+
+
+def _resources(p: Program) -> None:
+    """Every domain gets its share of the rate; units, KV, links and trajectories in flight bound the paths."""
+    m, t = p.matrix, p.tableau
+    for j, weight in enumerate(t.weights):
+        m.row(("domain", j), [(p.rate, -float(weight))], low=0.0, high=0.0)
+    for u, column in enumerate(p.units):
+        m.row(("load", u), [(column, -p.problem.utilisation)], high=0.0)
+        m.row(("kv", u), [(column, -1.0)], high=0.0)
+    for channel in t.channels:
+        m.row(("link", channel.pools), high=1.0)
+    if math.isfinite(p.problem.trajectories_in_flight):
+        m.row(("in flight",), high=1.0)
+
+
+def _inventory(p: Program) -> None:
+    m, pools = p.matrix, p.problem.pools
+    for g, pool in enumerate(pools):
+        m.row(("pool", g), high=float(pool.count))
+    for g, column, devices in p.used():
+        m.add(("pool", g), [column], [float(devices)])
+    p.fixed_usd = sum(q.count * q.usd_per_device_hour for q in pools if not q.rented)
+    budget = p.problem.budget_usd_per_hour
+    if budget is not None:
+        cost = p.cost()
+        for g, column, _ in p.used():
+            if not pools[g].rented:
+                cost.pop(column, None)
+        m.row(("budget",), [(j, v / budget) for j, v in cost.items()], high=(budget - p.fixed_usd) / budget)
+
+
+def _restricted(p: Program) -> None:
+    m, t, paths = p.matrix, p.tableau, p.tableau.paths
+    if p.problem.restriction is Restriction.NO_AFFINITY:
+        pools = sorted({unit.pool for unit in t.units})
+        shares = {g: m.column() for g in pools}
+        for j, weight in enumerate(t.weights):
+            for g in pools:
+                m.row(("mix", j, g), [(shares[g], -float(weight))], low=0.0, high=0.0)
+    if p.problem.restriction is Restriction.STRICT:
+        tp = np.array([float(u.tp) for u in t.units])
+        pool = np.array([u.pool for u in t.units])
+        for j in range(len(t.weights)):
+            chosen = []
+            for g in sorted({unit.pool for unit in t.units}):
+                mine = np.nonzero((paths.domain == j) & (pool[paths.unit] == g))[0]
+                unit, load = paths.unit[mine], paths.load[mine]
+                # All of the pool's devices at the domain's best path bound its flow.
+                best = float((1.0 / (load * tp[unit])).max()) if len(mine) else 0.0
+                large = best * p.problem.pools[g].count / p.scale
+                chosen.append(m.column(high=1.0, whole=True))
+                m.row(("strict", j, g), [(chosen[-1], -large)], high=0.0)
+            m.row(("one pool", j), [(z, 1.0) for z in chosen], high=1.0)
+
+
+def _columns_of(p: Program, role: Role) -> list[int]:
+    if role in ROLLOUT:
+        return [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.role is role]
+    if role is Role.TRAINER:
+        return [place.chosen for place in p.trainers]
+    return list(p.reward_units.values()) if role is Role.REWARD else list(p.environments.values())
+
+
+def _fix(p: Program, fixed: tuple[Deployment, ...]) -> None:
+    """Pin the counts of the roles that are given; rollout roles are all given."""
+    m, names = p.matrix, [pool.name for pool in p.problem.pools]
+    given: dict[tuple[str, Role, int], int] = {}
+    for d in fixed:
+        given[d.pool, d.role, d.tp] = given.get((d.pool, d.role, d.tp), 0) + d.replicas
+    roles = {d.role for d in fixed}
+    for u, unit in enumerate(p.tableau.units):
+        count = given.pop((names[unit.pool], unit.role, unit.tp), 0)
+        m.low[p.units[u]] = m.high[p.units[u]] = float(count)
+    for place in p.trainers:
+        if Role.TRAINER in roles:
+            devices = sum(k[2] * given.pop(k) for k in list(given) if k[:2] == (names[place.pool], Role.TRAINER))
+            m.low[place.devices] = m.high[place.devices] = float(devices)
+            m.low[place.chosen] = m.high[place.chosen] = float(devices > 0)
+    for (g, tp, _), column in p.reward_units.items():
+        if Role.REWARD in roles:
+            m.low[column] = m.high[column] = float(given.pop((names[g], Role.REWARD, tp), 0))
+    for g, column in p.environments.items():
+        if Role.ENVIRONMENT in roles:
+            m.low[column] = m.high[column] = float(given.pop((names[g], Role.ENVIRONMENT, 1), 0))
+    for (pool, role, tp), count in given.items():
+        if count and role in (*ROLLOUT, Role.TRAINER):
+            m.row(("given", pool, role, tp), low=1.0, high=1.0)  # cannot hold: this unit does not exist here
+
+
+def _changes(p: Program) -> None:
+    """Devices that run something else than before, by pool: the larger of those that start and those that stop.
+    Aggregated, prefill and decode are one and the same here: a role flip only tells the router."""
+    running, m = p.problem.running, p.matrix
+    if running is None:
+        return
+    before = _before(running)
+    for g, pool in enumerate(p.problem.pools):
+        now: dict[tuple[str, str, int], list[tuple[int, float]]] = {k: [] for k in before if k[0] == pool.name}
+        for u, unit in enumerate(p.tableau.units):
+            if unit.pool == g:
+                now.setdefault((pool.name, "rollout", unit.tp), []).append((p.units[u], float(unit.tp)))
+        for place in p.trainers:
+            if place.pool == g:
+                now.setdefault((pool.name, "trainer", 1), []).append((place.devices, 1.0))
+        if not now:
+            continue
+        changed = m.column()
+        p.changed.append(changed)
+        m.row(("started", g), [(changed, -1.0)], high=0.0)
+        m.row(("stopped", g), [(changed, -1.0)], high=0.0)
+        for key, terms in sorted(now.items()):
+            up, down = m.column(), m.column()
+            m.row(("change", *key), [*terms, (up, -1.0), (down, 1.0)], low=before.get(key, 0), high=before.get(key, 0))
+            m.add(("started", g), [up], [1.0])
+            m.add(("stopped", g), [down], [1.0])
+    if running.max_changed_devices is not None:
+        m.row(("changes",), [(c, 1.0) for c in p.changed], high=float(running.max_changed_devices))
+
+
+def _before(running: Running) -> dict[tuple[str, str, int], int]:
+    """Devices of the running plan by pool, kind and size of instance."""
+    before: dict[tuple[str, str, int], int] = {}
+    for d in running.deployments:
+        if d.role in ROLLOUT or d.role is Role.TRAINER:
+            key = (d.pool, "rollout", d.tp) if d.role in ROLLOUT else (d.pool, "trainer", 1)
+            before[key] = before.get(key, 0) + d.devices
+    return before

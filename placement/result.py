@@ -1,0 +1,242 @@
+"""A solution as a `Placement`: flows at the instances found, dual prices, and what binds in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement import binding, columns
+from placement.milp import Answer, Floats
+from placement.program import Program
+from placement.tableau import MODES
+from placement.types import Deployment, Flow, Objective, Placement, Prices, RewardChoice, Role
+
+__all__ = ["placement"]
+
+NOTHING = 1e-9
+"""Shares of the rate below this are the solver's tolerance, not flows."""
+
+
+def placement(p: Program, x: Floats, bound: float) -> Placement:
+    """The plan at the whole numbers of `x`, its flows those that keep the devices least busy."""
+    fix = {j: float(round(x[j])) for j in p.integers()}
+    for key in (("cost",), ("reached",)):
+        if p.matrix.has(key):
+            p.matrix.limit(key)  # prices are of the problem, not of the search for one of its best plans
+    relaxed = _relaxed(p)
+    best, x = _final(p, x, fix)
+    prices = _prices(p, best, relaxed)
+    rate = float(x[p.rate]) * p.scale
+    if p.problem.objective is Objective.MIN_COST and p.problem.rate is not None:
+        rate = p.problem.rate  # reached, but for the solver's tolerance
+    cost = float(p.vector(p.cost()) @ x)
+    value = {
+        Objective.MAX_THROUGHPUT: rate,
+        Objective.MIN_COST: cost,
+        Objective.MAX_THROUGHPUT_PER_DOLLAR: rate / cost if cost > 0 else 0.0,
+    }[p.problem.objective]
+    gap = abs(bound - value) / max(abs(bound), 1e-300)
+    used = [u for u, column in enumerate(p.units) if x[column] > 0.5]
+    models = [p.tableau.instances[u] for u in used]
+    return Placement(
+        objective=p.problem.objective,
+        rate=rate,
+        bound=bound if gap > 1e-9 else value,
+        gap=gap if gap > 1e-9 else 0.0,
+        usd_per_hour=cost,
+        usd_per_hour_all=cost + _idle_usd(p, x),
+        deployments=tuple(_deployments(p, x)),
+        flows=tuple(_flows(p, x)),
+        rewards=tuple(_rewards(p, x)),
+        prices=prices,
+        binds=binding.words(p, best, x),
+        notes=tuple(dict.fromkeys([*p.tableau.notes, *(n for m in models for n in m.notes), *p.notes, *_assumed(p)])),
+        band=max((m.band for m in models), default=0.0),
+    )
+
+
+def _final(p: Program, x: Floats, fix: dict[int, float]) -> tuple[Answer, Floats]:
+    """With the instances fixed: the most that flows (for prices), and the flows to report, which are the cheapest and
+    then those that take the fewest device-seconds at the rate of the plan."""
+    m = p.matrix
+    low, high = m.low[p.rate], m.high[p.rate]
+    m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
+    best = columns.relaxed(p, {p.rate: 1.0}, fix=fix)
+    if best is None:
+        raise RuntimeError("HiGHS: the solution found does not hold with its instances fixed")
+    rate = float(best.x[p.rate])
+    if p.problem.objective is not Objective.MAX_THROUGHPUT:
+        rate = min(rate, float(x[p.rate]))
+    m.low[p.rate] = m.high[p.rate] = rate * (1 - 1e-9)
+    paths, units = p.active, p.tableau.units
+    tp = np.array([float(u.tp) for u in units])
+    seconds = paths.load * tp[paths.unit] + np.where(paths.first >= 0, paths.first_load * tp[paths.first], 0.0)
+    dollars = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
+    least = p.vector({j: -v for j, v in p.cost().items()})
+    least[p.first_path :] -= 1e-3 * dollars * p.scale * seconds
+    flows = m.relaxed(least, fix=fix)
+    m.low[p.rate], m.high[p.rate] = low, high
+    x = best.x if flows is None else flows.x
+    return best, x
+
+
+def _relaxed(p: Program) -> Answer | None:
+    """The relaxed problem, whose prices of devices are those of fractions of instances."""
+    m = p.matrix
+    low, high = m.low[p.rate], m.high[p.rate]
+    m.low[p.rate], m.high[p.rate] = 0.0, float("inf")
+    answer = columns.relaxed(p, {p.rate: 1.0})
+    m.low[p.rate], m.high[p.rate] = low, high
+    return answer
+
+
+def _prices(p: Program, best: Answer, relaxed: Answer | None) -> Prices:
+    names = [q.name for q in p.problem.pools]
+    per_token = p.problem.performance.shape.kv_bytes(1.0) / 1e9
+    deployments, kv = {}, {}
+    for u, unit in enumerate(p.tableau.units):
+        if best.x[p.units[u]] > 0.5:
+            key = (names[unit.pool], unit.role, unit.tp)
+            deployments[key] = _clean(best.duals["load", u] * p.scale)
+            kv[key] = _clean(best.duals["kv", u] * p.scale / unit.kv_gb * per_token)
+    flight = ("in flight",)
+    train = [v for key, v in best.duals.items() if key[0] == "train"]
+    return Prices(
+        deployments=deployments,
+        kv=kv,
+        links={
+            c.pools: _clean(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels
+        },
+        in_flight=_clean(best.duals.get(flight, 0.0) * p.scale / p.problem.trajectories_in_flight),
+        pools={} if relaxed is None else {
+            name: _clean(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)
+        },
+        train=_clean(sum(train)),
+    )  # fmt: skip
+
+
+def _clean(value: float) -> float:
+    """Without the noise of the solver: no negative price, no -0.0."""
+    return float(value) if value > 1e-12 else 0.0
+
+
+def _deployments(p: Program, x: Floats) -> Iterable[Deployment]:
+    paths, names = p.active, [q.name for q in p.problem.pools]
+    flow = np.maximum(x[p.first_path :], 0.0) * p.scale
+    for u, unit in enumerate(p.tableau.units):
+        n = round(x[p.units[u]])
+        if n < 1:
+            continue
+        last, first = paths.unit == u, paths.first == u
+        busy = float(flow[last] @ paths.load[last]) + float(flow[first] @ paths.first_load[first])
+        held = float(flow[last] @ paths.kv[last]) + float(flow[first] @ paths.first_kv[first])
+        at_once = float(flow[last] @ (paths.load[last] * paths.batch[last]))
+        batch = at_once / busy if unit.role is not Role.PREFILL and busy > 0 else 1.0
+        yield Deployment(
+            names[unit.pool], unit.role, unit.tp, n, batch, min(1.0, busy / n), min(1.0, held / (n * unit.kv_gb))
+        )
+    rate = float(x[p.rate]) * p.scale
+    for place in p.trainers:
+        m = round(x[place.devices])
+        if m >= 1:
+            share = rate * (place.work / m + place.fixed)
+            yield Deployment(names[place.pool], Role.TRAINER, m, 1, 1.0, min(1.0, share))
+    yield from _side_deployments(p, x)
+
+
+def _side_deployments(p: Program, x: Floats) -> Iterable[Deployment]:
+    names = [q.name for q in p.problem.pools]
+    counts: dict[tuple[int, int], tuple[int, float]] = {}
+    for key, column in p.reward_units.items():
+        busy = sum(x[q.column] * p.scale * _seconds(p, q.domain) for q in p.rewards if q.unit == key)
+        n, before = counts.get(key[:2], (0, 0.0))
+        counts[key[:2]] = (n + round(x[column]), before + float(busy))
+    for (g, devices), (n, busy) in sorted(counts.items()):
+        if n >= 1:
+            yield Deployment(names[g], Role.REWARD, devices, n, 1.0, min(1.0, busy / n))
+    cores = sum(round(x[c]) for c in p.environments.values())
+    weights = zip(p.problem.domains, p.tableau.weights, strict=True)
+    load = sum(float(w) * d.turns.mean * d.environment.core_s for d, w in weights) * float(x[p.rate]) * p.scale
+    for g, column in p.environments.items():
+        if round(x[column]) >= 1:
+            yield Deployment(names[g], Role.ENVIRONMENT, 1, round(x[column]), 1.0, min(1.0, load / cores))
+
+
+def _seconds(p: Program, j: int) -> float:
+    reward = p.problem.domains[j].reward
+    return 0.0 if reward is None else reward.seconds
+
+
+@dataclass(slots=True)
+class _Sum:
+    rate: float = 0.0
+    in_flight: float = 0.0
+
+
+def _flows(p: Program, x: Floats) -> Iterable[Flow]:
+    paths, units, names = p.active, p.tableau.units, [q.name for q in p.problem.pools]
+    sums: dict[tuple[int, int, int, int], _Sum] = {}
+    values = x[p.first_path :]
+    for k in np.nonzero(values > NOTHING * max(float(x[p.rate]), 1e-300))[0].tolist():
+        key = (int(paths.domain[k]), int(paths.unit[k]), int(paths.first[k]), int(paths.mode[k]))
+        total = sums.setdefault(key, _Sum())
+        total.rate += float(values[k]) * p.scale
+        total.in_flight += float(values[k]) * p.scale * float(paths.seconds[k])
+    for (j, u, f, mode), total in sorted(sums.items()):
+        yield Flow(
+            domain=p.problem.domains[j].name,
+            pool=names[units[u].pool],
+            tp=units[u].tp,
+            rate=total.rate,
+            seconds=total.in_flight / total.rate,
+            kv=MODES[mode],
+            prefill_pool=names[units[f].pool] if f >= 0 else None,
+            prefill_tp=units[f].tp if f >= 0 else None,
+        )
+
+
+def _idle_usd(p: Program, x: Floats) -> float:
+    """$/h of devices that are paid and not used."""
+    used = [0.0] * len(p.problem.pools)
+    for g, column, devices in p.used():
+        used[g] += round(x[column]) * devices
+    return sum(
+        (q.count - n) * q.usd_per_device_hour for q, n in zip(p.problem.pools, used, strict=True) if not q.rented
+    )
+
+
+def _rewards(p: Program, x: Floats) -> Iterable[RewardChoice]:
+    for q in p.rewards:
+        rate = float(x[q.column]) * p.scale
+        if rate <= NOTHING * float(x[p.rate]) * p.scale:
+            continue
+        reward, pools = p.problem.domains[q.domain].reward, p.problem.pools
+        if reward is None:
+            continue
+        mine = [r for r in p.rewards if r.domain == q.domain]
+        usd = next((r.usd for r in mine if r.pool < 0), None)
+        hourly = [
+            pools[r.pool].usd_per_device_hour * r.unit[1] for r in mine if r.unit is not None and r.pool in (q.pool, -1)
+        ] or [pools[r.pool].usd_per_device_hour * r.unit[1] for r in mine if r.unit is not None]
+        dedicated = min(hourly, default=None)
+        busy = rate * reward.seconds
+        even = None
+        if usd is not None and usd > 0 and dedicated is not None:
+            even = dedicated / (3600.0 * usd / reward.seconds) if reward.seconds > 0 else None
+        per = usd if q.pool < 0 else (dedicated or 0.0) / 3600.0 * reward.seconds
+        yield RewardChoice(
+            domain=p.problem.domains[q.domain].name,
+            where="functions" if q.pool < 0 else pools[q.pool].name,
+            rate=rate,
+            usd_per_thousand=1000.0 * (per or 0.0),
+            break_even_utilisation=even,
+            dedicated_utilisation=busy if dedicated is not None else None,
+        )
+
+
+def _assumed(p: Program) -> Iterable[str]:
+    for d in p.problem.domains:
+        if d.source == "assumed":
+            yield f"the profile of {d.name} is assumed, not measured"

@@ -1,0 +1,334 @@
+"""How fast a model runs on a device: a roofline with six constants, and what it may be trusted with.
+
+Seconds of a step = fixed cost + max(arithmetic, memory traffic) + tensor-parallel communication + cost per sequence.
+Fitted on one GPU type and moved to another by datasheet, decode steps of a dense model come out within a few percent
+within a generation; `constants.BANDS` has the figures. Units as in `placement.types`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from placement.constants import BANDS, PRIORS, Calibration, Constants, Precision, band_of, prior
+from placement.performance import ShapeModel
+from placement.types import Device
+
+__all__ = [
+    "BANDS",
+    "PRIORS",
+    "Calibration",
+    "Constants",
+    "Precision",
+    "Roofline",
+    "RooflinePerformance",
+    "RooflineShape",
+    "transfer_s",
+]
+
+MEMORY_SHARE = 0.9
+"""Of the device memory an engine may use: vLLM's `gpu_memory_utilization` default."""
+
+RING_SHARE = 0.7
+"""Of NVLink's one-directional rate that an all-reduce reaches. Fits the tp 2–8 rows of Llama-3.1-70B on H200."""
+
+ACTIVATION_BYTES = 2.0
+"""Of one activation on the wire: all-reduces run in bf16 whatever the weights are in."""
+
+
+class RooflineShape(ShapeModel, Protocol):
+    """What the roofline asks of a shape (`placement.architecture.Shape` has it)."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    def kv_copies(self, tp: int) -> int:
+        """How often a sequence's KV is held over `tp` devices."""
+
+    def flops(self, new: float, cached: float, logits: float | None = None) -> float:
+        """Forward pass of `new` tokens after `cached` ones of one sequence; the output layer at `logits` of them."""
+
+    def decode_flops(self, context: float) -> float:
+        """Forward pass of one generated token after `context` ones."""
+
+    def touched_weight_bytes(self, batch: float) -> float:
+        """Weights that a step with `batch` tokens reads; fewer than all where experts stay unused."""
+
+
+def transfer_s(size_bytes: float, gb_per_s: float, latency_s: float = 0.0) -> float:
+    """Seconds to move `size_bytes` over a link: latency + size / bandwidth."""
+    _check("size_bytes", size_bytes)
+    _check("latency_s", latency_s)
+    if not (math.isfinite(gb_per_s) and gb_per_s > 0):
+        raise ValueError(f"gb_per_s is {gb_per_s} (rule: a finite number above 0)")
+    return latency_s + size_bytes / (gb_per_s * 1e9)
+
+
+class Roofline:
+    """One engine instance of `shape` on `tp` devices (implements `performance.InstanceModel`).
+
+    ValueError where the model cannot run there; `unfit` says beforehand why not. `kv_capacity_bytes` replaces the
+    memory left over, for engines that are configured with a size; `reserve_gb` is per device, for activations.
+    """
+
+    __slots__ = (
+        "_bytes_per_s", "_comm_s", "_copies", "_decode_flops_per_s", "_fixed_s", "_flops_per_s", "_kv_capacity", "band",
+        "constants", "device", "notes", "precision", "shape", "tp",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        shape: RooflineShape,
+        device: Device,
+        tp: int,
+        constants: Constants,
+        *,
+        precision: Precision = "bf16",
+        band: float = 0.0,
+        notes: tuple[str, ...] = (),
+        reserve_gb: float = 0.0,
+        kv_capacity_bytes: float | None = None,
+    ) -> None:
+        reason = unfit(shape, device, tp, constants, precision, needs_memory=kv_capacity_bytes is None)
+        if reason is not None:
+            raise ValueError(reason)
+        _check("reserve_gb", reserve_gb)
+        if kv_capacity_bytes is not None and not (math.isfinite(kv_capacity_bytes) and kv_capacity_bytes > 0):
+            raise ValueError(f"kv_capacity_bytes is {kv_capacity_bytes} (rule: a finite number above 0, or left out)")
+        self.shape, self.device, self.tp, self.constants = shape, device, tp, constants
+        self.precision, self.band, self.notes = precision, band, notes
+        c = constants
+        self._copies = shape.kv_copies(tp)
+        peak = _tflops(device, precision)
+        self._flops_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu)
+        self._decode_flops_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu_decode)
+        self._bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
+        self._fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
+        self._comm_s = 0.0 if tp == 1 else _communication_s(shape, device, tp)
+        if kv_capacity_bytes is None:
+            memory = tp * (device.memory_gb or 0.0) * 1e9
+            left = memory * MEMORY_SHARE - shape.weight_bytes - tp * reserve_gb * 1e9
+            kv_capacity_bytes = left / self._copies
+        self._kv_capacity = kv_capacity_bytes
+
+    @property
+    def kv_capacity_bytes(self) -> float:
+        """Bytes for KV, each sequence counted once (`shape.kv_bytes`); <= 0 if the weights do not fit."""
+        return self._kv_capacity
+
+    def prefill_s(self, new: float, cached: float) -> float:
+        """Compute `new` tokens after `cached` ones, alone; the first output token comes with it."""
+        work = self._prefill_row_s(1.0, new, cached)
+        return self.constants.request_s + self._fixed_s + work + self.constants.row_s
+
+    def decode_step_s(self, batch: float, context: float) -> float:
+        """One step that yields one token for each of `batch` sequences of mean context `context`."""
+        return self._fixed_s + batch * (self._decode_row_s(batch, context) + self.constants.row_s)
+
+    def mixed_step_s(self, batch: float, context: float, new: float, cached: float) -> float:
+        """One step of chunked prefill: `new` tokens of one sequence (after `cached`) beside `batch` decoding ones."""
+        _batch(batch)
+        for name, value in (("context", context), ("new", new), ("cached", cached)):
+            _check(name, value)
+        shape = self.shape
+        prefill = shape.flops(new, cached, min(1.0, new)) / self._flops_per_s
+        compute = prefill + batch * shape.decode_flops(context) / self._decode_flops_per_s
+        kv = (shape.kv_bytes(cached) if new > 0 else 0.0) + batch * shape.kv_bytes(context)
+        memory = (shape.touched_weight_bytes(batch + new) + kv * self._copies) / self._bytes_per_s
+        rows = batch + (1 if new > 0 else 0)
+        return self._fixed_s + max(compute, memory) + (batch + new) * self._comm_s + rows * self.constants.row_s
+
+    def turn_s(self, batch: float, new: float, cached: float, output: float) -> float:
+        """Instance-seconds one turn takes of an aggregated instance that serves `batch` turns at a time.
+
+        S = max(1, output) steps, the first of which is the prefill. Fixed cost and weight traffic of a step are shared
+        by its `batch` rows; arithmetic, KV traffic, communication and `row_s` are each row's own. With batch 1 it is
+        prefill_s + (S − 1) × decode_step_s; for long outputs it tends to S × decode_step_s(batch) / batch + prefill.
+        """
+        _check("output", output)
+        steps = max(1.0, output)
+        prefill = self._prefill_row_s(batch, new, cached)
+        decode = (steps - 1) * self._decode_row_s(batch, cached + new + steps / 2) if steps > 1 else 0.0
+        own = self.constants.request_s + steps * self.constants.row_s
+        return own + steps * self._fixed_s / batch + prefill + decode
+
+    def tpot_s(self, batch: float, new: float, cached: float, output: float) -> float:
+        """Mean seconds between a client's tokens when `batch` clients keep an aggregated instance busy: its own steps,
+        and the prefills of the others that fall between them."""
+        step = self.decode_step_s(batch, cached + new + output / 2)
+        return step + (batch - 1) * self.prefill_s(new, cached) / max(1.0, output)
+
+    def ttft_s(self, batch: float, new: float, cached: float, output: float) -> float:
+        """Mean seconds to the first token in the same loop: the prefill, the step that is running, the acceptance of
+        requests that come together, and the queue of prefills (utilisation ρ: ρ / (1 − ρ) of them ahead)."""
+        prefill, step = self.prefill_s(new, cached), self.decode_step_s(batch, cached + new + output / 2)
+        busy = (batch - 1) * prefill
+        waiting = busy / (max(1.0, output) * step + prefill)
+        return prefill + step + (batch - 1) * self.constants.request_s + prefill * waiting
+
+    def _prefill_row_s(self, batch: float, new: float, cached: float) -> float:
+        """A row's own share of prefills in steps that `batch` rows share: arithmetic or memory, and communication."""
+        _batch(batch)
+        _check("new", new)
+        _check("cached", cached)
+        compute = self.shape.flops(new, cached, 1.0) / self._flops_per_s
+        weights = self.shape.touched_weight_bytes(max(1.0, batch * new)) / batch
+        kv = self.shape.kv_bytes(cached) * self._copies
+        return max(compute, (weights + kv) / self._bytes_per_s) + new * self._comm_s
+
+    def _decode_row_s(self, batch: float, context: float) -> float:
+        """A row's own share of a decode step."""
+        _batch(batch)
+        _check("context", context)
+        compute = self.shape.decode_flops(context) / self._decode_flops_per_s
+        weights = self.shape.touched_weight_bytes(batch) / batch
+        kv = self.shape.kv_bytes(context) * self._copies
+        return max(compute, (weights + kv) / self._bytes_per_s) + self._comm_s
+
+
+@dataclass(frozen=True, slots=True)
+class RooflinePerformance:
+    """Makes instances of one model (implements `performance.Performance`).
+
+    `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration
+    of another GPU, the nearest first, and without any uses the priors of its generation; notes and band say so.
+    `reserve_gb` of each device is kept free for activations. `kv_capacity_bytes` by device name: what an instance is
+    configured with there, where that is not "all that is left".
+    """
+
+    shape: RooflineShape
+    constants: Mapping[str, Constants | Calibration] = field(default_factory=dict)
+    precision: Precision = "bf16"
+    reserve_gb: float = 0.0
+    kv_capacity_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("bf16", "fp8"):
+            raise ValueError(f"precision is {self.precision!r} (rule: bf16 or fp8)")
+        _check("reserve_gb", self.reserve_gb)
+
+    def instance(self, device: Device, tp: int) -> Roofline | str:
+        """The instance on `tp` devices of a type, or why there can be none."""
+        constants, band, notes = self._choose(device)
+        configured = self.kv_capacity_bytes.get(device.name)
+        reason = unfit(self.shape, device, tp, constants, self.precision, needs_memory=configured is None)
+        if reason is not None:
+            return reason
+        return Roofline(
+            self.shape, device, tp, constants,
+            precision=self.precision, band=band, notes=notes, reserve_gb=self.reserve_gb, kv_capacity_bytes=configured,
+        )  # fmt: skip
+
+    def _choose(self, device: Device) -> tuple[Constants, float, tuple[str, ...]]:
+        """Constants for a device, their band, and notes in words where they come from elsewhere."""
+        for key in (device.name, device.generation):
+            entry = self.constants.get(key) if key else None
+            if isinstance(entry, Calibration):
+                return self._carried(entry, device)
+            if entry is not None:
+                band = band_of("prior", moe=self._moe)
+                return entry, band, (f"{device.name}: constants as stated, not measured: ±{band:.0%}",)
+        near = self._nearest(device)
+        if near is not None:
+            return self._carried(near, device)
+        constants, band, why = prior(device.generation, moe=self._moe)
+        because = f" ({why})" if why else ""
+        note = f"{device.name}: constants are priors of generation '{device.generation or '?'}', not calibrated"
+        return constants, band, (f"{note}{because}: ±{band:.0%}",)
+
+    def _nearest(self, device: Device) -> Calibration | None:
+        """The calibration to borrow: same generation, precision and model first, then by name. None to a CPU or from
+        one, and none that replaced datasheet figures: those are of that device only."""
+        if device.is_cpu:
+            return None
+        usable = [
+            c for c in self.constants.values()
+            if isinstance(c, Calibration) and c.generation != "cpu"
+            and c.constants.effective_tflops is None and c.constants.effective_tb_per_s is None
+        ]  # fmt: skip
+        usable.sort(
+            key=lambda c: (
+                not _same(c.generation, device.generation),
+                c.precision != self.precision,
+                c.model != self.shape.name,
+                c.device,
+            )
+        )
+        return usable[0] if usable else None
+
+    def _carried(self, found: Calibration, device: Device) -> tuple[Constants, float, tuple[str, ...]]:
+        """Constants of a calibration used on `device`: the widest band among the reasons to doubt them."""
+        away: list[tuple[str, str]] = []
+        if found.device != device.name:
+            if _same(found.generation, device.generation):
+                away.append(("same generation", "another device of the same generation"))
+            else:
+                away.append(("other generation", f"generation '{device.generation or '?'}' is another"))
+        if found.precision != self.precision:
+            away.append(("other precision", f"calibrated in {found.precision}, asked in {self.precision}"))
+        if found.model != self.shape.name:
+            away.append(("other model", f"calibrated with {found.model or '?'}, asked for {self.shape.name or '?'}"))
+        if not away:
+            return found.constants, found.error, ()
+        band = max(found.error, *(band_of(reason, moe=self._moe) for reason, _ in away))
+        where = f"constants calibrated on {found.device} ({found.generation or '?'})"
+        words = ", ".join(text for _, text in away)
+        return found.constants, band, (f"{device.name}: {where}, {words}: ±{band:.0%}",)
+
+    @property
+    def _moe(self) -> bool:
+        return is_moe(self.shape)
+
+
+def is_moe(shape: ShapeModel) -> bool:
+    """Whether some parameters are experts that a token may not use."""
+    return shape.active_parameters < shape.parameters
+
+
+def unfit(
+    shape: RooflineShape, device: Device, tp: int, constants: Constants, precision: Precision, *, needs_memory: bool
+) -> str | None:
+    """Why `shape` cannot run, or cannot be predicted, on `tp` devices of a type; None if it can."""
+    if tp < 1:
+        return f"tp is {tp} (rule: at least 1)"
+    if constants.effective_tflops is None and _tflops(device, precision) is None:
+        return f"no {precision} figure for {device.name}: give tflops_{precision}, or calibrate"
+    if constants.effective_tb_per_s is None and device.memory_tb_per_s is None:
+        return f"no memory bandwidth for {device.name}: give memory_tb_per_s, or calibrate"
+    if needs_memory and device.memory_gb is None:
+        return f"no memory size for {device.name}: give memory_gb"
+    if tp > 1 and device.nvlink_gb_per_s is None:
+        return f"no NVLink figure for {device.name}: give nvlink_gb_per_s"
+    if device.devices_per_host is not None and tp > device.devices_per_host:
+        return f"tp {tp} exceeds the {device.devices_per_host} devices of one host of {device.name}"
+    return shape.allows_tp(tp)
+
+
+def _communication_s(shape: RooflineShape, device: Device, tp: int) -> float:
+    """Two ring all-reduces per layer, for one token: 2 (tp − 1) / tp of the activation passes each device."""
+    one_way = (device.nvlink_gb_per_s or math.nan) * 1e9 / 2
+    moved = shape.hidden * ACTIVATION_BYTES * 2 * (tp - 1) / tp
+    return 2 * shape.layers * moved / (RING_SHARE * one_way)
+
+
+def _tflops(device: Device, precision: Precision) -> float | None:
+    return device.tflops_fp8 if precision == "fp8" else device.tflops_bf16
+
+
+def _same(a: str, b: str) -> bool:
+    return a == b and bool(a)
+
+
+def _batch(value: float) -> None:
+    if not (math.isfinite(value) and value >= 1):
+        raise ValueError(f"batch is {value} (rule: a finite number, at least 1)")
+
+
+def _check(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value} (rule: a finite number, at least 0)")

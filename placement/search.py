@@ -1,0 +1,104 @@
+"""Whole numbers of instances: the exact optimum of a problem of a few pools; of a large one a good plan and an honest
+bound.
+
+Large: the relaxed problem says which units and which trainer's pool matter; the program over those alone is solved with
+a limit on its nodes (relaxation-induced neighbourhood: Danna, Rothberg and Le Pape, 2005). Limits count nodes and never
+seconds, so that the same problem has the same answer on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from placement import columns
+from placement.milp import Answer
+from placement.program import Program
+
+__all__ = ["best"]
+
+WHOLE = 30
+"""Up to this many whole-number columns are searched to the end."""
+NODES = 60
+"""Nodes of a neighbourhood's search: where large problems stop improving."""
+MOST_NODES = 20_000
+TRAINERS = 4
+"""Pools tried for the trainer, those first that the relaxed problem trains on."""
+
+
+def best(
+    p: Program, objective: Mapping[int, float], start: Answer | None = None, *, gap: float | None = None
+) -> Answer | None:
+    """The best whole-number solution found, its `bound` valid for all. None if there is none, or none was found.
+
+    `start` is a solution to fall back to, whose units are searched too.
+    """
+    gap = p.problem.gap if gap is None else gap
+    relaxed = columns.relaxed(p, objective, near=gap)
+    if relaxed is None:
+        return start
+    goal = p.vector(objective)
+    few = len(p.integers()) <= WHOLE
+    if few and len(p.path_at) == len(p.tableau.paths):
+        found = p.matrix.maximise(goal, gap=gap, nodes=MOST_NODES)
+        return _better(found, start, objective, p, relaxed.bound)
+    found, bounds = start, []
+    for fixed in _trainers(p, relaxed):
+        near = columns.relaxed(p, objective, fix=fixed, near=gap) if fixed else relaxed
+        if near is None:
+            continue
+        bounds.append(near.bound)
+        rest = bool(fixed) and 1.0 not in fixed.values()
+        if rest or (found is not None and near.value <= _value(p, objective, found) * (1 + gap)):
+            continue
+        limits = _neighbourhood(p, near, found) | {column: (value, value) for column, value in fixed.items()}
+        here = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES, within=limits)
+        found = _better(here, found, objective, p, relaxed.bound)
+    # One pool trains, so that the best of all cases bounds what the relaxed problem spreads over several.
+    bound = min(relaxed.bound, max(bounds, default=relaxed.bound))
+    near_enough = found is not None and bound - _value(p, objective, found) <= gap * abs(bound)
+    if found is None or few or (len(p.path_at) == len(p.tableau.paths) and not near_enough):
+        whole = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES * 10)
+        found = _better(whole, found, objective, p, bound)
+        if whole is not None and len(p.path_at) == len(p.tableau.paths):
+            bound = min(bound, whole.bound)
+    return _better(None, found, objective, p, bound)
+
+
+def _trainers(p: Program, relaxed: Answer) -> list[dict[int, float]]:
+    """Columns to fix, case by case: each of the pools that are likely to train does, and at last none of them does."""
+    ranked = sorted(p.trainers, key=lambda t: (-relaxed.x[t.chosen], t.pool))
+    likely = [t.chosen for t in ranked[:TRAINERS]]
+    cases = [{t.chosen: float(t.chosen == chosen) for t in p.trainers} for chosen in likely]
+    if len(ranked) > len(likely):
+        cases.append(dict.fromkeys(likely, 0.0))
+    return cases or [{}]
+
+
+def _neighbourhood(p: Program, near: Answer, found: Answer | None) -> dict[int, tuple[float, float]]:
+    """Units that neither solution uses stay out."""
+    out = {}
+    for column in p.units:
+        used = near.x[column] > 1e-6 or (found is not None and found.x[column] > 0.5)
+        if not used and p.matrix.low[column] <= 0:
+            out[column] = (0.0, 0.0)
+    return out
+
+
+def _value(p: Program, objective: Mapping[int, float], answer: Answer) -> float:
+    return float(sum(v * answer.x[j] for j, v in objective.items()))
+
+
+def _better(
+    a: Answer | None, b: Answer | None, objective: Mapping[int, float], p: Program, bound: float
+) -> Answer | None:
+    """The better of two, over all columns there are now; its bound the relaxed problem's, or its own if tighter."""
+    both = [(_value(p, objective, answer), -k, answer) for k, answer in enumerate((b, a)) if answer is not None]
+    if not both:
+        return None
+    value, _, answer = max(both, key=lambda row: row[:2])
+    x = np.concatenate([answer.x, np.zeros(p.matrix.width - len(answer.x))])
+    complete = a is not None and len(p.path_at) == len(p.tableau.paths) and a.complete
+    tight = min(bound, a.bound) if complete and a is not None else bound
+    return Answer(x, value, max(value, tight))

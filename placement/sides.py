@@ -1,0 +1,253 @@
+"""The parts of the program around rollout: the trainer that takes the trajectories, the rewards that score them and the
+environments that run beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from placement.problem import Problem
+from placement.types import Pool, Role
+from placement.workload import FunctionPrice, RewardCost, Train
+
+if TYPE_CHECKING:
+    from placement.program import Program
+
+__all__ = [
+    "RewardPlace",
+    "TrainPlace",
+    "environments",
+    "function_usd",
+    "least_devices",
+    "most_trained",
+    "rewards",
+    "train_seconds",
+    "training",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlace:
+    """A pool that can train: columns of its `devices`, of whether it is the `chosen` one, and of the `rate` it takes.
+
+    `work` device-seconds per trajectory, and `fixed` seconds that more devices do not shorten.
+    """
+
+    pool: int
+    devices: int
+    chosen: int
+    rate: int
+    work: float
+    fixed: float
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPlace:
+    """Where a domain may be scored: `pool` (-1: functions) by unit `unit`, at `usd` per trajectory for functions."""
+
+    domain: int
+    pool: int
+    column: int
+    unit: tuple[int, int, int] | None = None
+    usd: float = 0.0
+
+
+def training(p: Program) -> None:
+    """One pool trains, on as many devices as it takes, at least those that hold the state; the rate is the trainer's
+    at most. A step's fixed seconds make its rate concave in the devices: chords at whole numbers bound it."""
+    problem, m, train = p.problem, p.matrix, p.problem.train
+    if train is None or Role.TRAINER not in problem.roles:
+        return
+    for g, pool in enumerate(problem.pools):
+        least = least_devices(problem, pool, train)
+        work = train_seconds(problem, pool, train)
+        if isinstance(least, str) or isinstance(work, str):
+            p.refused.append(least if isinstance(least, str) else str(work))
+            continue
+        if train.devices is not None:
+            if not least <= train.devices <= pool.count:
+                p.refused.append(
+                    f"training does not fit on {pool.name}: it is given {train.devices} devices, needs at least "
+                    f"{least}, and the pool has {pool.count}"
+                )
+                continue
+        elif least > pool.count:
+            p.refused.append(f"training needs {least} devices of {pool.name} to hold its state, which has {pool.count}")
+            continue
+        if pool.device.is_cpu and pool.memory_gb is None:
+            p.notes.append(f"host memory of {pool.name} is not stated: whether training fits there is not checked")
+        devices, chosen = m.column(high=float(pool.count), whole=True), m.column(high=1.0, whole=True)
+        place = TrainPlace(g, devices, chosen, m.column(), work, train.seconds_per_step / train.batch, least)
+        p.trainers.append(place)
+        _train_rows(p, place, train)
+    m.row(("trained",), [(p.rate, -1.0), *((t.rate, 1.0) for t in p.trainers)], low=0.0, high=0.0)
+    m.row(("one trainer",), [(t.chosen, 1.0) for t in p.trainers], low=1.0, high=1.0)
+
+
+def _train_rows(p: Program, place: TrainPlace, train: Train) -> None:
+    m, g = p.matrix, place.pool
+    if train.devices is not None:
+        m.row(("train size", g), [(place.devices, 1.0), (place.chosen, -float(train.devices))], low=0.0, high=0.0)
+    else:
+        m.row(("train most", g), [(place.devices, 1.0), (place.chosen, -float(p.problem.pools[g].count))], high=0.0)
+        m.row(("train least", g), [(place.devices, 1.0), (place.chosen, -float(place.least))], low=0.0)
+    points = [train.devices - 1, train.devices] if train.devices else _points(p.problem.pools[g].count, place.fixed)
+
+    def rate(devices: int) -> float:
+        return devices / (place.work + place.fixed * devices)
+
+    for a, b in itertools.pairwise(points):
+        slope = (rate(b) - rate(a)) / (b - a)
+        base = rate(a) - slope * a
+        terms = [(place.rate, 1.0), (place.devices, -slope / p.scale), (place.chosen, -base / p.scale)]
+        m.row(("train", g, a), terms, high=0.0)
+
+
+def _points(count: int, fixed: float) -> list[int]:
+    """Where the chords meet: every whole number to 32, then every 5 %: exact there, a hair low in between."""
+    if fixed == 0:
+        return [0, count]
+    points = list(range(min(count, 32) + 1))
+    while points[-1] < count:
+        points.append(min(count, math.ceil(points[-1] * 1.05)))
+    return points
+
+
+def least_devices(problem: Problem, pool: Pool, train: Train) -> int | str:
+    """Devices of a pool that hold weights, gradients and optimizer state together; or why it cannot train."""
+    if train.pool is not None and train.pool != pool.name:
+        return f"training is fixed to {train.pool}"
+    need = train.bytes_per_parameter * problem.performance.shape.parameters / 1e9
+    if pool.device.is_cpu:
+        if pool.memory_gb is not None and need > pool.memory_gb:
+            return f"training needs {need:.4g} GB, and {pool.name} has {pool.memory_gb:g} GB"
+        return 1
+    if pool.device.memory_gb is None:
+        return f"memory of {pool.device.name} is not stated: nothing is trained on {pool.name}"
+    return max(1, math.ceil(need / pool.device.memory_gb))
+
+
+def train_seconds(problem: Problem, pool: Pool, train: Train) -> float | str:
+    """Device-seconds to train on one trajectory of the mix; or the figure that is missing."""
+    total = sum(d.weight for d in problem.domains)
+    peak = pool.device.tflops_bf16
+    if train.seconds_per_token is None and peak is None:
+        return f"tflops_bf16 of {pool.device.name} is not stated: nothing is trained on {pool.name}"
+    seconds = 0.0
+    for d in problem.domains:
+        tokens = d.total_tokens
+        if train.seconds_per_token is not None:
+            once = train.seconds_per_token * tokens
+        else:
+            flops = problem.performance.shape.train_flops(tokens, tokens / 2)
+            once = flops / ((peak or 0.0) * 1e12 * train.mfu)
+        seconds += d.weight / total * once * train.epochs
+    return seconds
+
+
+def most_trained(problem: Problem) -> float:
+    """Trajectories/s that the best pool could train on if it did nothing else; infinite where nothing is trained."""
+    train, rates = problem.train, []
+    if train is None:
+        return math.inf
+    for pool in problem.pools:
+        work = train_seconds(problem, pool, train)
+        if not isinstance(work, str):
+            devices = train.devices or pool.count
+            rates.append(devices / max(work + devices * train.seconds_per_step / train.batch, 1e-300))
+    return max(rates, default=math.inf)
+
+
+def rewards(p: Program) -> None:
+    """Every scored domain divides its rate over functions and dedicated devices. A domain that has neither is left out
+    and said so: rewards that nobody priced or gave a pool to do not make a plan impossible."""
+    problem, m = p.problem, p.matrix
+    if Role.REWARD not in problem.roles:
+        return
+    for j, domain in enumerate(problem.domains):
+        if domain.reward is None:
+            continue
+        places = list(_places(p, j, domain.reward))
+        if not places:
+            why = _unplaced(problem, domain.name, domain.reward)
+            if domain.reward.latency_s is not None and domain.reward.seconds > domain.reward.latency_s:
+                m.row(("latency", j), low=1.0, high=1.0)  # cannot hold
+                p.late.append(why)
+            else:
+                p.notes.append(why)
+            continue
+        p.rewards += places
+        share = float(p.tableau.weights[j])
+        m.row(("reward", j), [(p.rate, -share), *((q.column, 1.0) for q in places)], low=0.0, high=0.0)
+        for place in places:
+            if place.unit is not None:
+                m.add(("scoring", *place.unit), [place.column], [domain.reward.seconds * p.scale])
+            elif m.has(("in flight",)) and problem.functions is not None:
+                waiting = problem.functions.overhead_s * p.scale / problem.trajectories_in_flight
+                m.add(("in flight",), [place.column], [waiting])
+
+
+def _places(p: Program, j: int, reward: RewardCost) -> Iterator[RewardPlace]:
+    problem, m = p.problem, p.matrix
+    usd = function_usd(problem.functions, reward)
+    if usd is not None:
+        yield RewardPlace(j, -1, m.column(), None, usd)
+    if reward.latency_s is not None and reward.seconds > reward.latency_s:
+        return
+    devices = 1 if reward.on_gpu else max(1, math.ceil(reward.cores))
+    for g, pool in enumerate(problem.pools):
+        if pool.device.is_cpu == reward.on_gpu or devices > pool.count:
+            continue
+        if reward.on_gpu and (pool.device.memory_gb is None or pool.device.memory_gb < reward.memory_gb):
+            continue
+        # Reward models of different domains do not share a GPU: each holds its own weights.
+        unit = (g, devices, j if reward.on_gpu else -1)
+        if unit not in p.reward_units:
+            column = m.column(high=float(pool.count // devices), whole=True)
+            p.reward_units[unit] = column
+            m.row(("scoring", *unit), [(column, -problem.utilisation)], high=0.0)
+        yield RewardPlace(j, g, m.column(), unit)
+
+
+def function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | None:
+    """Dollars of one call; None if functions cannot do it: not stateless, no GPU on offer, or too slow."""
+    if price is None or not reward.stateless or (reward.on_gpu and price.usd_per_gpu_s is None):
+        return None
+    if reward.latency_s is not None and reward.seconds + price.overhead_s > reward.latency_s:
+        return None
+    per_second = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
+    if reward.on_gpu:
+        per_second = price.usd_per_gpu_s or 0.0
+    return reward.seconds * per_second + price.usd_per_million_requests / 1e6
+
+
+def _unplaced(problem: Problem, name: str, reward: RewardCost) -> str:
+    what = f"the reward of {name} is not placed"
+    if reward.latency_s is not None and reward.seconds > reward.latency_s:
+        return f"the reward of {name} takes {reward.seconds:g} s, more than its bound of {reward.latency_s:g} s"
+    kind = "GPU" if reward.on_gpu else "CPU"
+    if problem.functions is None:
+        return f"{what}: no functions are priced and no {kind} pool fits it"
+    return f"{what}: functions cannot run it (state, latency or no GPU on offer) and no {kind} pool fits it"
+
+
+def environments(p: Program) -> None:
+    """Cores for what environments compute, where there are CPU pools to run them."""
+    problem, m = p.problem, p.matrix
+    shares = zip(problem.domains, p.tableau.weights, strict=True)
+    cores = sum(float(w) * d.turns.mean * d.environment.core_s for d, w in shares)
+    if Role.ENVIRONMENT not in problem.roles or cores <= 0:
+        return
+    for g, pool in enumerate(problem.pools):
+        if pool.device.is_cpu:
+            p.environments[g] = m.column(high=float(pool.count), whole=True)
+    if not p.environments:
+        p.notes.append("environments are not placed: there is no CPU pool")
+        return
+    terms = [(p.rate, cores * p.scale), *((c, -problem.utilisation) for c in p.environments.values())]
+    m.row(("environments",), terms, high=0.0)

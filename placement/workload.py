@@ -1,0 +1,143 @@
+"""The work to place: what one trajectory of each task domain asks for, training, and what functions bill.
+
+Units as in `placement.types`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+__all__ = [
+    "DomainProfile",
+    "EnvironmentCost",
+    "FunctionPrice",
+    "Quantity",
+    "RewardCost",
+    "Train",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A figure that varies between trajectories: its mean and, where known, its median and 90th percentile."""
+
+    mean: float
+    p50: float | None = None
+    p90: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "p50", "p90"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value} (rule: a finite number, at least 0)")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCost:
+    """What scoring one trajectory takes: seconds of `cores` CPU cores and `memory_gb`, or seconds of one GPU that
+    reads `memory_gb` of weights (`on_gpu`). Stateless ones may leave for functions at `FunctionPrice`."""
+
+    seconds: float
+    cores: float = 1.0
+    memory_gb: float = 0.5
+    on_gpu: bool = False
+    stateless: bool = True
+    latency_s: float | None = None
+    """Longest acceptable wait for the score; None if any will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentCost:
+    """`wait_s` a turn takes in the environment; `core_s` of CPU it burns there; `reset_s` before the first turn."""
+
+    wait_s: float = 0.0
+    core_s: float = 0.0
+    reset_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DomainProfile:
+    """The work of one trajectory of a task domain.
+
+    `first_tokens` of prompt at the first turn, of which the share `shared_prefix` is cached already (a system prompt
+    that trajectories share); `new_tokens` of observation at every later turn; `output_tokens` generated per turn.
+    `weight` is the domain's share of the trajectories, relative to the other domains.
+    """
+
+    name: str
+    turns: Quantity
+    new_tokens: Quantity
+    output_tokens: Quantity
+    weight: float = 1.0
+    first_tokens: Quantity | None = None
+    """None: as `new_tokens`."""
+    shared_prefix: float = 0.0
+    environment: EnvironmentCost = field(default_factory=EnvironmentCost)
+    reward: RewardCost | None = None
+    source: str = "given"
+    """Who says so: `given`, `assumed` (bounds of the spec), or the run it was measured in."""
+
+    def __post_init__(self) -> None:
+        if not self.turns.mean >= 1:
+            raise ValueError(f"domain {self.name}: turns is {self.turns.mean} (rule: at least 1)")
+        if not self.output_tokens.mean >= 1:
+            raise ValueError(f"domain {self.name}: output_tokens is {self.output_tokens.mean} (rule: at least 1)")
+        if self.prompt.mean <= 0:
+            raise ValueError(f"domain {self.name}: first_tokens is {self.prompt.mean} (rule: above 0)")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"domain {self.name}: weight is {self.weight} (rule: a finite number above 0)")
+        if not 0 <= self.shared_prefix < 1:
+            raise ValueError(f"domain {self.name}: shared_prefix is {self.shared_prefix} (rule: in [0, 1))")
+
+    @property
+    def prompt(self) -> Quantity:
+        """Tokens of the first prompt."""
+        return self.new_tokens if self.first_tokens is None else self.first_tokens
+
+    @property
+    def total_tokens(self) -> float:
+        """Mean length of a finished trajectory, tokens."""
+        return (
+            self.prompt.mean + (self.turns.mean - 1) * self.new_tokens.mean + self.turns.mean * self.output_tokens.mean
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """What training asks for. `batch` trajectories per step, `staleness` α: (α+1) × batch are in flight at most (I4).
+
+    Fixed to `devices` devices of pool `pool` where these are given; else the solver chooses.
+    """
+
+    batch: int
+    staleness: int = 1
+    epochs: int = 1
+    pool: str | None = None
+    devices: int | None = None
+    bytes_per_parameter: float = 16.0
+    """Weights, gradients and optimizer state: bf16 + fp32 master + AdamW in mixed precision."""
+    mfu: float = 0.40
+    """Prior for the share of dense peak that a training step reaches."""
+    seconds_per_token: float | None = None
+    """Measured device-seconds per trained token, instead of FLOPs and `mfu`."""
+    seconds_per_step: float = 0.0
+    """Measured seconds per step that do not depend on the tokens: publish, optimizer, hand-over."""
+
+    @property
+    def in_flight(self) -> int:
+        return (self.staleness + 1) * self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionPrice:
+    """What a serverless provider bills: per GB-second, per core-second, per GPU-second and per million requests."""
+
+    provider: str
+    usd_per_gb_s: float = 0.0
+    usd_per_core_s: float = 0.0
+    usd_per_million_requests: float = 0.0
+    usd_per_gpu_s: float | None = None
+    """None: it has no GPUs."""
+    overhead_s: float = 0.05
+    """Latency that a call adds to the work itself, warm."""

@@ -1,0 +1,161 @@
+"""Explanations are short lines whose numbers come from the plan and the model, whatever the hardware is called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from placement.baselines import gain
+from placement.explain import Affinity, affinities, explain, marginals
+from placement.problem import Problem
+from placement.solve import solve
+from placement.types import Device, Objective, Placement, Pool, RewardChoice, Role
+from tests.placement.fleet import AGENTIC, MATH, problem
+
+SMALL = problem(2, 4, tensor_parallel=(1,))
+
+
+def plan_of(asked: Problem) -> Placement:
+    plan = solve(asked)
+    assert isinstance(plan, Placement)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def small() -> Placement:
+    """The plan of SMALL."""
+    return plan_of(SMALL)
+
+
+def by_phase(found: tuple[Affinity, ...]) -> dict[tuple[str, str], Affinity]:
+    return {(a.domain, a.phase): a for a in found}
+
+
+def test_the_lines_of_a_plan(small: Placement) -> None:
+    """Short, with rate, cost, bound, what binds, what more would buy, preferences and notes."""
+    lines = explain(SMALL, small).lines
+    assert all(line and "\n" not in line and len(line) < 140 for line in lines)
+    assert lines[0].startswith(f"{small.rate:.3g} trajectories/s (±")
+    assert f"${small.usd_per_hour:,.2f}/h" in lines[0]
+    assert "the best that any plan could have" in lines[1]
+    for start in ("binds: ", "one more H20: +", "one more H800: +", "agentic prefills ", "math decodes ", "note: "):
+        assert any(line.startswith(start) for line in lines), start
+
+
+def test_devices_at_the_margin_are_worth_their_dual_price(small: Placement) -> None:
+    found = {m.what: m for m in marginals(SMALL, small, resolve=False) if m.amount == 1}
+    assert set(found) == {"h800", "h20"}
+    for pool, marginal in found.items():
+        assert not marginal.solved
+        assert marginal.gain == pytest.approx(small.prices.pools[pool] / small.rate)
+        assert marginal.words.endswith("(at the margin)")
+
+
+@pytest.mark.slow  # solves five plans
+def test_solved_again_is_what_the_larger_problem_yields(small: Placement) -> None:
+    found = [m for m in marginals(SMALL, small) if m.solved]
+    assert {m.what for m in found} == {"h800", "h20"}
+    for marginal in found:
+        more = {"h800": 2, "h20": 4, marginal.what: {"h800": 3, "h20": 5}[marginal.what]}
+        larger = plan_of(problem(more["h800"], more["h20"], tensor_parallel=(1,)))
+        assert marginal.gain == pytest.approx(gain(larger, small) - 1)
+        assert f"{100 * marginal.gain:+.0f} %" in marginal.words
+        assert marginal.words.endswith("(solved again)")
+
+
+@pytest.mark.slow  # solves two plans
+def test_trajectories_in_flight_and_thin_links_have_a_worth_too() -> None:
+    few = problem(2, 4, tensor_parallel=(1,), in_flight=30)
+    plan = plan_of(few)
+    flight = next(m for m in marginals(few, plan, resolve=False) if m.what == "in flight")
+    assert flight.words.startswith("3 more trajectories in flight: +")
+    assert 0 < flight.gain <= 0.1
+    thin = problem(2, 4, cross_gb_per_s=0.5, roles=frozenset({Role.PREFILL, Role.DECODE}))
+    plan = plan_of(thin)
+    link = next(m for m in marginals(thin, plan, resolve=False) if m.what == "h20–h800")
+    assert link.words.startswith("0.05 GB/s more on h20–h800: +")
+
+
+@pytest.mark.slow  # solves four plans
+def test_what_an_affinity_costs(small: Placement) -> None:
+    """A map that sends each domain to the wrong hardware: leaving it out is worth what solving without it yields."""
+    wrong = problem(2, 4, tensor_parallel=(1,), affinity={"agentic": ("h20",), "math": ("h800",)})
+    plan = plan_of(wrong)
+    found = next(m for m in marginals(wrong, plan) if m.what == "affinity")
+    assert found.gain == pytest.approx(gain(small, plan) - 1)
+    assert found.gain > 0.1
+    assert found.words.startswith("without the affinities given: +")
+
+
+def test_preferences_are_of_the_model_and_the_prices(small: Placement) -> None:
+    found = by_phase(affinities(SMALL, small))
+    assert found["agentic", "prefill"].best == "H800"
+    assert found["math", "decode"].best == "H20"
+    prefill = found["agentic", "prefill"]
+    assert prefill.usd is not None
+    assert prefill.usd["H800"] == pytest.approx(prefill.device_seconds["H800"] / 3600 * 5.28)
+    assert prefill.factor == pytest.approx(prefill.usd["H20"] / prefill.usd["H800"])
+    assert prefill.words == f"agentic prefills {prefill.factor:.1f}x cheaper on H800 than on H20 per dollar"
+
+
+def test_a_price_turns_a_preference_around() -> None:
+    """H800 at a quarter of its price decodes cheaper, too; at twenty times, it does not even prefill cheaper."""
+    for usd, domain, phase, expected in ((1.2, "math", "decode", "H800"), (100.0, "agentic", "prefill", "H20")):
+        pools = tuple(replace(p, usd_per_device_hour=usd) if p.name == "h800" else p for p in SMALL.pools)
+        assert by_phase(affinities(replace(SMALL, pools=pools)))[domain, phase].best == expected
+
+
+def test_no_preference_hangs_on_a_name() -> None:
+    """The same figures under exchanged names: the preference goes with the figures."""
+    swapped = {"H800": "H20", "H20": "H800"}
+    pools = tuple(
+        Pool(p.name, replace(p.device, name=swapped[p.device.name]), p.count, p.usd_per_device_hour)
+        for p in SMALL.pools
+    )
+    before, after = by_phase(affinities(SMALL)), by_phase(affinities(replace(SMALL, pools=pools)))
+    for key, was in before.items():
+        assert after[key].best == (None if was.best is None else swapped[was.best])
+        assert after[key].factor == pytest.approx(was.factor)
+
+
+def test_equal_devices_are_called_equal_and_missing_prices_are_not_invented() -> None:
+    base = SMALL.pools[1].device
+    twin = Device("twin", **{f: getattr(base, f) for f in Device.__slots__ if f not in ("name", "source")})
+    pools = (Pool("a", base, 4, 1.85), Pool("b", twin, 4, 1.85))
+    alike = replace(SMALL, pools=pools, links=(), domains=(MATH,))
+    assert {a.words for a in affinities(alike)} == {
+        "math prefills as cheaply on H20 as on twin per dollar", "math decodes as cheaply on H20 as on twin per dollar"
+    }  # fmt: skip
+    free = replace(SMALL, pools=tuple(replace(p, usd_per_device_hour=0.0) for p in SMALL.pools), domains=(AGENTIC,))
+    prefill = by_phase(affinities(free))["agentic", "prefill"]
+    assert (prefill.usd, prefill.best) == (None, "H800")
+    assert prefill.words.endswith("per device")
+
+
+def test_a_device_that_cannot_hold_the_model_has_no_preference_to_offer() -> None:
+    small = Pool("l4", Device("L4", 121, 10, 0.3, generation="ada"), 4, 0.8)
+    found = affinities(replace(SMALL, pools=(SMALL.pools[1], small), links=(), domains=(MATH,)))
+    assert [a.words for a in found] == ["math prefills on H20 only", "math decodes on H20 only"]
+
+
+def test_rewards_say_when_a_dedicated_device_would_win(small: Placement) -> None:
+    choices = (
+        RewardChoice("math", "functions", 1.0, 0.12, break_even_utilisation=0.43, dedicated_utilisation=0.06),
+        RewardChoice("judge", "functions", 1.0, 2.5, break_even_utilisation=1.7, dedicated_utilisation=0.2),
+        RewardChoice("tests", "cpus", 1.0, 0.4, note="keeps state"),
+    )
+    assert explain(SMALL, replace(small, rewards=choices), resolve=False).rewards == (
+        "math is scored on functions at $0.12/1k; a dedicated device wins above 43 % busy (this rate: 6.0 %)",
+        "judge is scored on functions at $2.5/1k; a dedicated device never wins (this rate: 20 %)",
+        "tests is scored on cpus at $0.4/1k; keeps state",
+    )
+
+
+@pytest.mark.slow  # solves three plans
+def test_cost_is_explained_as_cost() -> None:
+    asked = problem(2, 4, tensor_parallel=(1,), objective=Objective.MIN_COST, rate=0.3)
+    told = explain(asked, plan_of(asked))
+    assert "$/h" in told.summary[1]
+    assert all(m.solved for m in told.marginals)
+    assert all("nothing" in m.words or "% cost" in m.words for m in told.marginals)
