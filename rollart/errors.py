@@ -12,6 +12,7 @@ RollartError                      exit code
     ├── LeaseExpired              1   a wait passed its deadline and its action was to fail the run
     ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
     ├── EngineError               1   an engine answered with an error
+    │   └── HandoffFailed         1   the KV of a prefill could not be used: the engine is well, prefill elsewhere
     └── TrainerError              1
         └── TrainerRefused        1   it will not train what it was given: a restart would not help
 
@@ -24,6 +25,7 @@ __all__ = [
     "BudgetExceeded",
     "EngineError",
     "FaultRateExceeded",
+    "HandoffFailed",
     "Interrupted",
     "LeaseExpired",
     "PartDied",
@@ -113,6 +115,14 @@ class EngineError(RunFailed):
     def __init__(self, message: str, *, retryable: bool, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
         self.retryable = retryable
+
+
+class HandoffFailed(EngineError):
+    """KV from another engine was gone, refused or unreachable. Nothing is wrong with the engine that says so: the same
+    request without the hand-off succeeds there."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message, retryable=True, remedy=remedy)
 
 
 class TrainerError(RunFailed):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from rollart.fleet import Move, Observed, Proposal, Routes
 from rollart.model import (
     Completion,
     EngineId,
@@ -34,10 +35,12 @@ __all__ = [
     "Engine",
     "Environment",
     "EnvironmentFactory",
+    "Fleet",
     "Handle",
     "Interval",
     "Journal",
     "Node",
+    "Planner",
     "Recorder",
     "Recovered",
     "Rewarder",
@@ -214,8 +217,14 @@ class Recorder(Protocol):
         purpose: str,
         t0: float,
         t1: float,
+        first_tokens: int = 0,
+        reset_s: float = 0.0,
+        env_s: float = 0.0,
     ) -> None:
-        """One row per trajectory, whatever became of it: what it was charged and how it ended."""
+        """One row per trajectory, whatever became of it: what it was charged and how it ended.
+
+        `first_tokens` are its first prompt's; it waited `reset_s` and, over all steps, `env_s` for its environment.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +258,32 @@ class Journal(Protocol):
 
     async def recover(self) -> Recovered | None:
         """None for a run that never committed a version."""
+
+
+class Planner(Protocol):
+    """Computes routes and plans from what was measured, somewhere else: a solver takes a second, the loop has none.
+
+    May raise; the caller then keeps what it has.
+    """
+
+    async def reprice(self, observed: Observed) -> Routes:
+        """The running flows at the prices that hold now. Every few seconds: no solver."""
+
+    async def reflow(self, observed: Observed) -> Routes:
+        """The best flows, and their prices, at the instances there are. Twice a minute or so."""
+
+    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+        """A better plan, or None if the running one is the best; raises when none is found. Moves other than flips only
+        help a caller that can make them (`observed.movable`)."""
+
+    def adopt(self, proposal: Proposal) -> None:
+        """The proposal, the last one, was applied: it is the running plan from here on."""
+
+
+class Fleet(Protocol):
+    """Drains and starts engines. One move at a time; raises `RollartError` for one that cannot be made."""
+
+    async def apply(self, move: Move) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def loaded(code: str) -> set[str]:
         "import serverless, placement",
         "import io, contextlib\nfrom rollart.cli.main import run\n"
         "with contextlib.redirect_stdout(io.StringIO()): run(['--help'])",
-        "import placement.solve",
+        "import placement.assign",
     ],
     ids=["rollart", "serverless-placement", "help", "placement"],
 )

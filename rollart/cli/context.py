@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -19,6 +20,7 @@ __all__ = [
     "crash_directory",
     "find_run",
     "known_runs",
+    "native_output_to_stderr",
     "output_option",
     "run_argument",
     "runs_option",
@@ -32,6 +34,20 @@ RESOLVED = "resolved.yaml"
 
 crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
 """Directory of the run that is being worked on: an unexpected error leaves its traceback there."""
+
+
+@contextmanager
+def native_output_to_stderr() -> Iterator[None]:
+    """What compiled libraries print past Python goes to stderr: standard output is for reports. HiGHS prints a line now
+    and then that its own options do not silence."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def output_option(command: Command) -> Command:

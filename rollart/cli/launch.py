@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, runs_option
+from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, native_output_to_stderr, runs_option
+from rollart.cli.profiles import measure
 from rollart.errors import StorageFailed, UsageError
 
 if TYPE_CHECKING:
@@ -51,11 +52,13 @@ def launch(
         from rollart.spec.resolve import resolve_saved
 
         directory = find_run(resume, runs_dir)
-        resolved = resolve_saved(directory / RESOLVED, overrides)
+        with native_output_to_stderr():
+            resolved = resolve_saved(directory / RESOLVED, overrides, measure=measure)
     else:
         from rollart.spec.resolve import resolve_files
 
-        resolved = resolve_files(run_file, cluster, overrides)
+        with native_output_to_stderr():
+            resolved = resolve_files(run_file, cluster, overrides, measure=measure)
     if dry_run:
         click.echo(resolved.to_yaml(), nl=False)
         return

@@ -3,6 +3,7 @@ needs it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import click
 
+from rollart.cli.calibrate import calibrate
 from rollart.cli.context import crash_directory
 from rollart.cli.doctor import doctor
 from rollart.cli.launch import launch
+from rollart.cli.plan import plan
 from rollart.cli.reports import report
 from rollart.cli.runs import status, stop
-from rollart.cli.specs import plan, schema, validate
+from rollart.cli.specs import schema, validate
 from rollart.errors import RollartError, UsageError
 
 __all__ = ["cli", "main"]
@@ -33,13 +36,21 @@ def cli() -> None:
     """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
 
 
-for _command in (launch, plan, validate, schema, report, status, stop, doctor):
+for _command in (launch, plan, calibrate, validate, schema, report, status, stop, doctor):
     cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    if code == INTERRUPTED:
+        # An interrupt while an import builds a dataclass (`exec` of a string) is noted by CPython as unhandled, caught
+        # or not, and at its end it would kill itself with SIGINT instead of giving the code.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

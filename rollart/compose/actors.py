@@ -31,7 +31,7 @@ def torch_device(resolved: Resolved, assignment: Assignment) -> str:
 
 
 def clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
-    """One clock per part of the plan, and one per pool for the devices that nothing runs on."""
+    """One clock per part of the plan, and one per pool for the devices that nothing runs on and that are paid."""
     clock = asyncio.get_running_loop().time
     made = {}
     for assignment in resolved.plan.assignments:
@@ -43,8 +43,9 @@ def clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
             units=float(len(assignment.devices)),
             usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
         )
+    rented = {pool.name for pool in resolved.cluster.pools if pool.rented}
     for pool, devices in resolved.plan.idle.items():
-        if devices:
+        if devices and pool not in rented:
             made[f"unused-{pool}"] = ResourceClock(
                 role="unused",
                 resource=f"unused-{pool}",
@@ -70,7 +71,7 @@ def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) ->
         "--max-context",
         str(resolved.run.model.context),
         "--threads",
-        str(resolved.cluster.engines.threads),
+        str(len(assignment.devices)),
         "--device",
         torch_device(resolved, assignment),
     ]
@@ -97,7 +98,7 @@ def _program(
             raise SpecError(
                 f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine and trainer have "
                 "no tensor parallelism)",
-                remedy="set its `threads` to 1 and raise engines.count",
+                remedy="give engines.count with threads 1, or keep tensor_parallel and train.devices of placement at 1",
             )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.devices))
     return ActorSpec(

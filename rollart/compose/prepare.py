@@ -56,6 +56,11 @@ def import_attribute(path: str, what: str) -> Any:
 def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
     """The directory with tokenizer.json: the spec's, the model's, or one that a producer writes into the run."""
     model = resolved.run.model
+    if model.path is None and model.init is None:
+        raise SpecError(
+            "model has neither 'path' nor 'init' (rule: a run needs one; 'config' alone is for plans)",
+            remedy="give model.path a directory with weights, or model.init a configuration",
+        )
     if model.tokenizer is not None and ":" in model.tokenizer:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
@@ -69,7 +74,7 @@ def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
 
 def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     """Write the trainer's `trainer.json`; its path."""
-    run = resolved.run
+    run, trainer = resolved.run, resolved.plan.of(Role.TRAINER)[0]
     training, warm = run.training, run.warm_start
     model: dict[str, Any]
     if run.model.path is not None:
@@ -98,8 +103,8 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "minibatches": training.minibatches,
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
         "temperature": run.domains[0].temperature,
-        "threads": resolved.cluster.trainer.threads,
-        "device": torch_device(resolved, resolved.plan.of(Role.TRAINER)[0]),
+        "threads": len(trainer.devices),
+        "device": torch_device(resolved, trainer),
     }
     path = run_dir / "trainer.json"
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.compose.actors import clocks, engine_actor, nodes, trainer_actor
 from rollart.compose.parts import EngineProgram, TrainerProgram
+from rollart.compose.planner import planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
+from rollart.compose.routing import SERVING, router, seats
 from rollart.errors import RunFailed
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
@@ -94,6 +95,7 @@ class Parts:
             trainer_clock=self.trainer_clock,
             version=weights.version,
             settings=control_settings(self.resolved),
+            planner=planner(self.resolved),
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
                 suspect=lambda engine: self.supervisor.suspect(engine),
@@ -110,6 +112,7 @@ class Parts:
             shares=self.shares,
             weights=self._current,
             start_s=self.resolved.run.leases.engine_start_s,
+            on_gone=self.control.gone,
         )
 
     @contextlib.asynccontextmanager
@@ -222,12 +225,16 @@ def control_settings(resolved: Resolved) -> ControlSettings:
             engine_s=leases.engine_start_s + leases.publish_s,
             sync_s=leases.publish_s,
             slots=resolved.cluster.engines.max_slots,
+            handoff_s=leases.handoff_s,
         ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),
+        router=router(resolved),
+        seats=seats(resolved),
+        rebalance=rebalance_settings(resolved),
     )
 
 
@@ -244,8 +251,12 @@ def stall_seconds(leases: LeasesSpec) -> float:
 
 
 SHOWN = frozenset(
-    {"engine_lost", "engine_started", "trainer_restarted", "group_dropped", "infra_fault", "lease_expired", "stalled"}
-)
+    {
+        "affinity_fallback", "affinity_restored", "engine_given_up", "engine_lost", "engine_started", "group_dropped",
+        "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed", "rebalance_measured",
+        "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
+    }
+)  # fmt: skip
 """Events of parts that a person at the terminal wants to see."""
 
 
@@ -290,7 +301,7 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
         )
         stack.push_async_callback(trainer.close)
         engines = []
-        for assignment in resolved.plan.of(Role.ENGINE):
+        for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
             part = EngineProgram(
                 EngineId(assignment.name), await runtime.spawn(engine_actor(resolved, directory, assignment))
             )

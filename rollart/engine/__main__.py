@@ -20,9 +20,11 @@ from aiohttp import web
 
 from rollart.engine.checkpoint import published_version, read_architecture, read_tensors
 from rollart.engine.driver import Driver
+from rollart.engine.handoff import Settings
 from rollart.engine.network import Network
 from rollart.engine.runner import STEP_TOKENS, Runner
 from rollart.engine.server import Server
+from rollart.engine.shm import BASE
 from rollart.engine.transfer import DTYPES
 from rollart.errors import RollartError, UsageError
 
@@ -79,7 +81,15 @@ async def _serve(runner: Runner, args: argparse.Namespace) -> None:
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop.set)
     driver = Driver(runner, threads=args.threads)
-    server = Server(driver, model=args.model, advertise=(args.advertise_host or args.host, args.port))
+    handoff = Settings(
+        lease_s=args.kv_lease_s,
+        return_lease_s=args.kv_return_lease_s,
+        timeout_s=args.kv_timeout_s,
+        pending_bytes=int(args.kv_pending_mb * 2**20),
+        shm=args.kv_shm,
+    )
+    advertise = (args.advertise_host or args.host, args.port)
+    server = Server(driver, model=args.model, advertise=advertise, handoff=handoff)
     web_runner = web.AppRunner(
         server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=3600.0
     )
@@ -87,13 +97,14 @@ async def _serve(runner: Runner, args: argparse.Namespace) -> None:
     try:
         await _bind(web_runner, args.host, args.port)
         port = web_runner.addresses[0][1]
-        server.advertise = (server.advertise[0], port)
+        server.handoffs.advertise = (advertise[0], port)
         listener = await server.listen(args.host)
         async with listener, asyncio.TaskGroup() as tasks:
-            stepping = tasks.create_task(driver.run())
+            running = tasks.create_task(driver.run()), tasks.create_task(server.handoffs.run())
             print(f"ready http://{args.host}:{port}", flush=True)
             await stop.wait()
-            stepping.cancel()
+            for task in running:
+                task.cancel()
     finally:
         await web_runner.cleanup()
 
@@ -119,11 +130,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-step-tokens", type=int, default=STEP_TOKENS, help="new prompt tokens per step")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of an operator")
     parser.add_argument("--weight-version", type=int, help="version of --model (default: its marker's, or 0)")
+    defaults = Settings()
+    parser.add_argument("--kv-lease-s", type=float, default=defaults.lease_s, help="how long a prompt's KV waits")
+    parser.add_argument(
+        "--kv-return-lease-s", type=float, default=defaults.return_lease_s, help="how long KV waits for the next turn"
+    )
+    parser.add_argument("--kv-timeout-s", type=float, default=defaults.timeout_s, help="longest KV pull")
+    parser.add_argument("--kv-pending-mb", type=float, default=defaults.pending_bytes / 2**20, help="KV that may wait")
+    parser.add_argument("--kv-shm", default=BASE, help="where memory is shared ('': KV travels by socket only)")
     parser.add_argument("--detached", action="store_true", help="outlive the parent process")
     args = parser.parse_args(argv)
     for name in ("max_slots", "max_context", "max_step_tokens", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("kv_lease_s", "kv_return_lease_s", "kv_timeout_s", "kv_pending_mb"):
+        if not 0.0 < getattr(args, name) < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
     return args
 
 

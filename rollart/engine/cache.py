@@ -19,15 +19,24 @@ __all__ = ["KvBlock", "KvCache"]
 
 @dataclass(frozen=True, slots=True)
 class KvBlock:
-    """The KV of the first `len(token_ids)` tokens of one sequence, off the device.
+    """The KV of tokens [start, len(token_ids)) of one sequence, off the device.
 
-    `keys` and `values`: `[layers, kv_heads, tokens, head_dim]`, CPU. Valid only under weight version `version`.
+    `keys` and `values`: `[layers, kv_heads, len(token_ids) - start, head_dim]`, CPU. `token_ids` are all of the
+    sequence's, from its first: KV depends on them. `logits`: `[vocab]` fp32 of the last token, where they are known;
+    with them the next token can be drawn without computing anything. Valid only under weight version `version`.
     """
 
     token_ids: tuple[int, ...]
     version: int
     keys: Tensor
     values: Tensor
+    start: int = 0
+    logits: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of keys, values and logits."""
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values, self.logits) if t is not None)
 
 
 class KvCache:
@@ -56,25 +65,27 @@ class KvCache:
             return keys[slots, :, :length], values[slots, :, :length]
         return keys[:, :, :length].index_select(0, slots), values[:, :, :length].index_select(0, slots)
 
-    def export(self, slot: int, token_ids: tuple[int, ...], version: int) -> KvBlock:
-        """A copy of a slot's first `len(token_ids)` positions on the CPU."""
+    def export(self, slot: int, token_ids: tuple[int, ...], version: int, *, start: int = 0) -> KvBlock:
+        """A copy of a slot's positions [start, len(token_ids)) on the CPU."""
         n = len(token_ids)
         return KvBlock(
             token_ids=token_ids,
             version=version,
-            keys=self.keys[:, slot, :, :n].to("cpu", copy=True).contiguous(),
-            values=self.values[:, slot, :, :n].to("cpu", copy=True).contiguous(),
+            keys=self.keys[:, slot, :, start:n].to("cpu", copy=True).contiguous(),
+            values=self.values[:, slot, :, start:n].to("cpu", copy=True).contiguous(),
+            start=start,
         )
 
-    def load(self, slot: int, block: KvBlock, tokens: int) -> None:
-        """Put the first `tokens` positions of a block into a slot."""
-        self.keys[:, slot, :, :tokens].copy_(block.keys[:, :, :tokens])
-        self.values[:, slot, :, :tokens].copy_(block.values[:, :, :tokens])
+    def load(self, slot: int, block: KvBlock, begin: int, end: int) -> None:
+        """Put the positions [begin, end) of a block's sequence into a slot."""
+        part = slice(begin - block.start, end - block.start)
+        self.keys[:, slot, :, begin:end].copy_(block.keys[:, :, part])
+        self.values[:, slot, :, begin:end].copy_(block.values[:, :, part])
 
     def fits(self, block: KvBlock) -> bool:
         """Whether a block came from a cache of the same shape and dtype."""
         layers, _, kv_heads, _, head_dim = self.keys.shape
-        shape = (layers, kv_heads, len(block.token_ids), head_dim)
+        shape = (layers, kv_heads, len(block.token_ids) - block.start, head_dim)
         return (
             block.keys.shape == shape
             and block.values.shape == shape

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError
@@ -17,17 +18,22 @@ __all__ = ["Finished", "Job", "refuse_invalid"]
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way through the runner. `imported` is KV from another engine for a prefix of the prompt;
-    `export` asks for the prompt's KV at the end."""
+    """A request on its way through the runner. `imported` is KV from another engine; `export` asks for the prompt's KV
+    at the end (this engine prefills), `returns` for that of prompt and answer (it decodes). The peer is known to hold
+    the first `peer_holds` tokens: KV of those need not be copied."""
 
     request: GenerateRequest
     ignore_eos: bool = False
     imported: KvBlock | None = None
     export: bool = False
+    returns: bool = False
+    peer_holds: int = 0
     prompt: npt.NDArray[np.int64] = field(init=False)
     allowed: npt.NDArray[np.int64] | None = field(init=False)
     slot: int = -1
     cached: int = 0
+    logits: Tensor | None = None
+    """Of the prompt's last token, `[vocab]`: from the peer, or on the way to it."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, index of the first token that it drew), ascending."""
 
@@ -39,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that is over, and its prompt's KV if the request asked for it."""
+    """A request that is over, and its KV if the request asked for it."""
 
     job: Job
     completion: Completion

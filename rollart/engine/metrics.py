@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from rollart.engine.handoff import Handoffs
 from rollart.engine.runner import Runner
 
 __all__ = ["render"]
 
 
-def render(runner: Runner, *, held: int, paused: bool, pending_kv: int) -> str:
-    """One line per metric. `held` requests wait for `resume`, `pending_kv` exports wait to be pulled."""
-    s = runner.stats()
+def render(runner: Runner, handoffs: Handoffs, *, held: int, paused: bool) -> str:
+    """One line per metric. `held` requests wait for `resume`."""
+    s, exports = runner.stats(), handoffs.exports
     capacity = runner.table.slots * runner.context
     computed = s.prompt_tokens - s.cached_tokens
     gauges = {
         "vllm:num_requests_running": s.running,
-        "vllm:num_requests_waiting": s.waiting + held,
+        "vllm:num_requests_waiting": s.waiting + held + handoffs.pulling,
         "vllm:kv_cache_usage_perc": runner.table.used_tokens() / capacity,
         "vllm:engine_sleep_state": 0,
         "rollart:paused": int(paused),
         "rollart:weight_version": runner.version,
         "rollart:idle_sessions": runner.table.idle_sessions(),
         "rollart:slots": runner.table.slots,
-        "rollart:pending_kv_exports": pending_kv,
+        "rollart:pending_kv_exports": len(exports),
+        "rollart:pending_kv_export_bytes": exports.bytes,
     }
     counters = {
         "vllm:prompt_tokens_total": s.prompt_tokens,
@@ -34,6 +36,15 @@ def render(runner: Runner, *, held: int, paused: bool, pending_kv: int) -> str:
         'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': runner.imported_tokens,
         "vllm:request_prefill_time_seconds_sum": s.prefill_seconds,
         "vllm:request_decode_time_seconds_sum": s.decode_seconds,
+        "rollart:kv_exported_bytes_total": exports.exported_bytes,
+        "rollart:kv_exports_taken_total": exports.taken,
+        "rollart:kv_exports_expired_total": exports.expired,
+        "rollart:kv_exports_dropped_total": exports.dropped,
+        "rollart:kv_pull_failures_total": handoffs.failed,
+        "rollart:kv_imports_dropped_total": runner.dropped_imports,
+        **{f'rollart:kv_pulls_total{{transport="{t}"}}': p.pulls for t, p in handoffs.pulled.items()},
+        **{f'rollart:kv_pulled_bytes_total{{transport="{t}"}}': p.bytes for t, p in handoffs.pulled.items()},
+        **{f'rollart:kv_pull_seconds_sum{{transport="{t}"}}': p.seconds for t, p in handoffs.pulled.items()},
         **{f'vllm:request_success_total{{finished_reason="{r.value}"}}': n for r, n in runner.ended.items()},
     }
     lines = []

@@ -5,11 +5,12 @@ The one translator at the engine's border. EngineError (not retryable) names the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollart.engine.jobs import Job
-from rollart.errors import EngineError
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, GenerateRequest, Sampling
 
 __all__ = ["completion_body", "error_body", "job_of", "strip_prefix"]
@@ -36,20 +37,26 @@ def job_of(body: object, *, session: str, fallback_id: str) -> Job:
         session=session,
         token_ids=_ids(body.get("token_ids"), "token_ids"),
         sampling=Sampling(
-            max_tokens=int(_number(sampling, "max_tokens", 16)),
+            max_tokens=_whole(sampling, "max_tokens", 16),
             temperature=_number(sampling, "temperature", 1.0),
             top_p=_number(sampling, "top_p", 1.0),
-            seed=None if seed is None else int(_number(sampling, "seed", 0)),
+            seed=None if seed is None else _whole(sampling, "seed", 0),
             stop_token_ids=_ids(sampling.get("stop_token_ids") or (), "stop_token_ids"),
             allowed_token_ids=None if allowed is None else _ids(allowed, "allowed_token_ids"),
         ),
         cache_salt=None if salt is None else str(salt),
         kv_transfer=transfer,
     )
+    decodes_elsewhere = bool(transfer and transfer.get("do_remote_decode"))
+    # As with vLLM's `bidirectional_kv_xfer`: what decodes for another engine offers it the answer's KV for the next
+    # turn, unless told otherwise. A turn that was prefilled here does so on request.
+    returns = bool(transfer and transfer.get("return_kv", session and transfer.get("do_remote_prefill")))
     return Job(
         request,
         ignore_eos=bool(sampling.get("ignore_eos", False)),
-        export=bool(transfer and transfer.get("do_remote_decode")),
+        export=decodes_elsewhere,
+        returns=returns and not decodes_elsewhere,
+        peer_holds=max(0, _whole(transfer or {}, "remote_num_tokens", 0)),
     )
 
 
@@ -80,7 +87,10 @@ def completion_body(request_id: str, completion: Completion) -> dict[str, Any]:
 
 
 def error_body(error: EngineError, status: int) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": "EngineError", "code": status, "retryable": error.retryable}}
+    """`kind` "handoff": nothing is wrong here, the KV that the request named could not be had."""
+    kind = "handoff" if isinstance(error, HandoffFailed) else "engine"
+    message = {"message": str(error), "type": type(error).__name__, "code": status}
+    return {"error": {**message, "retryable": error.retryable, "kind": kind}}
 
 
 def strip_prefix(request_id: str) -> str:
@@ -106,6 +116,13 @@ def _number(values: Mapping[str, Any], name: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _bad(f"{name} is {value!r}, it must be a number")
     return value
+
+
+def _whole(values: Mapping[str, Any], name: str, default: int) -> int:
+    value = _number(values, name, default)
+    if not math.isfinite(value):
+        raise _bad(f"{name} is {value!r}, it must be a finite number")
+    return int(value)
 
 
 def _bad(message: str) -> EngineError:

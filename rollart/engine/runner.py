@@ -7,6 +7,7 @@ prefill: the update sets every slot's KV length to zero and the next steps do th
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections import OrderedDict
@@ -23,7 +24,7 @@ from rollart.engine.jobs import Finished, Job, refuse_invalid
 from rollart.engine.network import Network
 from rollart.engine.sampling import Rows, sample
 from rollart.engine.slots import SlotTable
-from rollart.errors import EngineError
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, EngineStats, FinishReason, VersionSpan
 
 __all__ = ["STEP_TOKENS", "Runner"]
@@ -54,7 +55,8 @@ class Runner:
         self._running: dict[str, Job] = {}
         self._by_slot: list[Job | None] = [None] * slots
         self._arrivals = 0
-        self.prompt_tokens = self.generated_tokens = self.cached_tokens = self.imported_tokens = 0
+        self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
+        self.imported_tokens = self.dropped_imports = 0
         self.ended = dict.fromkeys(FinishReason, 0)
         self.prefill_seconds = self.decode_seconds = 0.0
 
@@ -74,13 +76,14 @@ class Runner:
         )
 
     def add(self, job: Job) -> None:
-        """Queue a request. EngineError if it can never run here, or if its imported KV is of other weights."""
+        """Queue a request. EngineError if it can never run here, HandoffFailed if its imported KV is not for it."""
         name = job.request.request_id
         if name in self._waiting or name in self._running:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
         refuse_invalid(job, vocab=self.network.architecture.vocab, context=self.context)
         if job.imported is not None:
-            self._fence(job, job.imported)
+            self.fence(job.imported.version)
+            self._refuse_foreign(job, job.imported)
         self._waiting[name] = job
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[Finished]:
@@ -96,6 +99,30 @@ class Runner:
         """Free a session's idle prefix; False if it holds none."""
         return self.table.release(session)
 
+    def held(self, job: Job) -> int:
+        """How many tokens of its prompt the request's session holds here, at most all but the last."""
+        return self.table.cached(job.request.session, job.request.cache_salt, job.prompt)
+
+    def session_kv(self, session: str, token_ids: tuple[int, ...], version: int, start: int) -> KvBlock | None:
+        """A copy of what a session holds of these tokens from `start` on; None if it does not hold all of them, or if
+        the weights are no longer of that version."""
+        tokens = np.array(token_ids, np.int64)
+        slot = self.table.holder(session, tokens)
+        if slot is None:
+            running = (job for job in self._running.values() if job.request.session == session)
+            slot = next((job.slot for job in running if self.table.holds(job.slot, tokens)), None)
+        if slot is None or version != self.version:
+            return None
+        return self.cache.export(slot, token_ids, version, start=start)
+
+    def fence(self, version: int) -> None:
+        """Refuse KV of other weights: it would be silently wrong, and labelled with ours."""
+        if version != self.version:
+            raise HandoffFailed(
+                f"KV import refused: it was computed under weights {version}, this engine has {self.version}",
+                remedy="prefill again, or decode on an engine of the same version",
+            )
+
     def reset_prefix_cache(self, *, running: bool = False) -> bool:
         """Forget idle prefixes. `running` also recomputes active requests; without it, False if there are any."""
         self.table.drop_idle()
@@ -110,16 +137,19 @@ class Runner:
         self.version = version
         self.reset_prefix_cache(running=True)
         for job in self._waiting.values():
+            self.dropped_imports += job.imported is not None
             job.imported = None
+        for job in self._running.values():
+            job.logits = None
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Admit what fits, compute one forward pass, sample. Returns the requests that ended."""
         began = time.perf_counter()
-        self._admit()
+        over = self._sample_imported(self._admit())
         slots = self._choose()
         if not len(slots):
-            return []
+            return over
         table, a = self.table, self.network.architecture
         start = table.kv[slots]
         end = np.minimum(table.known[slots], start + self._step_tokens)
@@ -141,24 +171,26 @@ class Runner:
         whole = table.kv[slots] == table.known[slots]
         if not whole.all():  # a chunk of a long prompt: nothing to sample yet
             logits, slots = logits[torch.from_numpy(np.flatnonzero(whole)).to(logits.device)], slots[whole]
-        over = self._sample(logits, slots) if len(slots) else []
+        if len(slots):
+            over += self._sample(logits, slots)
         new = end - start
         self._charge(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
         return over
 
-    def _admit(self) -> None:
-        """Give waiting requests slots, first come first served."""
+    def _admit(self) -> list[Job]:
+        """Give waiting requests slots, first come first served. Returns those whose next token can be drawn at once."""
+        complete = []
         while self._waiting:
             name, job = next(iter(self._waiting.items()))
             claim = self.table.acquire(job.request.session, job.request.cache_salt, job.prompt)
             if claim is None:
-                return
+                break
             del self._waiting[name]
             self._running[name] = job
             job.slot, job.cached = claim
             self._by_slot[job.slot] = job
-            if job.imported is not None:
-                self._import(job, job.imported)
+            if job.imported is not None and self._import(job, job.imported):
+                complete.append(job)
             self.cached_tokens += job.cached
             self.prompt_tokens += len(job.prompt)
             self._arrivals += 1
@@ -173,33 +205,48 @@ class Runner:
                 stops=(*s.stop_token_ids, *eos),
                 arrival=self._arrivals,
             )
+        return complete
 
-    def _fence(self, job: Job, block: KvBlock) -> None:
-        """Refuse KV of other weights, another shape or another prompt: it would be silently wrong."""
-        if block.version != self.version:
-            raise EngineError(
-                f"KV import refused: it was computed under weights {block.version}, this engine has {self.version}",
-                retryable=True,
-                remedy="prefill again, or decode on an engine of the same version",
-            )
+    def _refuse_foreign(self, job: Job, block: KvBlock) -> None:
+        """Refuse KV of another shape or another prompt."""
         if not self.cache.fits(block):
-            raise EngineError(
+            raise HandoffFailed(
                 f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
-                retryable=False,
                 remedy="pair engines of one model and one --dtype",
             )
+        # What comes back to a prefill engine may end otherwise than the next prompt begins (an agent that drops its
+        # reasoning): the part that they share is right.
         n = min(len(block.token_ids), len(job.prompt))
-        if tuple(block.token_ids[:n]) != tuple(job.prompt[:n].tolist()):
-            raise EngineError("KV import refused: it belongs to another prompt", retryable=False)
+        if not job.export and _common(block, job) < n:
+            raise HandoffFailed("KV import refused: it belongs to another prompt")
 
-    def _import(self, job: Job, block: KvBlock) -> None:
-        """Fill a claimed slot from another engine's KV if that reaches further than its own prefix."""
-        tokens = min(len(block.token_ids), len(job.prompt) - 1)
+    def _import(self, job: Job, block: KvBlock) -> bool:
+        """Continue a claimed slot's own prefix with another engine's KV, where the two meet and it reaches further.
+        Otherwise the tokens are computed here. Whether nothing of the prompt is left to compute."""
         job.imported = None
-        if tokens > job.cached:
-            self.cache.load(job.slot, block, tokens)
-            self.table.kv[job.slot] = job.cached = tokens
-            self.imported_tokens += tokens
+        reach = min(_common(block, job), len(job.prompt))
+        whole = reach == len(job.prompt) == len(block.token_ids) and block.logits is not None
+        if not whole:
+            reach = min(reach, len(job.prompt) - 1)
+        if reach <= job.cached:
+            return False
+        if block.start > job.cached:  # the session was evicted while the rest was on its way
+            self.dropped_imports += 1
+            return False
+        self.cache.load(job.slot, block, job.cached, reach)
+        self.imported_tokens += reach - job.cached
+        self.table.kv[job.slot] = job.cached = reach
+        job.logits = block.logits if whole else None
+        return whole
+
+    def _sample_imported(self, jobs: Sequence[Job]) -> list[Finished]:
+        """Draw the first token from logits that came with the KV: the prefill engine's own, bit by bit, which a pass
+        over the last token alone would only approximate (a product of one row rounds otherwise than one of many)."""
+        known = [(job.slot, job.logits) for job in jobs if job.logits is not None]
+        if not known:
+            return []
+        logits = torch.stack([row for _, row in known]).to(self.network.device, torch.float32)
+        return self._sample(logits, np.array([slot for slot, _ in known], np.int64))
 
     def _choose(self) -> Ints:
         """The slots of this step: all that decode, and prefills in order of arrival up to the token budget."""
@@ -227,6 +274,9 @@ class Runner:
             index=at - table.prompt[slots],
             allowed=allowed if any(a is not None for a in allowed) else None,
         )
+        for row, job in enumerate(jobs):
+            if job.export and rows.index[row] == 0:
+                job.logits = logits[row].to("cpu", copy=True)
         ids, logprobs = sample(logits, rows)
         table.tokens[slots, at] = ids
         table.logprobs[slots, at] = logprobs
@@ -266,13 +316,20 @@ class Runner:
             prompt_tokens=prompt,
             cached_tokens=job.cached,
         )
-        kv = None
-        if job.export and reason is not FinishReason.ABORT:
-            kv = self.cache.export(slot, tuple(job.prompt.tolist()), self.version)
+        kv = self._export(job) if (job.export or job.returns) and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
         self._by_slot[slot] = None
         table.retire(slot, job.request.session, job.request.cache_salt)
         return Finished(job, completion, kv)
+
+    def _export(self, job: Job) -> KvBlock:
+        """The KV that a finished request leaves to its peer, without what that one holds anyway. The rest is there to
+        be asked for while the session lives; without a session it is not."""
+        n = len(job.prompt) if job.export else int(self.table.kv[job.slot])
+        start = min(job.peer_holds, n) if job.request.session else 0
+        tokens = tuple(self.table.tokens[job.slot, :n].tolist())
+        block = self.cache.export(job.slot, tokens, self.version, start=start)
+        return dataclasses.replace(block, logits=job.logits) if job.export else block
 
     def _at(self, slot: int) -> Job:
         job = self._by_slot[slot]
@@ -283,3 +340,10 @@ class Runner:
         """Split a step's time between its phases by tokens: they share one forward pass."""
         self.decode_seconds += seconds * decoded / total
         self.prefill_seconds += seconds * (total - decoded) / total
+
+
+def _common(block: KvBlock, job: Job) -> int:
+    """How many tokens a block's sequence and a prompt begin with alike."""
+    n = min(len(block.token_ids), len(job.prompt))
+    differs = np.flatnonzero(np.array(block.token_ids[:n], np.int64) != job.prompt[:n])
+    return int(differs[0]) if len(differs) else n

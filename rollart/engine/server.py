@@ -7,17 +7,16 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 from torch import Tensor
 
 from rollart.engine import metrics
 from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
 from rollart.engine.driver import Driver
+from rollart.engine.handoff import Handoffs, Settings
 from rollart.engine.protocol import completion_body, error_body, job_of, strip_prefix
 from rollart.engine.stream import Stream
-from rollart.engine.transfer import Exports, encode_block, pull
-from rollart.errors import EngineError, UsageError
+from rollart.errors import EngineError, HandoffFailed, UsageError
 from rollart.model import PauseMode
 
 __all__ = ["Server"]
@@ -29,14 +28,15 @@ MAX_BODY = 64 * 2**20
 
 
 class Server:
-    """The routes of one engine. Owns the exported KV and the staged weights; the driver owns everything else."""
+    """The routes of one engine. Owns the staged weights; `handoffs` owns the exported KV and must be run beside it, the
+    driver everything else."""
 
-    def __init__(self, driver: Driver, *, model: str, advertise: tuple[str, int]) -> None:
+    def __init__(
+        self, driver: Driver, *, model: str, advertise: tuple[str, int], handoff: Settings | None = None
+    ) -> None:
         self._driver, self._runner = driver, driver.runner
         self.model = model
-        self.advertise = advertise
-        self._exports = Exports(asyncio.get_running_loop().time)
-        self._http: aiohttp.ClientSession | None = None
+        self.handoffs = Handoffs(driver, handoff or Settings(), advertise=advertise)
         self._staged: tuple[str, dict[str, Tensor]] | None = None
         self._updating = False
         self._count = 0
@@ -72,34 +72,17 @@ class Server:
     async def listen(self, host: str) -> asyncio.Server:
         """Open the stream's port (see `stream`), a free one on `host`."""
         loop = asyncio.get_running_loop()
-        listener = await loop.create_server(lambda: Stream(self._driver, self._next_id), host, 0, backlog=1024)
+        listener = await loop.create_server(
+            lambda: Stream(self._driver, self.handoffs, self._next_id), host, 0, backlog=1024
+        )
         self._stream_port = listener.sockets[0].getsockname()[1]
         return listener
 
     async def generate(self, body: object, session: str) -> dict[str, Any]:
-        """One request from body to body, with the KV hand-off on either side. Cancelling it aborts the request."""
+        """One request from body to body. Cancelling it aborts the request."""
         job = job_of(body, session=session, fallback_id=self._next_id())
-        params = job.request.kv_transfer
-        if params and params.get("do_remote_prefill"):
-            job.imported = await pull(self._client(), params)
-        finished = await self._driver.generate(job)
-        answer, kv = completion_body(job.request.request_id, finished.completion), finished.kv
-        if kv is not None:
-            self._exports.put(job.request.request_id, kv)
-            host, port = self.advertise
-            answer["kv_transfer_params"] = {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "remote_engine_id": f"{host}:{port}",
-                "remote_request_id": job.request.request_id,
-                "remote_block_ids": [],
-                "remote_host": host,
-                "remote_port": port,
-                "remote_num_tokens": len(kv.token_ids),
-                "transfer_mode": "pull",
-                "weight_version": kv.version,
-            }
-        return answer
+        finished = await self.handoffs.serve(job)
+        return completion_body(job.request.request_id, finished.completion)
 
     async def _generate(self, request: web.Request) -> web.Response:
         return _json(await self.generate(await _body(request), request.headers.get("X-Session-ID", "")))
@@ -108,7 +91,9 @@ class Server:
         ids = (await _body(request)).get("request_ids")
         if ids is not None and not isinstance(ids, list):
             raise EngineError("request_ids must be a list", retryable=False)
-        await self._driver.abort([strip_prefix(str(i)) for i in ids] if ids else None)
+        names = [strip_prefix(str(i)) for i in ids] if ids else None
+        self.handoffs.abort(names)
+        await self._driver.abort(names)
         return _json({"status": "ok"})
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -151,7 +136,12 @@ class Server:
         if not str(version).isdigit():
             raise EngineError(f"weight_version is {version!r}, it must be an integer", retryable=False)
         path, tensors = self._staged
-        await self._driver.apply(lambda: self._runner.load(tensors, int(str(version))))
+
+        def replace() -> None:
+            self._runner.load(tensors, int(str(version)))
+            self.handoffs.exports.clear(f"the weights are version {version} now")
+
+        await self._driver.apply(replace)
         self._staged, self._updating, self.model = None, False, path
         return _json({"message": f"weights are version {version}", "weight_version": int(str(version))})
 
@@ -160,17 +150,20 @@ class Server:
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         running = request.query.get("reset_running_requests", "false").lower() == "true"
-        done = await self._driver.apply(lambda: self._runner.reset_prefix_cache(running=running))
+
+        def reset() -> bool:
+            self.handoffs.exports.clear("the prefix cache was reset")
+            return self._runner.reset_prefix_cache(running=running)
+
+        done = await self._driver.apply(reset)
         return _json({"success": done})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._exports.sweep()
-        text = metrics.render(
-            self._runner, held=self._driver.held, paused=self._driver.paused, pending_kv=len(self._exports)
-        )
+        self.handoffs.exports.sweep()
+        text = metrics.render(self._runner, self.handoffs, held=self._driver.held, paused=self._driver.paused)
         return web.Response(text=text, content_type="text/plain")
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -180,14 +173,26 @@ class Server:
 
     async def _release(self, request: web.Request) -> web.Response:
         session = str((await _body(request)).get("session", ""))
+        self.handoffs.exports.drop_session(session)
         return _json({"released": await self._driver.apply(lambda: self._runner.release(session))})
 
-    async def _kv(self, request: web.Request) -> web.Response:
-        name = request.query.get("request_id", "")
-        block = self._exports.take(name)
-        if block is None:
-            raise web.HTTPNotFound(text=f"no KV of request {name!r} is waiting here")
-        return web.Response(body=encode_block(block), content_type="application/octet-stream")
+    async def _kv(self, request: web.Request) -> web.StreamResponse:
+        query = request.query
+        try:
+            start = int(query.get("from", "0"))
+        except ValueError:
+            raise EngineError(f"from is {query['from']!r}, it must be a number of tokens", retryable=False) from None
+        try:
+            parts = await self.handoffs.hand_out(query.get("request_id", ""), query.get("token", ""), max(start, 0))
+        except HandoffFailed as error:
+            return _json(error_body(error, 404), status=404)
+        answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        answer.content_length = sum(map(len, parts))
+        await answer.prepare(request)
+        for part in parts:
+            await answer.write(part)
+        await answer.write_eof()
+        return answer
 
     async def _stream(self, request: web.Request) -> web.Response:
         return _json({"port": self._stream_port}, status=200 if self._stream_port else 404)
@@ -209,14 +214,8 @@ class Server:
             raise EngineError(str(error), retryable=False) from error
         return tensors
 
-    def _client(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            self._http = aiohttp.ClientSession()
-        return self._http
-
     async def _close(self, app: web.Application) -> None:
-        if self._http is not None:
-            await self._http.close()
+        await self.handoffs.close()
 
 
 @web.middleware

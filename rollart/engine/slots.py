@@ -75,13 +75,10 @@ class SlotTable:
         The cached prefix is compared token by token, and its salt must be equal. At least one token is left to
         compute, since the KV alone gives no logits.
         """
-        held = self._idle.pop(session, None)
+        held = self._idle.get(session)
         if held is not None:
-            cached = 0
-            if held.salt == salt:
-                upto = min(int(self.kv[held.slot]), len(prompt) - 1)
-                differs = np.flatnonzero(self.tokens[held.slot, :upto] != prompt[:upto])
-                cached = int(differs[0]) if len(differs) else upto
+            cached = self.cached(session, salt, prompt)
+            del self._idle[session]
             return self._claim(held.slot, prompt, cached)
         if self._free:
             return self._claim(self._free.pop(), prompt, 0)
@@ -89,6 +86,24 @@ class SlotTable:
             _, evicted = self._idle.popitem(last=False)
             return self._claim(evicted.slot, prompt, 0)
         return None
+
+    def cached(self, session: str, salt: str | None, prompt: npt.NDArray[np.int64]) -> int:
+        """How many tokens of a prompt an idle session holds, at most all but the last. Asking counts as use: the
+        session is the last to be evicted."""
+        held = self._idle.get(session)
+        if held is None or held.salt != salt:
+            return 0
+        self._idle.move_to_end(session)
+        return self._common(held.slot, prompt[: len(prompt) - 1])
+
+    def holder(self, session: str, tokens: npt.NDArray[np.int64]) -> int | None:
+        """The slot where an idle session holds the KV of all these tokens; None if it does not."""
+        held = self._idle.get(session)
+        return held.slot if held is not None and self.holds(held.slot, tokens) else None
+
+    def holds(self, slot: int, tokens: npt.NDArray[np.int64]) -> bool:
+        """Whether a slot's valid KV begins with all these tokens."""
+        return self._common(slot, tokens) == len(tokens)
 
     def retire(self, slot: int, session: str, salt: str | None) -> None:
         """The request is over: its slot becomes the session's prefix, or free if there is none to keep."""
@@ -137,6 +152,12 @@ class SlotTable:
             self.stops = grown
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
+
+    def _common(self, slot: int, tokens: npt.NDArray[np.int64]) -> int:
+        """How many of these tokens a slot's valid KV begins with."""
+        upto = min(int(self.kv[slot]), len(tokens))
+        differs = np.flatnonzero(self.tokens[slot, :upto] != tokens[:upto])
+        return int(differs[0]) if len(differs) else upto
 
     def _claim(self, slot: int, prompt: npt.NDArray[np.int64], cached: int) -> tuple[int, int]:
         n = len(prompt)

@@ -4,12 +4,14 @@ An agent's turn on a tiny model computes for less than 0.1 ms; an HTTP exchange 
 requests of one loop iteration travel as one frame, and so do all answers of one step. A frame is its length (4
 bytes, little endian) and a msgpack list of messages, each a list that starts with its kind:
 
-    g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt
+    g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
+       kv_transfer_params
     a  request_ids to abort: they are answered with what they have
     x  number of a request that nobody waits for any more: it is not answered
     r  session to release
-    c  number, token_ids, logprobs, [[version, start, end]], finish, prompt_tokens, cached_tokens
-    e  number, error message, retryable
+    c  number, token_ids, logprobs, [[version, start, end]], finish, prompt_tokens, cached_tokens,
+       kv_transfer_params
+    e  number, error message, retryable, kind ("handoff" for KV that could not be had)
 
 `GET /rollart/stream` names the port. Messages of one connection are handled in order; losing it aborts its requests.
 """
@@ -23,8 +25,9 @@ from typing import Any, cast
 import msgpack
 
 from rollart.engine.driver import Driver
+from rollart.engine.handoff import Handoffs
 from rollart.engine.jobs import Finished, Job
-from rollart.engine.protocol import job_of, strip_prefix
+from rollart.engine.protocol import error_body, job_of, strip_prefix
 from rollart.errors import EngineError
 
 __all__ = ["Stream"]
@@ -39,21 +42,21 @@ class Stream(asyncio.Protocol):
     """One connection. Lives on the driver's loop; writes are buffered by the transport, bounded by the requests that
     the peer has in flight."""
 
-    def __init__(self, driver: Driver, next_id: Callable[[], str]) -> None:
-        self._driver, self._next_id = driver, next_id
+    def __init__(self, driver: Driver, handoffs: Handoffs, next_id: Callable[[], str]) -> None:
+        self._driver, self._handoffs, self._next_id = driver, handoffs, next_id
         self._transport: asyncio.Transport | None = None
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
-        self._mine: dict[int, Job] = {}
+        self._mine: dict[int, Job | asyncio.Task[None]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        jobs, self._mine = self._mine, {}
-        for job in jobs.values():
-            self._driver.discard(job.request.request_id)
+        mine, self._mine = self._mine, {}
+        for one in mine.values():
+            self._discard(one)
 
     def data_received(self, data: bytes) -> None:
         self._incoming += data
@@ -77,40 +80,64 @@ class Stream(asyncio.Protocol):
         if kind == "g":
             self._generate(message[1:])
         elif kind == "a":
-            self._driver.abort_soon([strip_prefix(str(name)) for name in message[1]])
+            names = [strip_prefix(str(name)) for name in message[1]]
+            self._handoffs.abort(names)
+            self._driver.abort_soon(names)
         elif kind == "x":
-            job = self._mine.pop(message[1], None)
-            if job is not None:
-                self._driver.discard(job.request.request_id)
+            one = self._mine.pop(message[1], None)
+            if one is not None:
+                self._discard(one)
         elif kind == "r":
+            self._handoffs.exports.drop_session(str(message[1]))
             self._driver.release_soon(str(message[1]))
         else:
             raise ValueError(f"unknown message kind {kind!r}")
 
     def _generate(self, fields: list[Any]) -> None:
-        number, name, session, token_ids, *sampling, salt = fields
+        number, name, session, token_ids, *sampling, salt, transfer = fields
         body = {
             "request_id": name,
             "token_ids": token_ids,
             "cache_salt": salt,
+            "kv_transfer_params": transfer,
             "sampling_params": dict(zip(GENERATE, sampling, strict=True)),
         }
         try:
             job = job_of(body, session=str(session), fallback_id=self._next_id())
+            if transfer:  # it waits for other engines, before or after its steps
+                self._mine[number] = self._handoffs.start(self._serve(number, job))
+                return
             self._mine[number] = job
             self._driver.submit(job, lambda result: self._deliver(number, result))
         except EngineError as error:
-            self._mine.pop(number, None)
-            self._send(("e", number, str(error), error.retryable))
+            self._deliver(number, error)
+
+    async def _serve(self, number: int, job: Job) -> None:
+        """A request with a hand-off."""
+        try:
+            result: Finished | EngineError = await self._handoffs.serve(job)
+        except EngineError as error:
+            result = error
+        if number in self._mine:
+            self._deliver(number, result)
+
+    def _discard(self, one: Job | asyncio.Task[None]) -> None:
+        """Nobody waits for this request any more."""
+        if isinstance(one, Job):
+            self._driver.discard(one.request.request_id)
+        else:
+            one.cancel()
 
     def _deliver(self, number: int, result: Finished | EngineError) -> None:
         self._mine.pop(number, None)
         if isinstance(result, EngineError):
-            self._send(("e", number, str(result), result.retryable))
+            kind = error_body(result, 0)["error"]["kind"]
+            self._send(("e", number, str(result), result.retryable, kind))
             return
         c = result.completion
         spans = [(s.version, s.start, s.end) for s in c.spans]
-        self._send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, c.prompt_tokens, c.cached_tokens))
+        counts = c.prompt_tokens, c.cached_tokens
+        self._send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer))
 
     def _send(self, message: Sequence[object]) -> None:
         """Queue a message; all of one loop iteration leave in one write."""

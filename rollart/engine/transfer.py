@@ -1,109 +1,164 @@
-"""Handing a prompt's KV from the engine that prefilled it to the one that decodes it.
+"""The bytes of KV between engines, and the `kv_transfer_params` that say where they lie.
 
-vLLM's pull protocol (NIXL): the prefill engine keeps the KV under the request's id and answers with
-`kv_transfer_params`; the router passes them on verbatim; the decode engine pulls, once, over HTTP. KV that nobody
-pulls goes when its lease ends.
+vLLM's pull protocol (NIXL): an engine keeps the KV of a request under its id and answers with `kv_transfer_params`,
+which the router passes on verbatim to the engine that needs it. Beside vLLM's keys, ours hold `weight_version`, the
+`remote_token` without which nothing is handed out, `remote_start` (tokens before it are the session's, on request),
+and the place of the file if both are on one host.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from mmap import mmap
 
-import aiohttp
 import torch
 from torch import Tensor
 
 from rollart.engine.cache import KvBlock
-from rollart.errors import EngineError
+from rollart.errors import EngineError, HandoffFailed
 
-__all__ = ["LEASE_S", "Exports", "decode_block", "encode_block", "pull"]
-
-LEASE_S = 30.0
-"""How long KV waits to be pulled, seconds: vLLM's `kv_lease_duration`."""
-
-PULL_TIMEOUT_S = 20.0
-"""Below the lease: a pull that takes longer finds nothing anyway."""
+__all__ = ["DTYPES", "Source", "decode_block", "encode_block", "source_of"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+PREFIX = struct.Struct("<QQ")
 
-class Exports:
-    """KV waiting to be pulled, by request id. Owned by the server's loop; `now` is that loop's clock."""
-
-    def __init__(self, now: Callable[[], float], lease_s: float = LEASE_S) -> None:
-        self._now, self._lease_s = now, lease_s
-        self._blocks: OrderedDict[str, tuple[float, KvBlock]] = OrderedDict()
-        self.expired = 0
-
-    def put(self, request_id: str, block: KvBlock) -> None:
-        self.sweep()
-        self._blocks[request_id] = (self._now() + self._lease_s, block)
-
-    def take(self, request_id: str) -> KvBlock | None:
-        """The block, once; None if it was taken, expired, or never there."""
-        self.sweep()
-        entry = self._blocks.pop(request_id, None)
-        return None if entry is None else entry[1]
-
-    def sweep(self) -> None:
-        """Forget what nobody pulled in time."""
-        while self._blocks and next(iter(self._blocks.values()))[0] <= self._now():
-            self._blocks.popitem(last=False)
-            self.expired += 1
-
-    def __len__(self) -> int:
-        return len(self._blocks)
+ALIGN = 64
+"""The payload starts at a multiple of this: tensors are read where they lie."""
 
 
-async def pull(http: aiohttp.ClientSession, params: Mapping[str, object]) -> KvBlock:
-    """Fetch the KV that `kv_transfer_params` of a prefill engine point at. EngineError, retryable: prefill again."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where `kv_transfer_params` say that KV lies: of how many tokens, of which weights (None: not said), and from
+    which token on it was copied. `file` is a place in the shared memory of the host `boot_id`, empty if there is none.
+    """
+
+    host: str
+    port: int
+    request_id: str
+    token: str
+    tokens: int
+    start: int
+    version: int | None
+    boot_id: str
+    file: str
+    timeout_s: float
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/rollart/kv"
+
+    def params(self) -> dict[str, object]:
+        """The `kv_transfer_params` that lead here."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"{self.host}:{self.port}",
+            "remote_request_id": self.request_id,
+            "remote_block_ids": [],
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_num_tokens": self.tokens,
+            "transfer_mode": "pull",
+            "weight_version": self.version,
+            "remote_start": self.start,
+            "remote_token": self.token,
+            "remote_boot_id": self.boot_id,
+            "remote_file": self.file,
+        }
+
+
+def source_of(params: Mapping[str, object] | None, *, timeout_s: float) -> Source | None:
+    """Where to pull from; None if the request brings no KV. EngineError, not retryable, for a value that is none of an
+    engine. `timeout_s` is how long the pull may take unless the params say it."""
+    if not params or not (params.get("do_remote_prefill") or params.get("remote_request_id")):
+        return None
     try:
-        url = f"http://{params['remote_host']}:{int(str(params['remote_port']))}/rollart/kv"
-        name = str(params["remote_request_id"])
+        version = params.get("weight_version")
+        source = Source(
+            host=str(params["remote_host"]),
+            port=int(str(params["remote_port"])),
+            request_id=str(params["remote_request_id"]),
+            token=str(params.get("remote_token", "")),
+            tokens=int(str(params["remote_num_tokens"])),
+            start=int(str(params.get("remote_start", 0))),
+            version=None if version is None else int(str(version)),
+            boot_id=str(params.get("remote_boot_id", "")),
+            file=str(params.get("remote_file", "")),
+            timeout_s=float(str(params.get("timeout_s") or timeout_s)),
+        )
     except (KeyError, ValueError) as error:
         raise EngineError(f"kv_transfer_params lack a valid {error}", retryable=False) from None
-    try:
-        timeout = aiohttp.ClientTimeout(total=PULL_TIMEOUT_S)
-        async with http.get(url, params={"request_id": name}, timeout=timeout) as answer:
-            body = await answer.read()
-            if answer.status != 200:
-                raise EngineError(
-                    f"KV pull refused: {url} answered {answer.status} for {name!r}",
-                    retryable=True,
-                    remedy="prefill again: KV can be pulled once, within its lease",
-                )
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineError(f"KV pull from {url} failed: {error!r}", retryable=True, remedy="prefill again") from error
-    return decode_block(body)
+    if not (math.isfinite(source.timeout_s) and source.timeout_s > 0.0):
+        raise EngineError(f"kv_transfer_params.timeout_s is {source.timeout_s}, it must be above 0", retryable=False)
+    return source
 
 
-def encode_block(block: KvBlock) -> bytes:
-    """Length of the header (8 bytes, little endian), JSON header, keys, values."""
+def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
+    """Length of the header and CRC-32 of all that follows (8 bytes each, little endian), JSON header, then keys, values
+    and logits, without a copy of them. The header names the token that the block is handed out for.
+    """
+    payload = [_bytes(t) for t in (block.keys, block.values, block.logits) if t is not None]
     header = json.dumps(
         {
+            "token": token,
             "token_ids": block.token_ids,
+            "start": block.start,
             "version": block.version,
             "shape": list(block.keys.shape),
             "dtype": str(block.keys.dtype).removeprefix("torch."),
+            "vocab": 0 if block.logits is None else len(block.logits),
         }
     ).encode()
-    return b"".join((struct.pack("<Q", len(header)), header, _bytes(block.keys), _bytes(block.values)))
+    header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
+    crc = zlib.crc32(header)
+    for part in payload:
+        crc = zlib.crc32(part, crc)
+    return [memoryview(PREFIX.pack(len(header), crc) + header), *payload]
 
 
-def decode_block(data: bytes) -> KvBlock:
-    """Inverse of `encode_block`. EngineError if the bytes are not such a block."""
+def decode_block(data: bytes | bytearray | mmap, token: str = "") -> KvBlock:
+    """Inverse of `encode_block`; the tensors lie in `data` unless that is immutable. HandoffFailed if the bytes are not
+    such a block, were changed on the way, or were meant for somebody else."""
+    buffer = bytearray(data) if isinstance(data, bytes) else data
     try:
-        (size,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + size])
-        both = torch.frombuffer(bytearray(data[8 + size :]), dtype=DTYPES[header["dtype"]])
-        keys, values = both.view(2, *header["shape"])
-        return KvBlock(tuple(header["token_ids"]), int(header["version"]), keys, values)
-    except (struct.error, ValueError, KeyError, RuntimeError) as error:
-        raise EngineError(f"KV pull brought no valid block: {error!r}", retryable=True) from error
+        size, crc = PREFIX.unpack_from(buffer)
+        with memoryview(buffer) as view, view[PREFIX.size :] as rest:
+            if zlib.crc32(rest) != crc:
+                raise ValueError("its checksum is wrong")
+        begin = PREFIX.size + size
+        header = json.loads(buffer[PREFIX.size : begin])
+        if header["token"] != token:
+            raise ValueError("it was exported for another request")
+        shape, dtype, vocab = tuple(header["shape"]), DTYPES[header["dtype"]], int(header["vocab"])
+        count = math.prod(shape)
+        logits_at = begin + 2 * count * dtype.itemsize
+        if len(buffer) != logits_at + 4 * vocab:
+            raise ValueError(f"it has {len(buffer)} bytes, its header says {logits_at + 4 * vocab}")
+        return KvBlock(
+            token_ids=tuple(header["token_ids"]),
+            version=int(header["version"]),
+            keys=_tensor(buffer, dtype, shape, begin),
+            values=_tensor(buffer, dtype, shape, begin + count * dtype.itemsize),
+            start=int(header["start"]),
+            logits=_tensor(buffer, torch.float32, (vocab,), logits_at) if vocab else None,
+        )
+    except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _tensor(buffer: bytearray | mmap, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)

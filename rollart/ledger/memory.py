@@ -30,6 +30,9 @@ class Charge:
     purpose: str
     t0: float
     t1: float
+    first_tokens: int = 0
+    reset_s: float = 0.0
+    env_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -65,11 +68,11 @@ class MemoryRecorder:
     def charge(
         self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
         turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
-        purpose: str, t0: float, t1: float,
+        purpose: str, t0: float, t1: float, first_tokens: int = 0, reset_s: float = 0.0, env_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.charges.append(
             Charge(trajectory, domain, outcome, v0, engine_seconds, turns, prompt_tokens, action_tokens, success,
-                   score, purpose, t0, t1)
+                   score, purpose, t0, t1, first_tokens, reset_s, env_s)
         )  # fmt: skip
 
     async def admit(self, group: str, domain: str, seed: int) -> None:

@@ -16,7 +16,7 @@ from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.tables import CONSUMED, DROPPED, SCHEMA_VERSION
 from rollart.ports import Interval, RunEvent
 
-__all__ = ["ChargeSum", "InvocationSum", "Reader", "RunFacts", "VersionRow"]
+__all__ = ["ChargeSum", "FinishedRow", "InvocationSum", "Reader", "RunFacts", "VersionRow"]
 
 FINISHED = "finished"
 """Outcome of a trajectory that was scored; what became of its sample is in the journal."""
@@ -42,6 +42,23 @@ class ChargeSum:
     judged: int
     successes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A training trajectory that was scored: its length in `tokens`, of which `action_tokens` were sampled and
+    `first_tokens` its first prompt's; seconds that it waited for its environment's reset and steps."""
+
+    domain: str
+    turns: int
+    tokens: int
+    action_tokens: int
+    engine_seconds: float
+    t0: float
+    t1: float
+    first_tokens: int
+    reset_s: float = 0.0
+    env_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +159,18 @@ class Reader:
                 FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
                 LEFT JOIN groups g ON g.id = s.grp
                 GROUP BY t.domain, t.purpose, fate, t.v0 ORDER BY t.domain, t.purpose, fate, t.v0"""
+            )
+        ]
+
+    def finished(self) -> list[FinishedRow]:
+        """Training trajectories that were scored, whatever became of their samples, in the order that they ended in."""
+        return [
+            FinishedRow(*row)
+            for row in self._query(
+                f"""SELECT t.domain, t.turns, s.tokens, s.action_tokens, t.engine_seconds, t.t0, t.t1,
+                t.first_tokens, t.reset_s, t.env_s
+                FROM trajectories t JOIN samples s ON s.id = t.id
+                WHERE t.outcome = '{FINISHED}' AND t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
             )
         ]
 

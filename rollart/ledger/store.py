@@ -66,11 +66,11 @@ class Ledger:
     def charge(
         self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
         turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
-        purpose: str, t0: float, t1: float,
+        purpose: str, t0: float, t1: float, first_tokens: int = 0, reset_s: float = 0.0, env_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.record(
             (trajectory, domain, outcome, v0, engine_seconds, turns, prompt_tokens, action_tokens, success, score,
-             purpose, t0, t1)
+             purpose, first_tokens, reset_s, env_s, t0, t1)
         )  # fmt: skip
 
     async def admit(self, group: str, domain: str, seed: int) -> None:

@@ -16,7 +16,7 @@ from serverless.types import Invocation
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION", "Rows", "admit", "commit", "drop", "finish", "insert"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
@@ -30,7 +30,8 @@ CREATE TABLE events (t REAL NOT NULL, kind TEXT NOT NULL, subject TEXT NOT NULL,
 CREATE TABLE trajectories (
   id TEXT NOT NULL, domain TEXT NOT NULL, outcome TEXT NOT NULL, v0 INTEGER NOT NULL, engine_seconds REAL NOT NULL,
   turns INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, action_tokens INTEGER NOT NULL, success INTEGER, score REAL,
-  purpose TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL);
+  purpose TEXT NOT NULL, first_tokens INTEGER NOT NULL, reset_s REAL NOT NULL, env_s REAL NOT NULL,
+  t0 REAL NOT NULL, t1 REAL NOT NULL);
 CREATE TABLE invocations (
   function TEXT NOT NULL, provider TEXT NOT NULL, worker TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL,
   cold_start_s REAL NOT NULL, billed_s REAL NOT NULL, memory_mb INTEGER NOT NULL, items INTEGER NOT NULL,
@@ -84,7 +85,7 @@ def insert(connection: sqlite3.Connection, rows: Rows) -> None:
     """Append what was recorded."""
     connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
     connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
-    connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
+    connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
     connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?)", rows.invocations)
 
 

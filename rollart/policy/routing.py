@@ -1,27 +1,102 @@
-"""Which engine takes a turn.
+"""Which engine takes a turn, and which prefills it.
 
-A trajectory stays with the engine that holds its prefix KV while that engine is healthy; otherwise, and for its first
-turn, the engine with the lowest load takes it. Ties go to the engine with fewer sessions, then to the lower id.
-Engines that have not loaded the current version are not eligible (version fence).
+A trajectory stays with the engine that holds its prefix KV (its home) while that engine is healthy. Engines that have
+not loaded the current version are not eligible, for decode nor for prefill (version fence).
+
+A first turn chooses the home: in the pools that the domain prefers; among their kinds of engine by the price of the
+turn; homes whose prices differ by no more than `MARGIN` tie, and the pool that is furthest below its planned share of
+the domain takes it (at a plan's dual prices every path that it uses costs the same, so the prices alone would not keep
+to the plan). Then the least backlog, the fewest turns running, the fewest sessions, the lower id. Without prices the
+engine with the fewest turns running takes it, then fewer sessions, then the lower id.
+
+The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog; a priced router weighs
+the two by their price. A rule (`pricing.RULES`) decides between it and prefilling at home.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["EngineView", "choose_engine"]
+from rollart.fleet import EngineRole, Routes, Seat
+from rollart.policy.affinity import Affinity
+from rollart.policy.pricing import MARGIN, RULES, Load, Offer, Rule, Tariff
+
+__all__ = ["EngineView", "Path", "Router", "TurnView", "choose_engine", "route"]
+
+_NOWHERE: Mapping[str, float] = {}
+_NO_SEAT = Seat()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What routing knows of an engine: identity, load, health, version. Nothing of the request's content."""
+    """What routing knows of an engine: identity, seat, load, health, version. Nothing of the request's content.
+
+    `backlog_s` seconds of work wait there; it holds the KV of `cached` tokens of the trajectory to route. `barred`: its
+    hand-offs fail, and it prefills for nobody else.
+    """
 
     id: str
     running: int
     sessions: int
     healthy: bool
     version: int
+    seat: Seat = _NO_SEAT
+    backlog_s: float = 0.0
+    cached: int = 0
+    barred: bool = False
+
+    @property
+    def load(self) -> Load:
+        return Load(self.seat.kind, self.backlog_s, self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """The turn to route: `tokens` of context in all, `output` expected. `was_remote`: whether the last turn of the
+    trajectory prefilled elsewhere. `returns`: its home would give its KV back to a prefill engine. `at_home`: it must
+    prefill there."""
+
+    tokens: int
+    output: float = 1.0
+    domain: str = ""
+    was_remote: bool | None = None
+    returns: bool = False
+    at_home: bool = False
+
+
+class Path(NamedTuple):
+    """Where the turn goes. `prefill` None: all of it on `decode`. `preferred` is False where affinity had to fall back;
+    `predicted_s` is what the prices' model expects it to take."""
+
+    decode: str
+    prefill: str | None
+    why: str
+    preferred: bool = True
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How turns are routed; replaced whole when prices or flows change."""
+
+    routes: Routes = field(default_factory=Routes)
+    affinity: Affinity = field(default_factory=Affinity)
+    rule: Rule = RULES["priced"]
+    tariff: Tariff | None = field(init=False, compare=False)
+    """None where nobody set prices."""
+
+    def __post_init__(self) -> None:
+        routes = self.routes
+        priced = None if routes.prices is None or routes.model is None else Tariff(routes.prices, routes.model)
+        object.__setattr__(self, "tariff", priced)
+
+    def plain(self, kinds: int) -> bool:
+        """Whether load and version alone decide among so many kinds of engine that prefill and decode: engines of one
+        kind have one price."""
+        return not self.affinity and (kinds <= 1 or (self.routes.prices is None and not self.routes.shares))
 
 
 def choose_engine(engines: Sequence[EngineView], *, sticky: str | None, version: int) -> str | None:
@@ -31,4 +106,134 @@ def choose_engine(engines: Sequence[EngineView], *, sticky: str | None, version:
         return sticky
     if not eligible:
         return None
-    return min(eligible, key=lambda e: (e.running, e.sessions, e.id)).id
+    return min(eligible, key=_least_loaded).id
+
+
+def route(
+    engines: Sequence[EngineView],
+    turn: TurnView,
+    router: Router,
+    *,
+    sticky: str | None,
+    version: int,
+    homes: Mapping[str, float] = _NOWHERE,
+) -> Path | None:
+    """The turn's path; None when no engine is eligible. `homes` counts the domain's homes given so far, by pool.
+
+    A prefill engine serves whole turns only while there is no other engine at all: better there than nowhere.
+    """
+    eligible = [e for e in engines if e.healthy and e.version == version]
+    serving = [e for e in eligible if e.seat.role is not EngineRole.PREFILL]
+    remote = bool(serving) and not turn.at_home
+    prefills = [e for e in eligible if remote and not e.barred and e.seat.role is EngineRole.PREFILL]
+    serving = serving or eligible
+    if not serving:
+        return None
+    tariff = router.tariff
+    home, preferred = next((e for e in serving if e.id == sticky), None), True
+    if home is None:
+        home, preferred = _home(serving, prefills, turn, router, tariff, homes)
+    local = None if tariff is None else tariff.local(home.load, turn.tokens, turn.output)
+    if not prefills:
+        return Path(home.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
+    prefill, price, seconds = _prefill(prefills, home, turn, tariff)
+    offer = Offer(
+        tokens=turn.tokens,
+        uncached=max(turn.tokens - home.cached, 0),
+        local=None if local is None else local.price,
+        remote=price,
+        was_remote=turn.was_remote,
+    )
+    if router.rule(offer) and offer.remote != math.inf:
+        return Path(home.id, prefill.id, "remote", preferred, seconds)
+    return Path(home.id, None, "local", preferred, None if local is None else local.seconds)
+
+
+def _home(
+    serving: Sequence[EngineView],
+    prefills: Sequence[EngineView],
+    turn: TurnView,
+    router: Router,
+    tariff: Tariff | None,
+    homes: Mapping[str, float],
+) -> tuple[EngineView, bool]:
+    """The decode engine for a trajectory that has none, and whether its domain prefers to be there."""
+    rank = 0
+    if router.affinity:
+        rank = router.affinity.best(turn.domain, [e.seat for e in serving])
+        serving = [e for e in serving if router.affinity.rank(turn.domain, e.seat) == rank]
+    # The best of each kind: the others of it would cost the same or more.
+    best: dict[object, EngineView] = {}
+    for engine in serving:
+        kind = engine.seat.kind if tariff is not None else engine.seat.pool
+        if kind not in best or _least_behind(engine) < _least_behind(best[kind]):
+            best[kind] = engine
+    priced = [(_cheapest(engine, prefills, turn, router.rule, tariff), engine) for engine in best.values()]
+    limit = min(price for price, _ in priced) * (1 + MARGIN)
+    tied = [(price, engine) for price, engine in priced if price <= limit]
+    shares = router.routes.shares.get(turn.domain)
+    if not shares:
+        if tariff is None:
+            return min((e for _, e in tied), key=_least_loaded), rank == 0
+        return min(tied, key=lambda x: (x[0], _least_behind(x[1])))[1], rank == 0
+    given = sum(homes.values()) + 1
+
+    def behind(engine: EngineView) -> float:
+        return shares.get(engine.seat.pool, 0.0) * given - homes.get(engine.seat.pool, 0)
+
+    return min(tied, key=lambda x: (-behind(x[1]), x[0], _least_behind(x[1])))[1], rank == 0
+
+
+def _cheapest(
+    home: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: Rule, tariff: Tariff | None
+) -> float:
+    """The price of the turn on its path by way of `home`; 0 without prices: all homes tie."""
+    if tariff is None:
+        return 0.0
+    local = tariff.local(home.load, turn.tokens, turn.output).price
+    if not prefills:
+        return local
+    _, remote, _ = _prefill(prefills, home, turn, tariff)
+    uncached = max(turn.tokens - home.cached, 0)
+    assert remote is not None, "a tariff prices every path"
+    goes = rule(Offer(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf
+    return remote if goes else local
+
+
+def _prefill(
+    prefills: Sequence[EngineView], home: EngineView, turn: TurnView, tariff: Tariff | None
+) -> tuple[EngineView, float | None, float | None]:
+    """The engine to prefill on, its path's price and predicted seconds. By prefix, then backlog, then id; with prices
+    the cheapest of: the one with the longest prefix and the one with the least backlog, of every kind."""
+    if tariff is None:
+        return min(prefills, key=_prefix_first), None, None
+    costs = []
+    for engine in _candidates(prefills):
+        cost = tariff.remote(engine.load, home.load, turn.tokens, turn.output, returns=turn.returns)
+        costs.append((cost.price, _prefix_first(engine), cost.seconds, engine))
+    price, _, seconds, engine = min(costs, key=lambda x: x[:2])
+    return engine, price, seconds
+
+
+def _candidates(prefills: Iterable[EngineView]) -> list[EngineView]:
+    longest: dict[object, EngineView] = {}
+    freest: dict[object, EngineView] = {}
+    for engine in prefills:
+        kind = engine.seat.kind
+        if engine.cached and (kind not in longest or _prefix_first(engine) < _prefix_first(longest[kind])):
+            longest[kind] = engine
+        if kind not in freest or _least_behind(engine) < _least_behind(freest[kind]):
+            freest[kind] = engine
+    return [*longest.values(), *(e for e in freest.values() if longest.get(e.seat.kind) is not e)]
+
+
+def _least_loaded(engine: EngineView) -> tuple[int, int, str]:
+    return engine.running, engine.sessions, engine.id
+
+
+def _least_behind(engine: EngineView) -> tuple[float, int, int, str]:
+    return engine.backlog_s, engine.running, engine.sessions, engine.id
+
+
+def _prefix_first(engine: EngineView) -> tuple[int, float, int, str]:
+    return -engine.cached, engine.backlog_s, engine.running, engine.id

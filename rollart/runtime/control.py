@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollart.fleet import Seat
 from rollart.ledger.clock import ResourceClock
 from rollart.model import EngineId, Group
+from rollart.policy.routing import Router
 from rollart.policy.staleness import StalenessBound
-from rollart.ports import Journal, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
+from rollart.policy.workload import WorkloadMeter
+from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain
@@ -16,6 +19,7 @@ from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.publish import Publisher
+from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.scheduler import Scheduler, SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
@@ -39,6 +43,10 @@ class ControlSettings:
     train_s: float = 600.0
     publish_s: float = 120.0
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
+    router: Router = field(default_factory=Router)
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    """Where engines sit, by id; one that is not named sits nowhere in particular and does everything."""
+    rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +83,13 @@ class ControlPlane:
         version: int,
         settings: ControlSettings,
         hooks: Hooks,
+        planner: Planner | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
         self._settings = settings
         self._hooks = hooks
         bound = StalenessBound(settings.schedule.alpha)
-        self.gateway = Gateway(leases, limits=settings.gateway, version=version, on_suspect=hooks.suspect)
+        self.gateway = _gateway(leases, recorder, version, settings, hooks)
         runner = TrajectoryRunner(
             self.gateway,
             tokenizer,
@@ -88,6 +98,7 @@ class ControlPlane:
             stale=lambda v0: bound.stale(v0, self.gateway.version),
             barrier=TurnBarrier() if settings.lockstep else FreeRunning(),
         )
+        self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
         buffer = SampleBuffer({d.name: d.quota for d in domains}, bound=bound, token_budget=settings.token_budget)
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule)
@@ -130,8 +141,37 @@ class ControlPlane:
             parts=parts,
             plan=self._settings.evaluation,
             on_evaluation=self._hooks.evaluation,
+            rebalancer=self.rebalancer,
+        )
+
+    def gone(self, engine: EngineId, cause: str) -> None:
+        """For the supervisor: an engine will not come back, and the run goes on without it."""
+        if self.rebalancer is not None:
+            self.rebalancer.notify(f"{engine} is gone: {cause}")
+
+    def _rebalancing(
+        self, planner: Planner | None, fleet: Fleet | None, runner: TrajectoryRunner, leases: Leases, recorder: Recorder
+    ) -> Rebalancer | None:
+        """Without a planner the routes stay as they are, and nothing is measured for one."""
+        if planner is None:
+            return None
+        runner.meter = WorkloadMeter()
+        return Rebalancer(
+            self.gateway, planner, leases, recorder, runner.meter, settings=self._settings.rebalance, fleet=fleet
         )
 
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
+
+
+def _gateway(leases: Leases, recorder: Recorder, version: int, settings: ControlSettings, hooks: Hooks) -> Gateway:
+    return Gateway(
+        leases,
+        limits=settings.gateway,
+        version=version,
+        on_suspect=hooks.suspect,
+        recorder=recorder,
+        router=settings.router,
+        seats=settings.seats,
+    )

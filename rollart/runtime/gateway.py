@@ -1,87 +1,96 @@
-"""The gateway: one turn's tokens to the right engine, and one weight update to all of them.
+"""The gateway: one turn's tokens to the right engine, or to the right two, and one weight update to all of them.
 
-Token in, token out; session-sticky; fenced by version. It owns what is known of every engine (health, version, load,
-sessions) and the gate that holds new turns while weights change.
+Token in, token out; session-sticky; fenced by version. It owns what is known of every engine (health, version, seat,
+load, sessions) and the gate that holds new turns while weights change.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
 
 from rollart.errors import EngineError, LeaseExpired
+from rollart.fleet import EngineKind, EngineRole, KindLoad, Routes, Seat
 from rollart.ledger.clock import EngineShares
 from rollart.ledger.intervals import State
-from rollart.model import Completion, EngineId, GenerateRequest, PauseMode, Sampling, WeightsRef
+from rollart.model import Completion, EngineId, PauseMode, Sampling, WeightsRef
 from rollart.policy.lease import Expiry
-from rollart.policy.routing import EngineView, choose_engine
+from rollart.policy.routing import Router
 from rollart.policy.syncing import engines_to_update
-from rollart.ports import Engine
+from rollart.ports import Engine, Recorder, RunEvent
 from rollart.runtime.leases import Leases
+from rollart.runtime.members import Member, Roster
+from rollart.runtime.turns import GatewayLimits, Turn, Turns
 
 __all__ = ["Gateway", "GatewayLimits"]
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayLimits:
-    """Seconds that the gateway waits, and how often a turn is tried on another engine. `engine_s` is for an engine
-    that may serve: as long as a restart and a weight update may take, however short a generation is."""
-
-    generate_s: float = 120.0
-    engine_s: float = 240.0
-    sync_s: float = 60.0
-    attempts: int = 4
-    slots: int = 1_000_000
-    """Requests that one engine generates at a time; more wait inside it."""
-
-
-@dataclass(slots=True)
-class _Member:
-    """What the gateway knows of one engine."""
-
-    engine: Engine
-    version: int
-    shares: EngineShares
-    healthy: bool = True
-    doubted: bool = False
-    running: int = 0
-    sessions: set[str] = field(default_factory=set)
-
-
 class Gateway:
-    """Called by trajectories (`generate`, `forget`), by publish (`update`) and by supervise (`join`, `lose`).
+    """Called by trajectories (`generate`, `forget`), by publish (`update`), by supervise (`join`, `lose`) and by the
+    rebalancer (`follow`, `flip`, `drain`).
 
     `generate` waits for the gate (unblocked by the end of an update), then for an eligible engine (unblocked by
-    `join`), then for the engine's answer. Invariant: no request is sent to an engine whose version is not current.
+    `join`), then for the engine's answer. Invariant: no request is sent to an engine whose version is not current, nor
+    KV from one engine to another across an update.
     """
 
     def __init__(
-        self, leases: Leases, *, limits: GatewayLimits, version: int, on_suspect: Callable[[EngineId], None]
+        self,
+        leases: Leases,
+        *,
+        limits: GatewayLimits,
+        version: int,
+        on_suspect: Callable[[EngineId], None],
+        recorder: Recorder | None = None,
+        router: Router | None = None,
+        seats: Mapping[str, Seat] | None = None,
     ) -> None:
         self._leases = leases
         self._limits = limits
         self._on_suspect = on_suspect
-        self._members: dict[str, _Member] = {}
-        self._sticky: dict[str, str] = {}
-        self._gate = asyncio.Event()
-        self._gate.set()
-        self._changed = asyncio.Event()
+        self._recorder = recorder
+        self._roster = Roster(seats or {})
         # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
         self._moving = asyncio.Lock()
+        self._turns = Turns(leases, limits, self._roster, router or Router(), version, self._doubt, self._event)
         self._requests = 0
-        self.served = 0
-        """Turns generated so far."""
-        self.version = version
 
-    def join(self, engine: Engine, *, version: int, shares: EngineShares) -> None:
-        """An engine is up with `version` loaded. The same id may join again after it was lost."""
-        self._members[engine.id] = _Member(engine, version, shares)
+    @property
+    def version(self) -> int:
+        return self._turns.version
+
+    @property
+    def served(self) -> int:
+        """Turns generated so far."""
+        return self._turns.served
+
+    @property
+    def paths(self) -> Mapping[str, int]:
+        """How many turns were routed why; empty while nothing but load decides."""
+        return self._turns.paths
+
+    @property
+    def routes(self) -> Routes:
+        return self._turns.router.routes
+
+    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: Seat | None = None) -> None:
+        """An engine is up with `version` loaded. The same id may join again after it was lost: it keeps the seat that
+        it has by then, so `seat` is for the first time."""
+        self._roster.join(engine, version=version, shares=shares, seat=seat)
         shares.release()
-        self._notify()
+        self._turns.notify()
 
     async def bring_in(
-        self, engine: Engine, *, loaded: int | None, weights: Callable[[], WeightsRef], shares: EngineShares
+        self,
+        engine: Engine,
+        *,
+        loaded: int | None,
+        weights: Callable[[], WeightsRef],
+        shares: EngineShares,
+        seat: Seat | None = None,
     ) -> int:
         """An engine that started with version `loaded`, or is in doubt (None), joins with the current version, which is
         returned. It waits for an update under way, and an update waits for it, so the version cannot move meanwhile.
@@ -96,30 +105,81 @@ class Gateway:
                     await engine.pause(PauseMode.KEEP)
                     await engine.update_weights(current)
                     await engine.resume()
-            self.join(engine, version=current.version, shares=shares)
+            self.join(engine, version=current.version, shares=shares, seat=seat)
             return current.version
 
     def trust(self, engine_id: EngineId) -> bool:
         """An engine in doubt was looked at and answers: it takes turns again. False if it was lost meanwhile."""
-        member = self._members.get(engine_id)
+        member = self._roster.members.get(engine_id)
         if member is None or not member.healthy:
             return False
         member.doubted = False
-        self._notify()
+        self._turns.notify()
         return True
 
     def lose(self, engine_id: EngineId) -> None:
         """The engine is gone: its sessions start over elsewhere with a full prefill."""
-        member = self._members.get(engine_id)
+        member = self._roster.members.get(engine_id)
         if member is None or not member.healthy:
             return
         member.healthy = False
         member.shares.hold(State.DOWN, "engine_down")
-        for session in member.sessions:
-            self._sticky.pop(session, None)
-        member.sessions.clear()
+        self._turns.unhome(member)
 
-    async def generate(
+    def spare(self, engine_id: EngineId) -> bool:
+        """Whether the run can go on without this engine: another one serves."""
+        return any(m.healthy for e, m in self._roster.members.items() if e != engine_id)
+
+    def seat_of(self, engine_id: EngineId) -> Seat | None:
+        return self._roster.seat_of(engine_id)
+
+    def follow(self, routes: Routes) -> None:
+        """From the next turn on. Trajectories keep their homes; those given so far count no longer where the shares
+        are others."""
+        self._turns.follow(routes)
+
+    def flip(self, engine_id: EngineId, role: EngineRole) -> None:
+        """The engine's role from the next turn on. The router's alone: nothing on the engine changes, turns under way
+        end where they are, and a trajectory whose home only prefills from now on takes its KV along from there."""
+        seat = self._roster.seat_of(engine_id)
+        if seat is None:
+            raise ValueError(f"engine {engine_id} has no seat (rule: an engine that joined, or was given one)")
+        if seat.role is not role:
+            self._roster.seat(engine_id, dataclasses.replace(seat, role=role))
+            self._event("role_flipped", engine_id, before=str(seat.role), after=str(role))
+            self._turns.notify()
+
+    def at(self, kind: EngineKind) -> list[EngineId]:
+        """Engines of a kind, those with the fewest sessions first, then by id: the order in which to flip them."""
+        members = [m for m in self._roster.members.values() if m.seat.kind == kind]
+        return [m.engine.id for m in sorted(members, key=lambda m: (not m.serves, len(m.sessions), m.engine.id))]
+
+    async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
+        """No turn goes to the engine any more; returns when those under way are over. Its trajectories go on elsewhere.
+        `LeaseExpired` after `seconds`; it then takes no turns either way, until it joins again."""
+        member = self._roster.members[engine_id]
+        member.draining = True
+        self._turns.unhome(member)
+        async with self._leases.hold("rebalance", f"{engine_id} to drain", seconds, Expiry.RETRY):
+            await self._turns.quiet(member)
+
+    def leave(self, engine_id: EngineId) -> None:
+        """The engine will not come back: nothing is expected of it, and nothing more is counted on it."""
+        self.lose(engine_id)
+        self._roster.leave(engine_id)
+        self._turns.notify()
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """No weights move while the body runs: it waits for an update, and an update waits for it. Keep it short."""
+        async with self._moving:
+            yield
+
+    def load(self) -> Mapping[EngineKind, KindLoad]:
+        """By kind of engine, of all that are expected to serve."""
+        return self._roster.load(asyncio.get_running_loop().time(), self._limits.slots)
+
+    def generate(
         self,
         session: str,
         token_ids: tuple[int, ...],
@@ -127,48 +187,25 @@ class Gateway:
         *,
         spend: Callable[[float], None],
         sent: Callable[[int], None] = lambda _: None,
-    ) -> Completion:
-        """One turn's completion. `spend` is told of the engine seconds of every attempt, also of one that is cancelled;
-        `sent` of the version, when the engine has a slot free and so begins at once.
+        domain: str = "",
+    ) -> Coroutine[Any, Any, Completion]:
+        """One turn's completion. `spend` is told of the engine seconds of every attempt and both legs, also of one that
+        is cancelled; `sent` of the version, when the engine that generates has a slot free and so begins at once.
 
         Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
-        generated anew: no token of a failed attempt is kept.
+        generated anew: no token of a failed attempt is kept. A failed hand-off is no attempt: the turn is
+        prefilled where it is decoded.
         """
         self._requests += 1
-        number, last = self._requests, ""
-        for attempt in range(1, self._limits.attempts + 1):
-            member = await self._eligible(session)
-            request = GenerateRequest(
-                f"{session}-{number}-{attempt}", session, token_ids, sampling, cache_salt=f"v{self.version}"
-            )
-            member.running += 1
-            if member.running <= self._limits.slots:
-                sent(self.version)
-            member.shares.begin(request.request_id)
-            try:
-                async with self._leases.hold(
-                    session, f"generation on {member.engine.id}", self._limits.generate_s, Expiry.RETRY
-                ):
-                    completion = await member.engine.generate(request)
-                self.served += 1
-                return completion
-            except (EngineError, LeaseExpired) as error:
-                if isinstance(error, EngineError) and not error.retryable:
-                    raise
-                self._doubt(member, session, error)
-                last = error.cause if isinstance(error, LeaseExpired) else str(error)
-            finally:
-                member.running -= 1
-                spend(member.shares.end(request.request_id))
-        raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
+        return self._turns.generate(
+            Turn(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
+        )
 
     async def forget(self, session: str) -> None:
-        """The trajectory is over: its engine may drop the prefix KV."""
-        engine_id = self._sticky.pop(session, None)
-        member = self._members.get(engine_id) if engine_id is not None else None
-        if member is not None and member.healthy:
-            member.sessions.discard(session)
-            await member.engine.release(session)
+        """The trajectory is over: its engines may drop its KV."""
+        for member in self._turns.forget(session):
+            with contextlib.suppress(EngineError):
+                await member.engine.release(session)
 
     async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all stand still.
@@ -179,30 +216,34 @@ class Gateway:
             await self._update(weights, on_version)
 
     async def _update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
-        self._gate.clear()
+        self._turns.gate.clear()
         try:
+            taken = await self._turns.pulls.take_back(self._limits.sync_s)
+            if taken:
+                self._event("handoffs_taken_back", f"v{weights.version}", count=taken)
+            members = self._roster.members
             targets = [
-                self._members[e]
+                members[e]
                 for e in engines_to_update(
-                    {e: m.version for e, m in self._members.items()},
-                    {e: m.healthy for e, m in self._members.items()},
+                    {e: m.version for e, m in members.items()},
+                    {e: m.healthy for e, m in members.items()},
                     weights.version,
                 )
             ]
             async with asyncio.TaskGroup() as group:
                 for member in targets:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
-            self.version = weights.version
+            self._turns.version = weights.version
             on_version(weights.version)
             async with asyncio.TaskGroup() as group:
                 for member in targets:
                     if member.healthy:
                         group.create_task(self._resume(member), name=f"resume {member.engine.id}")
         finally:
-            self._gate.set()
-            self._notify()
+            self._turns.gate.set()
+            self._turns.notify()
 
-    async def _load(self, member: _Member, weights: WeightsRef) -> None:
+    async def _load(self, member: Member, weights: WeightsRef) -> None:
         member.shares.hold(State.SYNC)
         try:
             async with self._leases.hold(
@@ -214,7 +255,7 @@ class Gateway:
         except (EngineError, LeaseExpired):
             self._suspect(member)
 
-    async def _resume(self, member: _Member) -> None:
+    async def _resume(self, member: Member) -> None:
         try:
             async with self._leases.hold(
                 "publish", f"resume of {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
@@ -224,39 +265,21 @@ class Gateway:
         except (EngineError, LeaseExpired):
             self._suspect(member)
 
-    async def _eligible(self, session: str) -> _Member:
-        while True:
-            if self._gate.is_set():
-                views = [
-                    EngineView(e, m.running, len(m.sessions), m.healthy and not m.doubted, m.version)
-                    for e, m in self._members.items()
-                ]
-                chosen = choose_engine(views, sticky=self._sticky.get(session), version=self.version)
-                if chosen is not None:
-                    member = self._members[chosen]
-                    self._sticky[session] = chosen
-                    member.sessions.add(session)
-                    return member
-            changed = self._changed
-            async with self._leases.hold(session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
-                await changed.wait()
-
-    def _doubt(self, member: _Member, session: str, error: EngineError | LeaseExpired) -> None:
+    def _doubt(self, member: Member, error: EngineError | LeaseExpired) -> None:
         """A turn failed. A broken connection takes the engine out at once; a turn that was only slow has the engine
         looked at first: it may be healthy and hold the KV of everybody else. While weights load, slow is normal."""
-        self._sticky.pop(session, None)
-        member.sessions.discard(session)
         if isinstance(error, EngineError):
             self._suspect(member)
         elif member.healthy and not self._moving.locked():
-            member.doubted = True
+            if not member.doubted:
+                member.doubted, member.doubted_at = True, asyncio.get_running_loop().time()
             self._on_suspect(member.engine.id)
 
-    def _suspect(self, member: _Member) -> None:
+    def _suspect(self, member: Member) -> None:
         if member.healthy:
             self.lose(member.engine.id)
             self._on_suspect(member.engine.id)
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
+        if self._recorder is not None:
+            self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

@@ -294,6 +294,9 @@ def charge(recorder: Recorder, live: Live, outcome: str, score: float | None, su
         purpose=str(live.purpose),
         t0=live.started,
         t1=asyncio.get_running_loop().time(),
+        first_tokens=len(live.segments[0].token_ids) if live.segments else 0,
+        reset_s=live.reset_seconds,
+        env_s=live.env_seconds,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rollart.ports import Recovered
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway
+from rollart.runtime.rebalance import Rebalancer
 from rollart.runtime.scheduler import Scheduler
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import Training
@@ -42,6 +43,7 @@ class Session:
         parts: Sequence[EnginePart],
         plan: EvaluationPlan,
         on_evaluation: Callable[[str, Mapping[str, EvaluationResult]], None],
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         self._gateway = gateway
         self._scheduler = scheduler
@@ -51,6 +53,7 @@ class Session:
         self._parts = parts
         self._plan = plan
         self._on_evaluation = on_evaluation
+        self._rebalancer = rebalancer
 
     async def run(self, *, step: int, steps: int, recovered: Recovered | None = None) -> None:
         """Steps `step` .. `steps` - 1 from the gateway's version."""
@@ -59,6 +62,8 @@ class Session:
             if self._supervisor is not None:
                 for part in self._parts:
                     background.append(tasks.create_task(self._supervisor.watch(part), name=f"watch {part.id}"))
+            if self._rebalancer is not None:
+                background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
             await self._body(step, steps, recovered)
             for task in background:
                 task.cancel()

@@ -60,6 +60,7 @@ class EngineSupervisor:
         weights: Callable[[], WeightsRef],
         start_s: float,
         max_restarts: int = 5,
+        on_gone: Callable[[EngineId, str], None] = lambda *_: None,
     ) -> None:
         self._gateway = gateway
         self._leases = leases
@@ -68,6 +69,7 @@ class EngineSupervisor:
         self._weights = weights
         self._start_s = start_s
         self._max_restarts = max_restarts
+        self._on_gone = on_gone
         self._suspicion: dict[str, asyncio.Event] = {}
         self._engines: dict[str, Engine] = {}
         self._starting: dict[str, int] = {}
@@ -98,7 +100,11 @@ class EngineSupervisor:
         return tuple(self._starting.values())
 
     async def watch(self, part: EnginePart) -> None:
-        """For ever: wait for the engine's end or a suspicion, then bring it back. `PartDied` past `max_restarts`."""
+        """Wait for the engine's end or a suspicion, then bring it back; for ever, unless it is given up.
+
+        Past `max_restarts` the run goes on without it while another engine serves, and says so; `PartDied` if none
+        does.
+        """
         loop = asyncio.get_running_loop()
         restarts, served_since = 0, loop.time()
         while True:
@@ -112,6 +118,9 @@ class EngineSupervisor:
             while True:
                 restarts += 1
                 if restarts > self._max_restarts:
+                    if self._gateway.spare(part.id):
+                        self._give_up(part.id, cause)
+                        return
                     raise PartDied(part.id, f"{cause}, after {self._max_restarts} restarts", remedy="see its log")
                 try:
                     await self.start(part)
@@ -120,6 +129,11 @@ class EngineSupervisor:
                 except (PartDied, LeaseExpired, EngineError) as error:
                     cause = str(error)
                     await asyncio.sleep(min(0.25 * 2**restarts, 5.0))
+
+    def _give_up(self, engine_id: EngineId, cause: str) -> None:
+        self._gateway.leave(engine_id)
+        self._event("engine_given_up", engine_id, cause=cause, restarts=self._max_restarts)
+        self._on_gone(engine_id, cause)
 
     async def _trouble(self, part: EnginePart) -> str | None:
         """The cause once the engine is gone; None when a suspicion turned out wrong and it serves again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from rollart.model import (
     Turn,
 )
 from rollart.policy.lease import Expiry
+from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, Tokenizer
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.border import checked_observation, checked_step
@@ -74,6 +76,8 @@ class Live:
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     engine_seconds: float = 0.0
+    reset_seconds: float = 0.0
+    env_seconds: float = 0.0
     prompt_tokens: int = 0
     action_tokens: int = 0
     abort: AbortReason | None = None
@@ -108,6 +112,7 @@ class TrajectoryRunner:
         limits: WaitLimits,
         stale: Callable[[int | None], bool],
         barrier: FreeRunning,
+        meter: WorkloadMeter | None = None,
     ) -> None:
         self._gateway = gateway
         self._tokenizer = tokenizer
@@ -115,6 +120,8 @@ class TrajectoryRunner:
         self._limits = limits
         self.stale = stale
         self._barrier = barrier
+        self.meter = meter
+        """What the finished trajectories of training asked for, if anybody wants to know."""
 
     async def run(self, live: Live) -> Trajectory:
         """The episode. Raises `Aborted`; an environment that breaks or stalls is an infrastructure fault."""
@@ -157,7 +164,12 @@ class TrajectoryRunner:
         )
         try:
             completion = await self._gateway.generate(
-                live.id, tuple(live.tokens), sampling, spend=live.spend, sent=live.note_sent
+                live.id,
+                tuple(live.tokens),
+                sampling,
+                spend=live.spend,
+                sent=live.note_sent,
+                domain=live.domain.name,
             )
         except LeaseExpired as error:
             raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
@@ -211,6 +223,16 @@ class TrajectoryRunner:
 
     def _finished(self, live: Live, step: Step) -> Trajectory:
         assert live.v0 is not None, "a finished trajectory has sampled at least one token"
+        if self.meter is not None and live.purpose is Purpose.TRAIN:
+            first = len(live.segments[0].token_ids)
+            self.meter.add(
+                live.domain.name,
+                turns=len(live.turns),
+                first_tokens=first,
+                new_tokens=len(live.tokens) - first - live.action_tokens,
+                output_tokens=live.action_tokens,
+                wait_s=live.env_seconds,
+            )
         return Trajectory(
             id=live.id,
             group=live.group,
@@ -230,17 +252,23 @@ class TrajectoryRunner:
         try:
             async with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
-            ):
-                return checked_observation(await environment.reset(live.seed))
+            ) as lease:
+                observation = checked_observation(await environment.reset(live.seed))
         except Exception as error:
             raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("reset", error)) from None
+        live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
+        return observation
 
     async def _step(self, live: Live, environment: Environment, text: str) -> Step:
         try:
-            async with self._leases.hold(live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL):
-                return checked_step(await environment.step(text))
+            async with self._leases.hold(
+                live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
+            ) as lease:
+                step = checked_step(await environment.step(text))
         except Exception as error:
             raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("step", error)) from None
+        live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        return step
 
     async def _close(self, live: Live, environment: Environment) -> None:
         """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""

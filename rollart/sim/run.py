@@ -8,13 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
-from rollart.ports import Journal, Recorder, Recovered, Tokenizer
+from rollart.policy.routing import Router
+from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
+from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
@@ -47,6 +51,12 @@ class SimulatedRun:
     max_fault_rate: float = 1.0
     token_budget: int | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
+    router: Router = field(default_factory=Router)
+    seats: Mapping[str, Seat] = field(default_factory=dict)
+    planner: Planner | None = None
+    fleet: Fleet | None = None
+    rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     on_step: Callable[[StepDone], None] = lambda _: None
     tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     published: list[int] = field(default_factory=list)
@@ -73,6 +83,8 @@ class SimulatedRun:
             version=version,
             settings=self.settings(),
             hooks=Hooks(self._recover, self._suspect, version=self.published.append, step=self.on_step),
+            planner=self.planner,
+            fleet=self.fleet,
         )
         for engine in self.engines:
             clock = ResourceClock(role="rollout", resource=engine.id, recorder=self.recorder, clock=loop.time)
@@ -95,7 +107,16 @@ class SimulatedRun:
             max_attempts=self.max_attempts,
             max_fault_rate=self.max_fault_rate,
         )
-        return ControlSettings(schedule, lockstep=self.lockstep, token_budget=self.token_budget, waits=self.waits)
+        return ControlSettings(
+            schedule,
+            lockstep=self.lockstep,
+            token_budget=self.token_budget,
+            waits=self.waits,
+            gateway=self.limits,
+            router=self.router,
+            seats=self.seats,
+            rebalance=self.rebalance,
+        )
 
     async def _recover(self) -> None:
         await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))
@@ -105,9 +126,7 @@ class SimulatedRun:
         engine = next(e for e in self.engines if e.id == engine_id)
 
         def rejoin() -> None:
-            engine.fail = False
-            engine._version = self.control.gateway.version
-            engine._resumed.set()
+            engine.restart(self.control.gateway.version)
             self.control.gateway.join(engine, version=self.control.gateway.version, shares=self.shares[engine_id])
 
         loop.call_later(3.0, rejoin)

@@ -134,6 +134,12 @@ class SimulatedEngine:
         self._check()
         self._version = weights.version
 
+    def restart(self, version: int) -> None:
+        """It came back after a failure, with these weights."""
+        self.fail = False
+        self._version = version
+        self._resumed.set()
+
     async def stats(self) -> EngineStats:
         return EngineStats(self.running, 0, 0, self.served * self._tokens, 0, 0.0, 0.0)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import typing
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
 
 __all__ = ["Entry", "ImportPath", "Name"]
 
@@ -15,7 +16,35 @@ ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z
 """`package.module:attribute`."""
 
 
+LARGEST = 10**24
+"""Largest magnitude of any whole number: fields have bounds of their own, this one keeps arithmetic on them finite."""
+
+
 class Entry(BaseModel):
     """Base of every mapping in a spec: unknown keys are errors, values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """`true` is no 1, and a number that no float holds is no number."""
+        field = cls.model_fields.get(info.field_name or "")
+        if field is None or not {int, float} & _types_in(field.annotation):
+            return value
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, bool) and bool not in _types_in(field.annotation):
+                raise ValueError("a number")
+            if isinstance(one, int) and abs(one) > LARGEST:
+                limits = [rule.le for rule in field.metadata if getattr(rule, "le", None) is not None]
+                limit = min(limits, default=LARGEST)
+                raise ValueError(f"less than or equal to {limit:.15g}" if one > 0 else f"at least {-LARGEST:.15g}")
+        return value
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """The plain types that an annotation is made of; mappings hold what they like."""
+    if typing.get_origin(annotation) is dict:
+        return set()
+    parts = typing.get_args(annotation)
+    return {annotation} if not parts else set().union(*map(_types_in, parts))

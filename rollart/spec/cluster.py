@@ -1,4 +1,4 @@
-"""The cluster spec: which devices there are, what they cost, and how parts are cut."""
+"""The cluster spec: which devices there are, what they cost, how they are joined, and how parts are cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,34 @@ from pydantic import Field
 from rollart.spec.base import Entry, Name
 from rollart.spec.prices import PriceEntry
 
-__all__ = ["ClusterFunctions", "ClusterSpec", "EnginesSpec", "PoolSpec", "TrainerSpec"]
+__all__ = ["ClusterFunctions", "ClusterSpec", "DeviceSpec", "EnginesSpec", "LinkSpec", "PoolSpec", "TrainerSpec"]
+
+
+class DeviceSpec(Entry):
+    """A device type that the catalogue lacks, or figures that replace the catalogue's. What is left out stays as it is
+    there, or unknown."""
+
+    name: Name = Field(description="Name that pools use. A name of the catalogue: its figures are the base.")
+    base: str | None = Field(default=None, description="Device type of the catalogue whose figures are the base.")
+    source: str = Field(min_length=1, description="Who states these figures.")
+    tflops_bf16: float | None = Field(default=None, ge=1e-6, le=1e6, description="Dense bf16 TFLOP/s.")
+    tflops_fp8: float | None = Field(default=None, ge=1e-6, le=1e6, description="Dense fp8 TFLOP/s.")
+    memory_gb: float | None = Field(default=None, ge=1e-6, le=1e6, description="Memory of one device, GB of 1e9 bytes.")
+    memory_tb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6, description="Memory bandwidth, TB/s.")
+    nvlink_gb_per_s: float | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Between the devices of a host, GB/s of one device, all directions together.",
+    )
+    link_gb_per_s: float | None = Field(
+        default=None, ge=1e-6, le=1e6, description="One device's share of its host's network, GB/s in one direction."
+    )
+    watts: float | None = Field(default=None, gt=0, le=1e6, description="Board power.")
+    devices_per_host: int | None = Field(default=None, ge=1, le=1_000_000, description="Devices of one host.")
+    generation: str | None = Field(
+        default=None, min_length=1, description="Devices of one generation share calibrated constants (`hopper`)."
+    )
 
 
 class PoolSpec(Entry):
@@ -17,46 +44,102 @@ class PoolSpec(Entry):
 
     name: Name = Field(description="Name of the pool.")
     device: str = Field(default="cpu", min_length=1, description="`cpu` (a device is a core) or a GPU type like H800.")
-    count: int = Field(ge=1, description="Devices in the pool: cores for `cpu`, GPUs otherwise.")
+    count: int = Field(ge=1, le=1_000_000, description="Devices in the pool: cores for `cpu`, GPUs otherwise.")
     labels: dict[str, str] = Field(default_factory=dict, description="Labels of the pool.")
     memory_gb: float | None = Field(
         default=None,
-        gt=0,
-        description="Host memory of the pool (cpu) or of one device; not checked by the one-pool plan.",
+        ge=1e-6,
+        le=1e9,
+        description="Host memory of the pool (cpu), or memory of one device instead of the catalogue's.",
     )
-    price: float | None = Field(default=None, ge=0, description="Dollars per device-hour, instead of the price list's.")
+    devices_per_host: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="Devices of one host, instead of the catalogue's: TP stays within a host.",
+    )
+    price: float | None = Field(
+        default=None, ge=0, le=1e6, description="Dollars per device-hour, instead of the price list's."
+    )
+    rented: bool = Field(
+        default=False,
+        description="true: only devices that the plan uses are paid; false: all of them, used or not.",
+    )
+
+
+class LinkSpec(Entry):
+    """The connection of two pools, or of a pool with itself."""
+
+    a: Name = Field(description="Name of a pool.")
+    b: Name = Field(description="Name of a pool; the same for a pool's own network.")
+    gb_per_s: float = Field(ge=1e-6, le=1e9, description="GB/s in one direction, over all of the connection.")
+    latency_ms: float = Field(default=0.0, ge=0, le=1e6, description="Milliseconds one way.")
 
 
 class EnginesSpec(Entry):
-    """Inference engines."""
+    """Inference engines. Without `count`, `prefill` and `decode` the placer computes how many, of which kind, where."""
 
-    count: int = Field(default=1, ge=1, description="Number of engines.")
+    count: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="Number of engines that prefill and decode; computed if no number is given.",
+    )
+    prefill: int | None = Field(default=None, ge=1, le=100_000, description="Number of engines that only prefill.")
+    decode: int | None = Field(default=None, ge=1, le=100_000, description="Number of engines that only decode.")
     device: str | None = Field(default=None, description="Device type they need; any if not given.")
-    threads: int = Field(default=1, ge=1, description="Devices of one engine (cores, or GPUs: tensor parallelism).")
-    max_slots: int = Field(default=64, ge=1, description="Requests that one engine decodes at a time.")
+    threads: int = Field(
+        default=1, ge=1, le=100_000, description="Devices of one engine (cores, or GPUs: tensor parallelism)."
+    )
+    max_slots: int = Field(default=64, ge=1, le=2**31 - 1, description="Requests that one engine decodes at a time.")
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the user gave the numbers, so that nothing is computed."""
+        return not (self.count is None and self.prefill is None and self.decode is None)
 
 
 class TrainerSpec(Entry):
     """The trainer."""
 
     device: str | None = Field(default=None, description="Device type it needs; any if not given.")
-    threads: int = Field(default=1, ge=1, description="Devices of the trainer (cores or GPUs).")
+    threads: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000,
+        description="Devices of the trainer (cores or GPUs) beside a given number of engines.",
+    )
 
 
 class ClusterFunctions(Entry):
     """Where reward functions run."""
 
     backend: Literal["local"] = Field(default="local", description="local: warm worker processes on this machine.")
+    price: str | None = Field(
+        default=None,
+        description="Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); that of "
+        "the backend if not given.",
+    )
 
 
 class ClusterSpec(Entry):
     """A fleet. Only `name` and `pools` have no default."""
 
     name: Name = Field(description="Name of the cluster.")
+    devices: list[DeviceSpec] = Field(
+        default_factory=list, description="Device types that add to or replace those of the catalogue."
+    )
     pools: list[PoolSpec] = Field(min_length=1, description="Devices by type and place.")
+    links: list[LinkSpec] = Field(
+        default_factory=list, description="Connections between pools, and of a pool with itself."
+    )
     engines: EnginesSpec = Field(default_factory=EnginesSpec, description="Inference engines.")
     trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="The trainer.")
     functions: ClusterFunctions = Field(default_factory=ClusterFunctions, description="Where reward functions run.")
+    calibration: list[str] = Field(
+        default_factory=list,
+        description="Files that `rollart calibrate` wrote, relative to the cluster file: measured constants.",
+    )
     prices: str | None = Field(
         default=None, description="Price list file, relative to the cluster file; the shipped one if not given."
     )

@@ -208,4 +208,5 @@ class _Builder:
             return self._scalars.construct_object(node)
         except (yaml.YAMLError, ValueError) as error:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-            raise SpecError(f"value {node.value!r}: {problem}", where=str(self.at(node))) from None
+            shown = repr(node.value) if len(node.value) <= 60 else f"{node.value[:57]!r}..."
+            raise SpecError(f"value {shown}: {problem}", where=str(self.at(node))) from None

@@ -23,7 +23,17 @@ from rollart.spec.rules import Problem, cluster_problems, price_problems, run_pr
 from rollart.spec.run import RunSpec
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["builtin", "kind_of", "load_cluster", "load_file", "load_prices", "load_run", "saved_specs"]
+__all__ = [
+    "builtin",
+    "kind_of",
+    "load_cluster",
+    "load_file",
+    "load_prices",
+    "load_run",
+    "saved_specs",
+    "shown",
+    "value_problem",
+]
 
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList)
 
@@ -141,9 +151,13 @@ def _problem(error: Any, model: type[BaseModel], top: str, document: Document) -
         within = _dotted(loc[:-1], top)
         return _Line(document.place(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)")
     loc = _written(loc, document.values)
-    name = _dotted(loc, top)
+    return _Line(document.place(loc), value_problem(error, _dotted(loc, top)))
+
+
+def value_problem(error: Any, name: str) -> str:
+    """What is wrong with the value called `name`, and the rule that it breaks."""
     rule = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return _Line(document.place(loc), f"{name} is {_shown(error['input'])} (rule: {_rule(error['type'], rule)})")
+    return f"{name} is {shown(error['input'])} (rule: {_rule(error['type'], rule)})"
 
 
 def _rule(kind: str, message: str) -> str:
@@ -159,7 +173,8 @@ def _rule(kind: str, message: str) -> str:
     return message
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it is told to people: no page of digits."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

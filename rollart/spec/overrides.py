@@ -17,8 +17,9 @@ __all__ = ["apply_overrides"]
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Set values in the document, the last override of a path wins. SpecError names the override."""
-    for text in overrides:
-        path, separator, value = text.partition("=")
+    for whole in overrides:
+        path, separator, value = whole.partition("=")
+        text = whole if len(whole) <= 200 else f"{whole[:197]}..."
         if not separator or not path.strip(".") or path != path.strip():
             raise SpecError(
                 f"override '{text}' is not key=value (rule: a dotted path, '=', a YAML value)",

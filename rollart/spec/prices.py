@@ -16,10 +16,10 @@ class PriceEntry(Entry):
     """What one unit of something costs, who says so, and when."""
 
     name: Name = Field(description="Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`).")
-    unit: Literal["device-hour", "GB-second", "GiB-second", "core-second", "million-requests"] = Field(
+    unit: Literal["device-hour", "GB-second", "GiB-second", "core-second", "gpu-second", "million-requests"] = Field(
         default="device-hour", description="What is counted."
     )
-    usd: float = Field(ge=0, description="Dollars per unit.")
+    usd: float = Field(ge=0, le=1e6, description="Dollars per unit.")
     source: str = Field(min_length=1, description="Who says so.")
     date: dt.date = Field(description="When it was read (YYYY-MM-DD).")
 

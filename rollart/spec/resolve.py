@@ -1,36 +1,67 @@
 """From what was written to what will run: specs, prices and the placer's plan in one frozen value.
 
-The only caller of `placement`. Nothing is started here.
+Nothing is started here. Without numbers of engines the plan is computed; with them, parts are only assigned to devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from placement.solve import solve
-from placement.types import Demand, Device, Plan, Pool, Role, Shortage
+from placement.assign import assign
+from placement.problem import Problem
+from placement.types import Demand, Deployment, Placement, Plan, Pool, Role, Shortage
+from placement.workload import DomainProfile
 from rollart.errors import SpecError
-from rollart.spec.cluster import ClusterSpec, PoolSpec
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.fleet import device_name, merged_prices, pools_of
 from rollart.spec.load import builtin, load_cluster, load_prices, load_run, saved_specs
-from rollart.spec.prices import PriceEntry, PriceList
+from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
 from rollart.spec.run import RunSpec
-from rollart.spec.suggest import did_you_mean
 
-__all__ = ["Resolved", "resolve", "resolve_files", "resolve_saved"]
+__all__ = [
+    "Measure",
+    "Resolved",
+    "Specs",
+    "deployments_of",
+    "forecast",
+    "placement_dict",
+    "read_specs",
+    "resolve",
+    "resolve_files",
+    "resolve_saved",
+    "resolve_specs",
+]
+
+Measure = Callable[[Path], Sequence[DomainProfile]]
+"""Reads the work of each domain from the directory of a finished run."""
 
 CLUSTER_PREFIX = "cluster."
 """Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
 
 
 @dataclass(frozen=True, slots=True)
+class Specs:
+    """What was written. `base` is the directory that relative paths of the run spec start from; `measured` the work
+    that `placement.profile` names, empty if nobody asked for it."""
+
+    run: RunSpec
+    cluster: ClusterSpec
+    prices: PriceList
+    base: str = "."
+    measured: tuple[DomainProfile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Resolved:
     """A run that can start. `base` is the directory that relative paths of the run spec start from.
 
-    `quotas` are the trajectories of each domain per step; `usd_per_device_hour` the price by pool.
+    `quotas` are the trajectories of each domain per step; `usd_per_device_hour` the price by pool; `notes` what a
+    reader of the plan must know; `problem` what `plan.placement` answers, if there is one.
     """
 
     run: RunSpec
@@ -40,6 +71,8 @@ class Resolved:
     quotas: Mapping[str, int]
     usd_per_device_hour: Mapping[str, float]
     base: str = "."
+    notes: tuple[str, ...] = ()
+    problem: Problem | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, in reading order."""
@@ -51,6 +84,7 @@ class Resolved:
             "usd_per_device_hour": dict(self.usd_per_device_hour),
             "prices": self.prices.model_dump(mode="json"),
             "base": self.base,
+            "notes": list(self.notes),
         }
 
     def to_yaml(self) -> str:
@@ -60,10 +94,14 @@ class Resolved:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=110)
 
 
-def resolve_files(
-    run: str | Path | None = None, cluster: str | Path | None = None, overrides: Sequence[str] = ()
-) -> Resolved:
-    """Load, then resolve. Without a run the built-in quickstart, without a cluster this machine."""
+def read_specs(
+    run: str | Path | None = None,
+    cluster: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    measure: Measure | None = None,
+) -> Specs:
+    """Load. Without a run the built-in quickstart, without a cluster this machine."""
     run_path = Path(run) if run is not None else builtin("runs/quickstart.yaml")
     cluster_path = Path(cluster) if cluster is not None else builtin("clusters/local.yaml")
     for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
@@ -72,33 +110,139 @@ def resolve_files(
     prices = load_prices(
         cluster_path.parent / cluster_spec.prices if cluster_spec.prices is not None else builtin("prices.yaml")
     )
-    return resolve(run_spec, cluster_spec, prices, base=str(run_path.resolve().parent))
+    # A run's directory keeps the specs, from where relative paths would mean something else.
+    measured = [str((cluster_path.parent / name).resolve()) for name in cluster_spec.calibration]
+    cluster_spec = cluster_spec.model_copy(update={"calibration": measured})
+    base = str(run_path.resolve().parent)
+    return Specs(run_spec, cluster_spec, prices, base, _measured(run_spec, base, measure))
 
 
-def resolve_saved(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
+def forecast(specs: Specs) -> Resolved:
+    """Resolve, and predict the rate of given engines even where the work has to be assumed."""
+    resolved = resolve_specs(specs)
+    if resolved.plan.placement is not None or resolved.notes or not specs.cluster.engines.fixed:
+        return resolved
+    plan, problem, notes = _predicted(resolved.plan, replace(specs, prices=resolved.prices))
+    return replace(resolved, plan=plan, problem=problem, notes=notes)
+
+
+def resolve_files(
+    run: str | Path | None = None,
+    cluster: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    measure: Measure | None = None,
+) -> Resolved:
+    """Load, then resolve. Without a run the built-in quickstart, without a cluster this machine."""
+    return resolve_specs(read_specs(run, cluster, overrides, measure=measure))
+
+
+def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: Measure | None = None) -> Resolved:
     """Back from the file that `to_yaml` filled, for a resume: validated and placed again, with overrides."""
     for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
     for_run = [o for o in overrides if not o.startswith(CLUSTER_PREFIX)]
     run, cluster, prices, base = saved_specs(path, {"run": for_run, "cluster": for_cluster})
-    return resolve(run, cluster, prices, base=base)
+    return resolve_specs(Specs(run, cluster, prices, base, _measured(run, base, measure)))
 
 
 def resolve(run: RunSpec, cluster: ClusterSpec, prices: PriceList, *, base: str = ".") -> Resolved:
-    """Price the pools and place the parts. SpecError when a pool has no price or a part does not fit."""
-    listed = _merged(prices, cluster.price_list)
-    hourly = {pool.name: _hourly(pool, listed) for pool in cluster.pools}
-    pools = [_pool(pool, hourly[pool.name]) for pool in cluster.pools]
-    demands = [
-        Demand(Role.ENGINE, cluster.engines.count, cluster.engines.threads, device=cluster.engines.device),
-        Demand(Role.TRAINER, 1, cluster.trainer.threads, device=cluster.trainer.device),
-    ]
-    plan = solve(pools, demands)
+    """As `resolve_specs`, of specs that name no finished run."""
+    return resolve_specs(Specs(run, cluster, prices, base))
+
+
+def resolve_specs(specs: Specs) -> Resolved:
+    """Price the pools and place the parts. SpecError when a pool has no price, a part does not fit or no plan exists.
+
+    Where the engines are given and every domain's work is known, what the plan yields is predicted as well.
+    """
+    run, cluster, base = specs.run, specs.cluster, specs.base
+    listed = merged_prices(specs.prices, cluster.price_list)
+    specs = replace(specs, prices=listed)
+    pools = pools_of(cluster, listed)
+    hourly = {pool.name: pool.usd_per_device_hour for pool in pools}
+    plan, problem, notes = _given(specs, pools) if cluster.engines.fixed else _computed(specs, pools)
+    return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem)
+
+
+Planned = tuple[Plan, Problem | None, tuple[str, ...]]
+"""A plan, the problem that its placement answers, and notes."""
+
+
+def _given(specs: Specs, pools: Sequence[Pool]) -> Planned:
+    """The parts that the cluster spec counts, on the devices that are free."""
+    engines, trainer = specs.cluster.engines, specs.cluster.trainer
+    wanted = [(Role.ENGINE, engines.count), (Role.PREFILL, engines.prefill), (Role.DECODE, engines.decode)]
+    device = None if engines.device is None else device_name(engines.device)
+    demands = [Demand(role, count, engines.threads, device=device) for role, count in wanted if count is not None]
+    for_training = None if trainer.device is None else device_name(trainer.device)
+    demands.append(Demand(Role.TRAINER, 1, trainer.threads, device=for_training))
+    plan = _assigned(specs.cluster, pools, demands)
+    measured = {profile.name for profile in specs.measured}
+    if not all(d.profile is not None or d.name in measured for d in specs.run.domains):
+        return plan, None, ()
+    return _predicted(plan, specs)
+
+
+def _predicted(plan: Plan, specs: Specs) -> Planned:
+    """A plan of given engines with the rate that it should reach, where one can be told; else a note that says why."""
+    from rollart.spec.planning import answer, question_of
+
+    try:
+        question = question_of(
+            specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base, fixed=deployments_of(plan)
+        )
+        found = answer(question)
+    except SpecError as error:
+        return plan, None, (f"no prediction: {error.message.splitlines()[0]}",)
+    return replace(_with_placement(plan, found), binds=plan.binds), question.problem, question.notes
+
+
+def _computed(specs: Specs, pools: Sequence[Pool]) -> Planned:
+    from rollart.spec.planning import answer, demands_of, question_of
+
+    question = question_of(specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base)
+    found = answer(question)
+    plan = _assigned(specs.cluster, pools, demands_of(found))
+    return _with_placement(plan, found), question.problem, (*question.notes, *_ignored(specs.cluster))
+
+
+def _ignored(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Numbers of devices that a computed plan has no use for."""
+    instead = {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
+    return tuple(
+        f"{part}.threads is {threads}: ignored, since the plan is computed; {instead[part]} says it there"
+        for part, threads in (("engines", cluster.engines.threads), ("trainer", cluster.trainer.threads))
+        if threads != 1
+    )
+
+
+def _with_placement(plan: Plan, found: Placement) -> Plan:
+    """The plan with what the placer knows of it."""
+    return replace(
+        plan, placement=found, rates={"trajectories": float(found.rate)}, binds="; ".join(found.binds) or plan.binds
+    )
+
+
+def deployments_of(plan: Plan) -> tuple[Deployment, ...]:
+    """The instances of a plan, counted."""
+    counts = Counter((a.pool, a.role, len(a.devices)) for a in plan.assignments)
+    return tuple(Deployment(pool, role, tp, n) for (pool, role, tp), n in counts.items())
+
+
+def _measured(run: RunSpec, base: str, measure: Measure | None) -> tuple[DomainProfile, ...]:
+    if run.placement.profile is None or measure is None:
+        return ()
+    return tuple(measure(Path(base) / run.placement.profile))
+
+
+def _assigned(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan:
+    plan = assign(pools, demands)
     if isinstance(plan, Shortage):
         raise SpecError(
             f"cluster '{cluster.name}' cannot hold the run: {plan.message}",
             remedy="add devices to the pool, or lower engines.count, engines.threads or trainer.threads",
         )
-    return Resolved(run, cluster, plan, listed, quotas(run), hourly, base)
+    return plan
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -111,33 +255,36 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "usd_per_hour": plan.usd_per_hour,
         "binds": plan.binds,
         "rates": None if plan.rates is None else dict(plan.rates),
+        "placement": None if plan.placement is None else placement_dict(plan.placement),
     }
 
 
-def _merged(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
-    table = {(p.name, p.unit): p for p in (*prices.prices, *own)}
-    return PriceList(currency=prices.currency, prices=list(table.values()))
-
-
-def _hourly(pool: PoolSpec, prices: PriceList) -> float:
-    if pool.price is not None:
-        return pool.price
-    listed = {p.name: p.usd for p in prices.prices if p.unit == "device-hour"}
-    if pool.device not in listed:
-        raise SpecError(
-            f"pool '{pool.name}': device '{pool.device}' has no price{did_you_mean(pool.device, listed)}",
-            remedy="give the pool a price (dollars per device-hour) or add one to price_list",
-        )
-    return listed[pool.device]
-
-
-def _pool(pool: PoolSpec, hourly: float) -> Pool:
-    cpu = pool.device == "cpu"
-    return Pool(
-        name=pool.name,
-        device=Device(pool.device, memory_gb=None if cpu else pool.memory_gb),
-        count=pool.count,
-        usd_per_device_hour=hourly,
-        memory_gb=pool.memory_gb if cpu else None,
-        labels=pool.labels,
-    )
+def placement_dict(found: Placement) -> dict[str, Any]:
+    """A placement as plain values, without its dual prices: those are for the router."""
+    return {
+        "objective": str(found.objective),
+        "rate": float(found.rate),
+        "band": float(found.band),
+        "bound": float(found.bound),
+        "gap": float(found.gap),
+        "usd_per_hour": float(found.usd_per_hour),
+        "usd_per_hour_all": float(found.usd_per_hour_all),
+        "deployments": [
+            {"pool": d.pool, "role": str(d.role), "tp": d.tp, "replicas": d.replicas, "batch": float(d.batch),
+             "utilisation": float(d.utilisation), "kv_utilisation": float(d.kv_utilisation)}
+            for d in found.deployments
+        ],
+        "flows": [
+            {"domain": f.domain, "pool": f.pool, "tp": f.tp, "prefill_pool": f.prefill_pool,
+             "prefill_tp": f.prefill_tp, "rate": float(f.rate), "seconds": float(f.seconds), "kv": str(f.kv)}
+            for f in found.flows
+        ],
+        "rewards": [
+            {"domain": r.domain, "where": r.where, "rate": float(r.rate), "usd_per_thousand": float(r.usd_per_thousand),
+             "break_even_utilisation": None if r.break_even_utilisation is None else float(r.break_even_utilisation),
+             "note": r.note}
+            for r in found.rewards
+        ],
+        "binds": list(found.binds),
+        "notes": list(found.notes),
+    }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from placement.hardware import canonical, catalogue
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.document import Loc
@@ -15,7 +16,7 @@ from rollart.spec.run import RunSpec
 from rollart.spec.run_parts import DomainSpec
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["Problem", "cluster_problems", "price_problems", "quotas", "run_problems"]
+__all__ = ["Problem", "cluster_problems", "known_device", "price_problems", "quotas", "run_problems"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def run_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of a run spec, in file order."""
     problems = [
         *_model(run), *_schedule(run), *_unique("domains", run.domains), *_unique("functions", run.functions),
-        *_rewards(run), *_turns(run), *_quota_rules(run), *_warm_start(run), *_temperatures(run),
+        *_rewards(run), *_turns(run), *_profiles(run), *_quota_rules(run), *_warm_start(run), *_temperatures(run),
+        *_affinity(run), *_objective(run),
     ]  # fmt: skip
     if not problems:
         try:
@@ -47,17 +49,10 @@ def run_problems(run: RunSpec) -> list[Problem]:
 
 def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     """Every broken rule of a cluster spec."""
-    problems = list(_unique("pools", cluster.pools))
-    devices = [pool.device for pool in cluster.pools]
-    for role, wanted in (("engines", cluster.engines.device), ("trainer", cluster.trainer.device)):
-        if wanted is not None and wanted not in devices:
-            problems.append(
-                Problem(
-                    (role, "device"),
-                    f"{role}.device is '{wanted}' (rule: the device of a pool{did_you_mean(wanted, devices)})",
-                )
-            )
-    return problems
+    return [
+        *_unique("devices", cluster.devices), *_unique("pools", cluster.pools), *_bases(cluster),
+        *_device_types(cluster), *_links(cluster), *_engines(cluster), *_wanted_devices(cluster),
+    ]  # fmt: skip
 
 
 def price_problems(prices: PriceList) -> list[Problem]:
@@ -99,8 +94,12 @@ def quotas(run: RunSpec) -> dict[str, int]:
 
 
 def _model(run: RunSpec) -> Iterable[Problem]:
-    if (run.model.path is None) == (run.model.init is None):
-        yield Problem(("model",), "model has both or neither of 'path' and 'init' (rule: exactly one)")
+    given = [run.model.path, run.model.init]
+    if None not in given or (given == [None, None] and run.model.config is None):
+        yield Problem(
+            ("model",),
+            "model has both or neither of 'path' and 'init' (rule: exactly one; a plan alone is content with 'config')",
+        )
 
 
 def _schedule(run: RunSpec) -> Iterable[Problem]:
@@ -154,6 +153,66 @@ def _turns(run: RunSpec) -> Iterable[Problem]:
             )
 
 
+def _profiles(run: RunSpec) -> Iterable[Problem]:
+    """A profile is of this run: within the bounds that the domain and the model set."""
+    for i, domain in enumerate(run.domains):
+        profile = domain.profile
+        if profile is None:
+            continue
+        at = ("domains", i, "profile")
+        first = profile.first_tokens or profile.new_tokens
+        for field in ("turns", "new_tokens", "output_tokens", "first_tokens"):
+            spread = getattr(profile, field)
+            if spread is not None and None not in (spread.p50, spread.p90) and spread.p90 < spread.p50:
+                yield Problem(
+                    (*at, field, "p90"),
+                    f"domain '{domain.name}' has {field} p90 {spread.p90:g} (rule: at least its p50, {spread.p50:g})",
+                )
+        if first.mean == 0:
+            field = "new_tokens" if profile.first_tokens is None else "first_tokens"
+            yield Problem((*at, field), f"domain '{domain.name}' has {field} 0 (rule: a first prompt above 0 tokens)")
+        for field, value, bound, limit in (
+            ("turns", profile.turns, "max_turns", domain.max_turns),
+            ("output_tokens", profile.output_tokens, "max_tokens", domain.max_tokens),
+        ):
+            if value.mean > limit:
+                yield Problem(
+                    (*at, field),
+                    f"domain '{domain.name}' has {field} {value.mean:g} (rule: at most its {bound}, {limit})",
+                )
+        turns, each = profile.turns.mean, profile.new_tokens.mean
+        total = first.mean + (turns - 1) * each + turns * profile.output_tokens.mean
+        if total > run.model.context:
+            yield Problem(
+                at,
+                f"domain '{domain.name}' has trajectories of {total:,.0f} tokens by its profile "
+                f"(rule: at most model.context, {run.model.context})",
+            )
+
+
+def _affinity(run: RunSpec) -> Iterable[Problem]:
+    tags = [d.tag or d.name for d in run.domains]
+    for key in run.hw_affinity:
+        if key not in (*tags, "default"):
+            yield Problem(
+                ("hw_affinity", key),
+                f"hw_affinity names '{key}' (rule: the tag of a domain, or default{did_you_mean(key, tags)})",
+            )
+
+
+def _objective(run: RunSpec) -> Iterable[Problem]:
+    if run.placement.objective == "min_cost" and run.placement.rate is None:
+        yield Problem(
+            ("placement", "objective"), "placement.objective is min_cost (rule: with placement.rate, trajectories/s)"
+        )
+    if run.placement.objective != "min_cost" and run.placement.rate is not None:
+        yield Problem(
+            ("placement", "rate"),
+            f"placement.rate is {run.placement.rate:g} (rule: only with `objective: min_cost`, which is to reach it; "
+            f"this one is {run.placement.objective})",
+        )
+
+
 def _quota_rules(run: RunSpec) -> Iterable[Problem]:
     given: list[tuple[int, DomainSpec, int]] = [
         (i, d, d.trajectories) for i, d in enumerate(run.domains) if d.trajectories is not None
@@ -196,3 +255,66 @@ def _warm_start(run: RunSpec) -> Iterable[Problem]:
                 ("warm_start", "domains", i),
                 f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})",
             )
+
+
+def _bases(cluster: ClusterSpec) -> Iterable[Problem]:
+    for i, device in enumerate(cluster.devices):
+        if device.base is not None and not known_device(device.base):
+            hint = did_you_mean(device.base, catalogue())
+            yield Problem(
+                ("devices", i, "base"), f"devices.{i}.base is '{device.base}' (rule: a type of the catalogue{hint})"
+            )
+
+
+def _device_types(cluster: ClusterSpec) -> Iterable[Problem]:
+    """A plan that is computed needs the figures of every type."""
+    own = {d.name for d in cluster.devices} | {"cpu"}
+    if cluster.engines.fixed or own >= {p.device for p in cluster.pools}:
+        return
+    for i, pool in enumerate(cluster.pools):
+        if pool.device not in own and not known_device(pool.device):
+            hint = did_you_mean(pool.device, [*sorted(own), *catalogue()])
+            yield Problem(
+                ("pools", i, "device"),
+                f"pool '{pool.name}': device is '{pool.device}' (rule: for a computed plan, a type of the catalogue or "
+                f"of `devices`{hint})",
+            )
+
+
+def _links(cluster: ClusterSpec) -> Iterable[Problem]:
+    names = [p.name for p in cluster.pools]
+    seen: set[frozenset[str]] = set()
+    for i, link in enumerate(cluster.links):
+        for end in ("a", "b"):
+            name = getattr(link, end)
+            if name not in names:
+                hint = did_you_mean(name, names)
+                yield Problem(("links", i, end), f"links.{i}.{end} is '{name}' (rule: the name of a pool{hint})")
+        pair = frozenset((link.a, link.b))
+        if pair in seen:
+            yield Problem(("links", i), f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")
+        seen.add(pair)
+
+
+def _engines(cluster: ClusterSpec) -> Iterable[Problem]:
+    engines = cluster.engines
+    if (engines.prefill is None) != (engines.decode is None):
+        lone, other = ("prefill", "decode") if engines.decode is None else ("decode", "prefill")
+        yield Problem(("engines", lone), f"engines.{lone} is given alone (rule: with engines.{other})")
+
+
+def _wanted_devices(cluster: ClusterSpec) -> Iterable[Problem]:
+    devices = [pool.device for pool in cluster.pools]
+    for role, wanted in (("engines", cluster.engines.device), ("trainer", cluster.trainer.device)):
+        if wanted is not None and wanted not in devices:
+            hint = did_you_mean(wanted, devices)
+            yield Problem((role, "device"), f"{role}.device is '{wanted}' (rule: the device of a pool{hint})")
+
+
+def known_device(name: str) -> bool:
+    """Whether the catalogue has the type, under this or another name."""
+    try:
+        canonical(name)
+    except ValueError:
+        return False
+    return True

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from rollart.spec.base import Entry, Name
+from rollart.spec.placement import PlacementSpec
 from rollart.spec.run_parts import (
     BatchSpec,
     BudgetSpec,
@@ -47,6 +48,14 @@ class RunSpec(Entry):
     batch: BatchSpec = Field(default_factory=BatchSpec, description="What one training step consumes.")
     domains: list[DomainSpec] = Field(min_length=1, description="Tasks, each with its environment and rewards.")
     functions: list[FunctionEntry] = Field(default_factory=list, description="Reward functions.")
+    hw_affinity: dict[str, str] = Field(
+        default_factory=dict,
+        description="Pool or device type that decodes a domain, by the domain's `tag`; `default` is for the others. "
+        "Left out, the placer decides.",
+    )
+    placement: PlacementSpec = Field(
+        default_factory=PlacementSpec, description="What the plan is to reach, and what it may not do."
+    )
     training: TrainingSpec = Field(default_factory=TrainingSpec, description="Optimizer and loss.")
     warm_start: WarmStartSpec | None = Field(
         default=None, description="Imitation of worked examples before the first step."

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollart.spec.base import Entry, ImportPath, Name
+from rollart.spec.profile import ProfileSpec
 
 __all__ = [
     "AdvantageSpec",
@@ -26,7 +27,7 @@ __all__ = [
 
 
 class ModelSpec(Entry):
-    """The policy: either weights on disk or a configuration to initialise from."""
+    """The policy: weights on disk or a configuration to initialise from. For a plan alone its `config` will do."""
 
     path: str | None = Field(
         default=None, description="Hugging Face directory (config.json, safetensors). Relative to the run file."
@@ -36,20 +37,30 @@ class ModelSpec(Entry):
         description="Hugging Face model configuration to initialise random weights from (seeded), or "
         "`package.module:function` that returns one.",
     )
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="Hugging Face config.json (file or mapping) that the plan is computed for; that of `path` or "
+        "`init` if not given.",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="Directory with tokenizer.json, or `package.module:function` that writes one into a directory; the "
         "model's own directory if not given.",
     )
-    context: int = Field(default=2048, ge=8, description="Longest trajectory in tokens, prompt included.")
+    context: int = Field(
+        default=2048, ge=8, le=100_000_000, description="Longest trajectory in tokens, prompt included."
+    )
 
 
 class BatchSpec(Entry):
     """What one training step consumes."""
 
-    trajectories: int = Field(default=128, ge=1, description="Trajectories per step, over all domains.")
+    trajectories: int = Field(default=128, ge=1, le=10_000_000, description="Trajectories per step, over all domains.")
     tokens: int | None = Field(
-        default=None, ge=1, description="Optional bound on the tokens of one batch; groups stay whole."
+        default=None,
+        ge=1,
+        le=1_000_000_000_000,
+        description="Optional bound on the tokens of one batch; groups stay whole.",
     )
 
 
@@ -80,15 +91,23 @@ class DomainSpec(Entry):
     """A task: where episodes come from, how they are sampled, and what they are paid."""
 
     name: Name = Field(description="Name of the domain.")
+    tag: Name | None = Field(default=None, description="What `hw_affinity` calls it; its name if not given.")
     environment: ImportPath = Field(description="Class or factory of the environment, `package.module:attribute`.")
     environment_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
-    weight: float = Field(default=1.0, gt=0, description="Share of the batch, relative to the other domains.")
-    trajectories: int | None = Field(
-        default=None, ge=1, description="Trajectories per step, instead of a share by `weight`: all domains or none."
+    weight: float = Field(
+        default=1.0, ge=1e-9, le=1e9, description="Share of the batch, relative to the other domains."
     )
-    group_size: int = Field(default=8, ge=1, description="Trajectories of one prompt (GRPO); 1 for single ones.")
-    max_turns: int = Field(default=8, ge=1, description="Turns after which an episode ends.")
-    max_tokens: int = Field(default=256, ge=1, description="Generated tokens per turn.")
+    trajectories: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000_000,
+        description="Trajectories per step, instead of a share by `weight`: all domains or none.",
+    )
+    group_size: int = Field(
+        default=8, ge=1, le=10_000_000, description="Trajectories of one prompt (GRPO); 1 for single ones."
+    )
+    max_turns: int = Field(default=8, ge=1, le=1_000_000, description="Turns after which an episode ends.")
+    max_tokens: int = Field(default=256, ge=1, le=100_000_000, description="Generated tokens per turn.")
     temperature: float = Field(
         default=1.0,
         gt=0,
@@ -99,7 +118,12 @@ class DomainSpec(Entry):
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec, description="How rewards become advantages.")
     rewards: list[RewardUse] = Field(default_factory=list, description="Reward functions and their weights.")
     env_reward_weight: float = Field(default=1.0, description="Factor of the rewards that the environment pays.")
-    loss_weight: float = Field(default=1.0, gt=0, description="Weight of its mean in the loss, see domain_balance.")
+    loss_weight: float = Field(
+        default=1.0, ge=1e-9, le=1e9, description="Weight of its mean in the loss, see domain_balance."
+    )
+    profile: ProfileSpec | None = Field(
+        default=None, description="Its work, for the placer; measured or assumed from the bounds if not given."
+    )
 
 
 class FunctionEntry(Entry):
@@ -110,10 +134,10 @@ class FunctionEntry(Entry):
     handler: str = Field(description="Attribute of the source, made with @rollart.reward or a known signature.")
     memory_mb: int = Field(default=512, ge=128, le=10_240, description="Memory of one worker.")
     timeout_s: float = Field(default=10.0, gt=0, le=900, description="Longest run of one invocation.")
-    concurrency: int = Field(default=2, ge=1, description="Largest number of workers at a time.")
-    batch_items: int = Field(default=16, ge=1, description="Largest number of samples per invocation.")
-    batch_wait_ms: float = Field(default=5.0, ge=0, description="How long a sample waits for others to join.")
-    keep_alive_s: float = Field(default=10.0, ge=0, description="Idle time after which a worker is stopped.")
+    concurrency: int = Field(default=2, ge=1, le=100_000, description="Largest number of workers at a time.")
+    batch_items: int = Field(default=16, ge=1, le=1_000_000, description="Largest number of samples per invocation.")
+    batch_wait_ms: float = Field(default=5.0, ge=0, le=1e6, description="How long a sample waits for others to join.")
+    keep_alive_s: float = Field(default=10.0, ge=0, le=1e6, description="Idle time after which a worker is stopped.")
     artefact: str | None = Field(
         default=None,
         description="File that the handler loads: a path, or `package.module:producer` called once before the run.",
@@ -146,7 +170,7 @@ class TrainingSpec(Entry):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
     grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient.")
     loss: LossSpec = Field(default_factory=LossSpec, description="The policy loss.")
-    epochs: int = Field(default=1, ge=1, description="Passes over a batch.")
+    epochs: int = Field(default=1, ge=1, le=1000, description="Passes over a batch.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass.")
     max_tokens_per_microbatch: int = Field(default=16_384, ge=1, description="Padded tokens per forward pass.")
     domain_balance: Literal["tokens", "domains"] = Field(
@@ -180,12 +204,20 @@ class EvaluationSpec(Entry):
 class LeasesSpec(Entry):
     """Longest waits in seconds. An expiry is an event with a bounded action, never a silence."""
 
-    generate_s: float = Field(default=120.0, gt=0, description="One turn's generation; then another engine.")
-    env_step_s: float = Field(default=60.0, gt=0, description="One reset or step of an environment.")
-    reward_s: float = Field(default=60.0, gt=0, description="Scoring of one trajectory, retries included.")
-    train_s: float = Field(default=600.0, gt=0, description="One training step.")
-    publish_s: float = Field(default=120.0, gt=0, description="Writing a version and loading it into every engine.")
-    engine_start_s: float = Field(default=120.0, gt=0, description="Start of an engine or trainer process.")
+    generate_s: float = Field(default=120.0, gt=0, le=1e6, description="One turn's generation; then another engine.")
+    env_step_s: float = Field(default=60.0, gt=0, le=1e6, description="One reset or step of an environment.")
+    reward_s: float = Field(default=60.0, gt=0, le=1e6, description="Scoring of one trajectory, retries included.")
+    train_s: float = Field(default=600.0, gt=0, le=1e6, description="One training step.")
+    publish_s: float = Field(
+        default=120.0, gt=0, le=1e6, description="Writing a version and loading it into every engine."
+    )
+    handoff_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=1e6,
+        description="Prefill on another engine and the way of its KV; then it is prefilled locally.",
+    )
+    engine_start_s: float = Field(default=120.0, gt=0, le=1e6, description="Start of an engine or trainer process.")
 
 
 class FaultsSpec(Entry):

@@ -98,7 +98,7 @@ def publish(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, .
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise TrainerError(
             f"cannot publish version {version} under {root}: {cause}",
-            remedy="free space or fix the directory, then resume",
+            remedy="free space or fix the directory, then rollart launch --resume",
         ) from error
     return final
 

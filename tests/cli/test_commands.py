@@ -189,10 +189,13 @@ class TestSpecs:
         assert json.loads(rollart("schema", "cluster").out)["properties"]["pools"]
         assert rollart("schema", "clusterr").code == 2
 
-    def test_plan(self, rollart: Call) -> None:
+    def test_plan_of_given_engines(self, rollart: Call) -> None:
         found = json.loads(rollart("plan", "run.yaml", "-o", "json").out)
         assert [row["part"] for row in found["tables"]["parts"]] == ["engine-0", "trainer-0"]
         assert "$0.0944 per hour" in found["notes"][0]
+        assert "no prediction: model.path: policy/config.json cannot be read" in found["notes"][-1].replace(
+            os.getcwd() + "/", ""
+        )
         assert "cannot hold the run" in rollart("plan", "run.yaml", "cluster.trainer.threads=9").err
 
     def test_doctor(self, rollart: Call) -> None:

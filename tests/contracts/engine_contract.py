@@ -1,22 +1,25 @@
 """What every `Engine` promises. Fakes, the simulated engine and `HttpEngine` pass the same suite.
 
-Subclass `EngineContract` in a test module and implement `run`. Nothing here waits on real time: a scenario stops the
-engine with `pause` where it needs it to hold still.
+Subclass `EngineContract` in a test module and implement `run`; engines that hand KV over pass `PdContract` as well.
+Nothing here waits on real time: a scenario stops the engine with `pause` where it needs it to hold still.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from rollart.errors import EngineError
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason, GenerateRequest, PauseMode, Sampling, VersionSpan, WeightsRef
 from rollart.ports import Engine
 
-__all__ = ["EngineContract", "Subject"]
+__all__ = ["EngineContract", "PdContract", "PdSubject", "Subject"]
 
 TICKS = 20_000
 """Turns of the loop that a scenario waits for something to happen before it fails."""
@@ -224,6 +227,167 @@ class EngineContract:
             assert "\n" not in str(refused.value)
 
         self.run(scenario)
+
+
+@dataclass(frozen=True, slots=True)
+class PdSubject:
+    """Three engines that just started at version 0 with the same weights: one to prefill, one to decode, one to compare
+    with. `end_prefill` ends the first, and what it kept for others. The rest is as in `Subject`."""
+
+    prefill: Engine
+    decode: Engine
+    alone: Engine
+    publish: Callable[[int], WeightsRef]
+    end_prefill: Callable[[], Awaitable[None]]
+
+
+PdScenario = Callable[[PdSubject], Awaitable[None]]
+
+PROMPT = tuple(range(1, 13))
+
+
+async def prefilled(
+    engine: Engine, turn: GenerateRequest, returned: Mapping[str, object] | None = None
+) -> tuple[Completion, GenerateRequest]:
+    """The prefill leg of a turn, and the request that goes to the decode engine. What an engine answers is passed on as
+    a router does: as JSON, verbatim."""
+    kv = {"do_remote_prefill": False, **_wire(returned), "do_remote_decode": True}
+    leg = dataclasses.replace(
+        turn,
+        request_id=f"{turn.request_id}-p",
+        sampling=dataclasses.replace(turn.sampling, max_tokens=1),
+        kv_transfer=kv,
+    )
+    answer = await engine.generate(leg)
+    assert answer.kv_transfer, "an engine that is to be decoded for says where its KV is"
+    return answer, dataclasses.replace(turn, kv_transfer=_wire(answer.kv_transfer))
+
+
+class PdContract:
+    """What engines promise that hand KV over (vLLM's `kv_transfer_params`, pulled by the engine that decodes)."""
+
+    def run_pd(self, scenario: PdScenario) -> None:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_prefill_here_and_decode_there_is_one_engine(self, temperature: float) -> None:
+        async def scenario(s: PdSubject) -> None:
+            turn = request("a", PROMPT, max_tokens=9, seed=3, temperature=temperature)
+            first, rest = await prefilled(s.prefill, turn)
+            assert first.prompt_tokens == len(PROMPT)
+            two, one = await s.decode.generate(rest), await s.alone.generate(turn)
+            check(two, [0])
+            assert two.token_ids == one.token_ids
+            assert two.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+            assert two.finish is one.finish
+            assert two.cached_tokens >= len(PROMPT) - 1, "at most the last token is computed again"
+
+        self.run_pd(scenario)
+
+    def test_turns_go_on_from_what_the_decode_engine_returned(self) -> None:
+        async def scenario(s: PdSubject) -> None:
+            prompt, returned, known = PROMPT, None, 0
+            for i in range(4):
+                turn = request(f"t{i}", prompt, session="s", max_tokens=4, temperature=0.0)
+                first, rest = await prefilled(s.prefill, turn, returned)
+                assert first.cached_tokens >= known, "it computes only what is new"
+                two = await s.decode.generate(rest)
+                assert two.token_ids == (await s.alone.generate(turn)).token_ids
+                assert two.cached_tokens >= len(prompt) - 1
+                returned, known = two.kv_transfer, len(prompt) + 3  # the KV of the last token sampled is not there yet
+                assert returned, "it says where the KV of its answer is"
+                prompt = (*prompt, *two.token_ids, 3 + i, 5)
+
+        self.run_pd(scenario)
+
+    def test_both_serve_turns_without_a_hand_off(self) -> None:
+        async def scenario(s: PdSubject) -> None:
+            turn = request("a", PROMPT)
+            want = await s.alone.generate(turn)
+            for engine in (s.prefill, s.decode):
+                answer = await engine.generate(turn)
+                assert answer.token_ids == want.token_ids
+                assert answer.kv_transfer is None
+
+        self.run_pd(scenario)
+
+    def test_kv_is_handed_over_once(self) -> None:
+        async def scenario(s: PdSubject) -> None:
+            _, rest = await prefilled(s.prefill, request("a", PROMPT))
+            await s.decode.generate(rest)
+            await refused(s, dataclasses.replace(rest, request_id="b"))
+
+        self.run_pd(scenario)
+
+    def test_kv_of_an_aborted_prefill_is_gone(self) -> None:
+        async def scenario(s: PdSubject) -> None:
+            _, rest = await prefilled(s.prefill, request("a", PROMPT))
+            await s.prefill.abort(["a-p"])
+            await s.prefill.stats()
+            await refused(s, rest)
+
+        self.run_pd(scenario)
+
+    @pytest.mark.parametrize("who", ["prefill", "decode"])
+    def test_versions_are_never_mixed(self, who: str) -> None:
+        """Whichever side is ahead: the decode engine refuses, and does so without the KV of either version."""
+
+        async def scenario(s: PdSubject) -> None:
+            _, rest = await prefilled(s.prefill, request("a", PROMPT))
+            weights = s.publish(1)
+            for engine in (s.prefill, s.decode) if who == "prefill" else (s.decode, s.prefill):
+                await _update(engine, weights)
+                await refused(s, rest)
+            await _update(s.alone, weights)
+            again, rest = await prefilled(s.prefill, request("b", PROMPT))
+            check(again, [1])
+            two = await s.decode.generate(rest)
+            check(two, [1])
+            assert two.token_ids == (await s.alone.generate(request("b", PROMPT))).token_ids
+
+        self.run_pd(scenario)
+
+    def test_a_prefill_engine_that_ended_costs_only_the_hand_off(self) -> None:
+        async def scenario(s: PdSubject) -> None:
+            _, rest = await prefilled(s.prefill, request("a", PROMPT))
+            await s.end_prefill()
+            await refused(s, rest)
+            assert await s.decode.healthy()
+            local = dataclasses.replace(rest, kv_transfer=None)
+            assert (await s.decode.generate(local)).token_ids == (await s.alone.generate(local)).token_ids
+
+        self.run_pd(scenario)
+
+    def test_a_hand_off_waits_for_a_pause_to_end(self) -> None:
+        async def scenario(s: PdSubject) -> None:
+            _, rest = await prefilled(s.prefill, request("a", PROMPT))
+            await s.decode.pause(PauseMode.KEEP)
+            task = asyncio.create_task(s.decode.generate(rest))
+            await until(lambda: _in_flight(s.decode, 1))
+            assert not task.done()
+            await s.decode.resume()
+            check(await task, [0])
+
+        self.run_pd(scenario)
+
+
+async def refused(s: PdSubject, rest: GenerateRequest) -> None:
+    """The decode engine says that it is the hand-off, and nothing of the request stays behind."""
+    with pytest.raises(HandoffFailed) as failed:
+        await s.decode.generate(rest)
+    assert failed.value.retryable
+    assert "\n" not in str(failed.value)
+    assert await _in_flight(s.decode, 0)
+
+
+async def _update(engine: Engine, weights: WeightsRef) -> None:
+    await engine.pause(PauseMode.KEEP)
+    await engine.update_weights(weights)
+    await engine.resume()
+
+
+def _wire(params: Mapping[str, object] | None) -> Any:
+    return json.loads(json.dumps(dict(params or {})))
 
 
 async def _in_flight(engine: Engine, n: int) -> bool:

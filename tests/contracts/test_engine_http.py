@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from rollart.adapters.engines.http import HttpEngine
+from rollart.engine.handoff import Settings
 from rollart.model import EngineId, WeightsRef
-from tests.contracts.engine_contract import EngineContract, Scenario, Subject
+from tests.contracts.engine_contract import EngineContract, PdContract, PdScenario, PdSubject, Scenario, Subject
 from tests.engine.hosting import process, served
 from tests.engine.models import publish
 
@@ -71,3 +73,64 @@ class TestServerProcess(EngineContract):
     def run(self, scenario: Scenario) -> None:
         with process(self.base) as (url, _):
             asyncio.run(play(url, self.base, scenario, streaming=True))
+
+
+class TestPdBySocket(PdContract):
+    """Prefill and decode on two servers of this loop."""
+
+    streaming = True
+    shared = False
+
+    @pytest.fixture(autouse=True)
+    def _base(self, base: Path, tmp_path: Path) -> None:
+        self.base = base
+        self.shm = str(tmp_path) if self.shared else ""
+
+    def run_pd(self, scenario: PdScenario) -> None:
+        async def body() -> None:
+            handoff = Settings(shm=self.shm)
+            async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as mortal:
+                urls = [await s.enter_async_context(served(self.base, handoff=handoff)) for s in (mortal, stack, stack)]
+                await play_pd(urls, self.base, scenario, mortal, streaming=self.streaming)
+
+        asyncio.run(body())
+
+
+class TestPdBySharedMemory(TestPdBySocket):
+    shared = True
+
+
+class TestPdByHttp(TestPdBySocket):
+    """Requests as to vLLM: no stream."""
+
+    streaming = False
+
+
+@pytest.mark.slow
+class TestPdProcesses(PdContract):
+    """Slow: starts three processes for each test."""
+
+    @pytest.fixture(autouse=True)
+    def _base(self, base: Path, tmp_path: Path) -> None:
+        self.base, self.shm = base, str(tmp_path)
+
+    def run_pd(self, scenario: PdScenario) -> None:
+        with contextlib.ExitStack() as stack:
+            (url, started), *others = [
+                stack.enter_context(process(self.base, "--kv-shm", self.shm)) for _ in ("prefill", "decode", "alone")
+            ]
+            ended = contextlib.AsyncExitStack()
+            ended.callback(started.wait, 10)
+            ended.callback(started.terminate)
+            asyncio.run(play_pd([url, *(u for u, _ in others)], self.base, scenario, ended, streaming=True))
+
+
+async def play_pd(
+    urls: list[str], base: Path, scenario: PdScenario, ends: contextlib.AsyncExitStack, *, streaming: bool
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [HttpEngine(EngineId(f"e{i}"), url, streaming=streaming) for i, url in enumerate(urls)]
+        for engine in engines:
+            stack.push_async_callback(engine.close)
+        async with asyncio.timeout(20):
+            await scenario(PdSubject(*engines, publisher(base), ends.aclose))

@@ -34,3 +34,9 @@ def qwen_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama checkpoint of one layer: untied, llama3 rope scaling, transformers-4 layout."""
     return models.publish(tmp_path_factory.mktemp("llama"), 2, models.LLAMA)
+
+
+@pytest.fixture(params=["shm", "socket"])
+def shm(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where engines that hand KV over share memory; empty for the socket."""
+    return str(tmp_path) if request.param == "shm" else ""

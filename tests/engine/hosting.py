@@ -9,33 +9,51 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from rollart.engine.driver import Driver
+from rollart.engine.handoff import Settings
 from rollart.engine.server import Server
 from tests.engine.models import runner
 
 
 @contextlib.asynccontextmanager
-async def served(directory: Path, *, slots: int = 8, context: int = 64, version: int = 0) -> AsyncIterator[str]:
-    """The URL of a server on this loop."""
-    driver = Driver(runner(directory, slots=slots, context=context, version=version))
-    server = Server(driver, model=str(directory), advertise=("127.0.0.1", 0))
+async def hosted(
+    directory: Path,
+    *,
+    slots: int = 8,
+    context: int = 64,
+    version: int = 0,
+    step_tokens: int = 2048,
+    handoff: Settings | None = None,
+) -> AsyncIterator[tuple[str, Server]]:
+    """A server on this loop, and its URL."""
+    driver = Driver(runner(directory, slots=slots, context=context, version=version, step_tokens=step_tokens))
+    server = Server(driver, model=str(directory), advertise=("127.0.0.1", 0), handoff=handoff)
     web_runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await web_runner.setup()
     await web.TCPSite(web_runner, "127.0.0.1", 0).start()
     port = web_runner.addresses[0][1]
-    server.advertise = ("127.0.0.1", port)
+    server.handoffs.advertise = ("127.0.0.1", port)
     listener = await server.listen("127.0.0.1")
-    stepping = asyncio.create_task(driver.run())
+    tasks = asyncio.create_task(driver.run()), asyncio.create_task(server.handoffs.run())
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", server
     finally:
         listener.close()
-        stepping.cancel()
-        await asyncio.gather(stepping, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await web_runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def served(directory: Path, **options: Any) -> AsyncIterator[str]:
+    """The URL of a server on this loop."""
+    async with hosted(directory, **options) as (url, _):
+        yield url
 
 
 def command(*arguments: str) -> list[str]:

@@ -188,15 +188,15 @@ def test_prefill_here_and_decode_there_equals_both_in_one(family: str, request: 
     for n, prompt in enumerate(random_prompts(6, seed=3, longest=30)):
         block = exported(prefill, prompt).kv
         assert block is not None
-        moved = decode_block(encode_block(block))
+        moved = decode_block(b"".join(encode_block(block)))
         for temperature in (0.0, 1.0):
             one = run_one(prefill, job(f"a{n}", prompt, temperature=temperature, seed=n)).completion
             split = job(f"d{n}", prompt, temperature=temperature, seed=n)
             split.imported = moved
             two = run_one(decode, split).completion
             assert two.token_ids == one.token_ids
-            assert two.logprobs == pytest.approx(one.logprobs, abs=1e-5)
-            assert two.cached_tokens == len(prompt) - 1
+            assert two.logprobs == one.logprobs, "the very bits"
+            assert two.cached_tokens == len(prompt)
     assert decode.imported_tokens == decode.cached_tokens > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def test_a_generate_answer_has_vllms_shape(qwen: Path) -> None:
         ({"token_ids": [1, "a"]}, "token_ids holds 'a'"),
         ({"token_ids": [2**70]}, "no 64-bit integer"),
         ({"token_ids": [1], "sampling_params": {"max_tokens": "x"}}, "max_tokens is 'x'"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": math.inf}}, "max_tokens is inf"),
+        ({"token_ids": [1], "kv_transfer_params": {"remote_num_tokens": math.nan}}, "remote_num_tokens is nan"),
         ({"token_ids": [1], "sampling_params": {"top_p": 2}}, "top_p is 2"),
         ({"token_ids": [1], "sampling_params": [1]}, "sampling_params must be an object"),
         ({"token_ids": [1], "kv_transfer_params": "p"}, "kv_transfer_params must be an object"),
@@ -163,7 +166,7 @@ def test_prefill_on_one_server_and_decode_on_another(qwen: Path, qwen_next: Path
             whole = await p.generate(ask("b", prompt))
             assert split.token_ids == whole.token_ids == greedy(qwen, prompt, 8)
             assert split.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
-            assert split.cached_tokens == 28
+            assert split.cached_tokens == 29
             with pytest.raises(EngineError, match="KV pull refused") as again:
                 await d.generate(ask("a", prompt, params))
             assert again.value.retryable
@@ -172,7 +175,7 @@ def test_prefill_on_one_server_and_decode_on_another(qwen: Path, qwen_next: Path
             with pytest.raises(EngineError, match="computed under weights 0, this engine has 1") as fenced:
                 await d.generate(ask("c", prompt, dict(stale.kv_transfer or {})))
             assert fenced.value.retryable
-            gone = {**params, "remote_port": 1}
+            gone = {**params, "remote_port": 1, "weight_version": 1}
             with pytest.raises(EngineError, match="failed") as dead:
                 await d.generate(ask("d", prompt, gone))
             assert dead.value.retryable

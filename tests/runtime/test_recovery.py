@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollart.errors import EngineError
+from rollart.errors import EngineError, PartDied
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import (
@@ -359,5 +359,47 @@ def test_a_slow_turn_does_not_take_a_healthy_engine_out() -> None:
             assert len(part.engines) == 1
 
         await supervised(fleet, part, body)
+
+    virtual(main)
+
+
+class Doomed(FakePart):
+    """Starts once and never again."""
+
+    async def start(self, weights: WeightsRef) -> FakeEngine:
+        if self.engines:
+            raise PartDied(self.id, "no such device")
+        return await super().start(weights)
+
+
+def test_an_engine_lost_past_its_restarts_is_given_up_while_another_serves() -> None:
+    async def main() -> None:
+        fleet = Fleet()
+        gone: list[tuple[str, str]] = []
+        fleet.supervisor._on_gone = lambda engine, cause: gone.append((engine, cause))
+        part = Doomed(lambda w: FakeEngine("engine-0", w.version))
+        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        fleet.join(FakeEngine("engine-1"))
+        assert (await fleet.ask()).token_ids == (1,)
+        part.end()
+        await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+        assert (await fleet.ask()).token_ids == (1,), "its session goes on elsewhere"
+        (event,) = [e for e in fleet.recorder.events if e.kind == "engine_given_up"]
+        assert event.subject == "engine-0"
+        assert gone == [("engine-0", "engine-0: no such device")]
+        assert [load.engines for load in fleet.gateway.load().values()] == [1]
+        await fleet.gateway.forget("s")
+
+    virtual(main)
+
+
+def test_the_last_engine_is_not_given_up() -> None:
+    async def main() -> None:
+        fleet = Fleet()
+        part = Doomed(lambda w: FakeEngine("engine-0", w.version))
+        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        part.end()
+        with pytest.raises(PartDied, match="after 5 restarts"):
+            await fleet.supervisor.watch(part)  # type: ignore[arg-type]
 
     virtual(main)

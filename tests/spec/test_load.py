@@ -125,6 +125,12 @@ class TestOverrides:
         assert run.domains[0].stop == ["a", "b"]
         assert run.budget.usd is None
 
+    def test_a_page_of_digits_is_not_repeated(self, write: Write) -> None:
+        for digits in (400, 5000):
+            found = "\n".join(problems(write(), f"placement.in_flight={'9' * digits}"))
+            assert found.startswith("override 'placement.in_flight=999")
+            assert len(found) < 500
+
     @pytest.mark.parametrize(
         ("override", "expected"),
         [

@@ -52,7 +52,7 @@ def test_a_pool_that_is_too_small_says_the_numbers(write: Write) -> None:
 
 
 def test_a_device_without_a_price(write: Write) -> None:
-    cluster = write("name: c\npools: [{name: p, device: H880, count: 2}]\n", "c.yaml")
+    cluster = write("name: c\npools: [{name: p, device: H880, count: 2}]\nengines: {count: 1}\n", "c.yaml")
     with pytest.raises(SpecError, match="did you mean 'H800'"):
         resolve_files(write(), cluster)
     price = "price_list=[{name: H880, usd: 2, source: contract, date: 2026-05-05}]"
@@ -61,7 +61,7 @@ def test_a_device_without_a_price(write: Write) -> None:
 
 def test_a_price_list_of_ones_own(write: Write, tmp_path: Path) -> None:
     write("prices: [{name: cpu, usd: 7, source: me, date: 2026-01-01}]\n", "mine.yaml")
-    cluster = write("name: c\nprices: mine.yaml\npools: [{name: p, count: 2}]\n", "c.yaml")
+    cluster = write("name: c\nprices: mine.yaml\npools: [{name: p, count: 2}]\nengines: {count: 1}\n", "c.yaml")
     assert resolve_files(write(), cluster).plan.usd_per_hour == 14.0
 
 

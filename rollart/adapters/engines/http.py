@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from rollart.adapters.engines.stream import EngineStream
-from rollart.errors import EngineError
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import (
     Completion,
     EngineId,
@@ -66,8 +66,9 @@ class HttpEngine:
         return self._url
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Tokens for one turn. Cancelling aborts the request on the server."""
-        if self._streaming and request.kv_transfer is None:
+        """Tokens for one turn. Cancelling aborts the request on the server. HandoffFailed when the KV that
+        `kv_transfer` names could not be had."""
+        if self._streaming:
             stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
             if stream is not None:
                 return await stream.generate(request)
@@ -253,15 +254,16 @@ def _version(value: object, fallback: int) -> int:
 
 def _refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:
     """The server's own words where it sent JSON, and its own opinion on retrying where it gave one."""
-    retryable = status >= 500 or status in RETRYABLE
+    retryable, kind = status >= 500 or status in RETRYABLE, None
     try:
         error = json.loads(raw)["error"]
     except (ValueError, KeyError, TypeError):
         error = raw[:200].decode(errors="replace")
     if isinstance(error, Mapping):
-        retryable = bool(error.get("retryable", retryable))
+        retryable, kind = bool(error.get("retryable", retryable)), error.get("kind")
         error = error.get("message", "")
-    return EngineError(f"{url}{path} answered {status}: {' '.join(str(error).split())}", retryable=retryable)
+    text = f"{url}{path} answered {status}: {' '.join(str(error).split())}"
+    return HandoffFailed(text) if kind == "handoff" else EngineError(text, retryable=retryable)
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgpack
 
-from rollart.errors import EngineError
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
 
 __all__ = ["EngineStream"]
@@ -64,6 +64,7 @@ class EngineStream(asyncio.Protocol):
                 s.stop_token_ids,
                 s.allowed_token_ids,
                 request.cache_salt,
+                None if request.kv_transfer is None else dict(request.kv_transfer),
             )
         )
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -114,10 +115,11 @@ class EngineStream(asyncio.Protocol):
         if answer is None or answer.done():  # cancelled meanwhile
             return
         if message[0] == "e":
-            _, _, text, retryable = message
-            answer.set_exception(EngineError(f"{self._peer}: {text}", retryable=retryable))
+            _, _, text, retryable, kind = message
+            text = f"{self._peer}: {text}"
+            answer.set_exception(HandoffFailed(text) if kind == "handoff" else EngineError(text, retryable=retryable))
             return
-        _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens = message
+        _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens, transfer = message
         answer.set_result(
             Completion(
                 token_ids,
@@ -126,6 +128,7 @@ class EngineStream(asyncio.Protocol):
                 FinishReason(finish),
                 prompt_tokens,
                 cached_tokens,
+                transfer,
             )
         )
 

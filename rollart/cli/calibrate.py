@@ -1,0 +1,126 @@
+"""`rollart calibrate`: measure this machine, so that plans for it predict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollart.cli.context import native_output_to_stderr
+from rollart.cli.launch import split_arguments
+from rollart.cli.profiles import measure
+from rollart.errors import StorageFailed, UsageError
+
+if TYPE_CHECKING:
+    from rollart.spec.resolve import Resolved
+    from rollart.spec.run import RunSpec
+
+__all__ = ["calibrate", "references"]
+
+STEPS = 16
+"""Training steps of a reference run: the first few and the last few do not count."""
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.option(
+    "-o", "--output", "out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True,
+    help="File to write; name it in the cluster spec's `calibration`.",
+)  # fmt: skip
+def calibrate(arguments: tuple[str, ...], cluster: Path | None, out: Path) -> None:
+    """Measure this machine with a run's model, and write what plans need to know of it.
+
+    Probes the engine and the trainer alone, then runs the run three times for a few steps, with different mixes of its
+    domains. Takes a few minutes; whatever else the machine does meanwhile is measured as well.
+    """
+    run_file, overrides = split_arguments(arguments)
+    if not out.parent.is_dir():
+        raise UsageError(f"--output {out}: {out.parent} is no directory")
+    from rollart.compose.calibrate import calibrate as run_calibration
+    from rollart.spec.resolve import resolve_files
+
+    with native_output_to_stderr():
+        resolved = resolve_files(run_file, cluster, overrides, measure=measure)
+        try:
+            machine, _ = run_calibration(resolved, references(resolved), out=out)
+        except OSError as error:
+            raise StorageFailed(f"{error.filename or out}: {error.strerror or error}") from None
+    fitted = machine.engine.calibration
+    click.echo(
+        f"{out}: {fitted.device}, {fitted.rows} measurements, off by {fitted.error:.1%} where held out", err=True
+    )
+    click.echo(f"  name it in the cluster spec: calibration: [{out}]", err=True)
+
+
+def references(resolved: Resolved) -> list[Resolved]:
+    """Three short runs of the same model whose trajectories differ in turns and in sampled tokens, and whose steps
+    differ in length: what the controller, the trainer and the functions cost can then be told apart."""
+    from dataclasses import replace
+
+    from rollart.spec.rules import quotas
+
+    run = resolved.run
+    shares = quotas(run)
+    small = {name: share * 3 // 8 for name, share in shares.items()}
+    made = [_short(_mixed(run, small), epochs=1), _short(_other_mix(run, shares), epochs=2),
+            _short(_shortest(run, shares), epochs=1)]  # fmt: skip
+    return [replace(resolved, run=each, quotas=quotas(each)) for each in made]
+
+
+def _short(run: RunSpec, *, epochs: int) -> RunSpec:
+    """A few steps, without evaluation."""
+    return run.model_copy(
+        update={
+            "steps": STEPS,
+            "evaluation": run.evaluation.model_copy(update={"episodes": 0}),
+            "training": run.training.model_copy(update={"epochs": epochs}),
+        }
+    )
+
+
+def _mixed(run: RunSpec, wanted: Mapping[str, int]) -> RunSpec:
+    """About so many trajectories of each domain, in whole groups; one with 0 is left out, with what only it needs."""
+    domains = [
+        d.model_copy(update={"trajectories": max(1, round(wanted[d.name] / d.group_size)) * d.group_size})
+        for d in run.domains
+        if wanted[d.name]
+    ]
+    names, used = {d.name for d in domains}, {use.function for d in domains for use in d.rewards}
+    warm = run.warm_start
+    if warm is not None:
+        kept = [name for name in warm.domains if name in names]
+        warm = warm.model_copy(update={"domains": kept}) if kept else None
+    batch = run.batch.model_copy(update={"trajectories": sum(d.trajectories for d in domains)})
+    functions = [f for f in run.functions if f.name in used]
+    return run.model_copy(update={"domains": domains, "batch": batch, "functions": functions, "warm_start": warm})
+
+
+def _other_mix(run: RunSpec, shares: Mapping[str, int]) -> RunSpec:
+    """Every domain has the share that its neighbour had; where that changes nothing, the longest has half the turns."""
+    values = list(shares.values())
+    shifted = [*values[1:], values[0]]
+    if shifted != values:
+        return _mixed(run, dict(zip(shares, shifted, strict=True)))
+    longest = max(run.domains, key=lambda d: d.max_turns)
+    if longest.max_turns == 1:
+        raise UsageError(
+            "every domain has one turn and the same share (rule: mixes of different lengths can be made)",
+            remedy="calibrate with a run of several domains, or of several turns",
+        )
+    return _mixed(_changed(run, longest.name, max_turns=longest.max_turns // 2), shares)
+
+
+def _shortest(run: RunSpec, shares: Mapping[str, int]) -> RunSpec:
+    """The domain of the fewest turns alone; if there is only one, with half the tokens per turn."""
+    fewest = min(run.domains, key=lambda d: d.max_turns)
+    if len(run.domains) == 1:
+        return _mixed(_changed(run, fewest.name, max_tokens=max(1, fewest.max_tokens // 2)), shares)
+    return _mixed(run, {name: sum(shares.values()) if name == fewest.name else 0 for name in shares})
+
+
+def _changed(run: RunSpec, name: str, **values: int) -> RunSpec:
+    domains = [d.model_copy(update=values) if d.name == name else d for d in run.domains]
+    return run.model_copy(update={"domains": domains})

@@ -1,0 +1,76 @@
+"""What a calibrated machine adds to a plan: everything that its parts share is part of the prediction."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollart.errors import SpecError
+from rollart.report.rows import Column, Table
+
+if TYPE_CHECKING:
+    from placement.workload import DomainProfile
+    from rollart.compose.calibrate import Machine
+    from rollart.spec.resolve import Resolved, Specs
+
+__all__ = ["foretold", "machine_of", "played"]
+
+
+def machine_of(specs: Specs) -> Machine | None:
+    """The machine among the cluster's calibration files, if one of them is of a whole machine."""
+    for name in specs.cluster.calibration:
+        path = Path(name)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
+        except (OSError, ValueError):
+            continue  # `spec.planning` reads it as well, and says what is wrong
+        if isinstance(data, dict) and "update_s" in data:
+            from rollart.compose.calibrate import Machine
+
+            try:
+                return Machine.from_dict(data)
+            except ValueError as error:
+                raise SpecError(
+                    f"calibration '{name}': {error}", remedy="write it anew with `rollart calibrate`"
+                ) from None
+    return None
+
+
+def foretold(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
+    """The plan at the rate that this machine should reach, and the CPU time behind it."""
+    from rollart.compose.predict import predict
+    from rollart.spec.work import profiles_of
+
+    profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
+    # The machine's model counts functions and environments itself: the domains are as measured, not as given.
+    bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
+    prediction = predict(replace(resolved, run=bare), profiles, machine)
+    found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
+    plan = replace(resolved.plan, placement=found, rates={"trajectories": prediction.rate})
+    columns = (Column("part"), Column("cpu_s_per_trajectory", "number"))
+    table = Table("cpu", "CPU time of a trained trajectory", columns, tuple(prediction.cpu.items()))
+    notes = tuple(note for note in resolved.notes if not note.startswith("no prediction"))
+    return replace(resolved, plan=plan, problem=None, notes=notes), table
+
+
+def played(specs: Specs) -> tuple[DomainProfile, ...]:
+    """Profiles from the environments themselves, played without a policy, for domains that have none."""
+    from placement.types import Plan
+    from rollart.compose.play import play
+    from rollart.spec.resolve import Resolved
+    from rollart.spec.rules import quotas
+
+    missing: Sequence[str] = [d.name for d in specs.run.domains if d.profile is None]
+    known = {profile.name for profile in specs.measured}
+    if all(name in known for name in missing):
+        return specs.measured
+    nowhere = Plan((), {}, 0.0, "")
+    bare = Resolved(specs.run, specs.cluster, nowhere, specs.prices, quotas(specs.run), {}, specs.base)
+    with tempfile.TemporaryDirectory(prefix="rollart-play-") as directory:
+        found = asyncio.run(play(bare, Path(directory)))
+    return (*specs.measured, *(p for p in found if p.name not in known))

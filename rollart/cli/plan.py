@@ -1,0 +1,121 @@
+"""`rollart plan`: what would run where, what it yields and costs, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollart.cli.context import colour, native_output_to_stderr, output_option, width
+from rollart.cli.launch import split_arguments
+from rollart.cli.profiles import measure
+from rollart.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollart.report.rows import Report, Table
+    from rollart.spec.resolve import Resolved, Specs
+
+__all__ = ["plan"]
+
+WHAT_IF = "--what-if"
+
+
+class _Plan(click.Command):
+    """Takes all changes that follow `--what-if`: `--what-if h20=+32 price.h800=4.10`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _spread(args))
+
+
+def _spread(arguments: Sequence[str]) -> list[str]:
+    """Every change gets an option of its own; what is no key=value, or an option, ends them. UsageError for none."""
+    spread: list[str] = []
+    inside = False
+    for argument in arguments:
+        if argument == WHAT_IF or argument.startswith(f"{WHAT_IF}="):
+            _some_change(spread, inside)
+            inside = True
+            spread.append(WHAT_IF)
+            changes = argument.removeprefix(WHAT_IF).removeprefix("=").split()
+        elif inside and "=" in argument and not argument.startswith("-"):
+            changes = argument.split()
+        else:
+            _some_change(spread, inside)
+            inside, changes = False, []
+            spread.append(argument)
+        for change in changes:
+            spread += [change] if spread[-1] == WHAT_IF else [WHAT_IF, change]
+    _some_change(spread, inside)
+    return spread
+
+
+def _some_change(spread: Sequence[str], inside: bool) -> None:
+    if inside and spread[-1] == WHAT_IF:
+        raise UsageError("--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512")
+
+
+@click.command(cls=_Plan)
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.option(
+    WHAT_IF, "changes", multiple=True, metavar="CHANGE...",
+    help="Show the plan before and after changes: h20=+32 price.h800=4.10 link.h800-h20=25 model=DIR in_flight=512.",
+)  # fmt: skip
+@click.option("--fast", is_flag=True, help="Leave out the baselines and what more hardware would buy.")
+@click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
+@output_option
+def plan(
+    arguments: tuple[str, ...], cluster: Path | None, changes: tuple[str, ...], fast: bool, play: bool, output: str
+) -> None:
+    """Show what would run where, what it yields and costs, and why.
+
+    Also what limits it, what one more device would buy, and what simpler plans would reach. Without numbers of engines
+    in the cluster spec the plan is computed; with them, its rate is predicted if it can be.
+    """
+    from rollart.report.render import render
+
+    run_file, overrides = split_arguments(arguments)
+    with native_output_to_stderr():
+        specs = read(run_file, cluster, overrides, play=play)
+        report = _report(specs, changes, fast=fast)
+    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+
+
+def read(run_file: Path | None, cluster: Path | None, overrides: Sequence[str], *, play: bool) -> Specs:
+    """The specs, with measured or played work."""
+    from rollart.spec.resolve import read_specs
+
+    specs = read_specs(run_file, cluster, overrides, measure=measure)
+    if not play:
+        return specs
+    from rollart.cli.machine import played
+
+    return replace(specs, measured=played(specs))
+
+
+def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
+    from rollart.cli.plan_tables import compared, described
+
+    before, extra = _forecast(specs)
+    if not changes:
+        return described(before, fast=fast, extra=extra)
+    from rollart.spec.whatif import changed
+
+    after, _ = _forecast(changed(specs, changes))
+    return compared(before, after, changes)
+
+
+def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
+    """A plan with its rate; where the whole machine was measured, with all that its parts share."""
+    from rollart.cli.machine import foretold, machine_of
+    from rollart.spec.resolve import forecast
+
+    resolved = forecast(specs)
+    machine = machine_of(specs) if specs.cluster.calibration else None
+    if machine is None:
+        return resolved, ()
+    resolved, table = foretold(resolved, specs, machine)
+    return resolved, (table,)

@@ -1,0 +1,311 @@
+"""A plan as tables: what it yields, what runs where, what flows, what limits it, and what else there could be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from placement.baselines import Baseline, baselines, gain
+from placement.diff import MoveCosts, diff
+from placement.explain import NOTHING, Explanation, Marginal, explain
+from placement.problem import Problem
+from placement.solve import solve
+from placement.types import Infeasible, Objective, Placement, Pool, Role
+from rollart.report.rows import Cell, Column, Report, Table
+from rollart.spec.fleet import pools_of
+from rollart.spec.resolve import Resolved
+
+__all__ = ["compared", "described"]
+
+Row = tuple[Cell, ...]
+
+FEW_PARTS = 16
+"""Parts that are listed device by device; of more, the deployments say enough."""
+
+
+def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = ()) -> Report:
+    """One plan. `fast` leaves out what takes further solutions; `extra` tables come before the last one."""
+    found, problem = resolved.plan.placement, resolved.problem
+    tables = [_pools(resolved)]
+    notes, away = [f"total: ${resolved.plan.usd_per_hour:.4f} per hour"], list[str]()
+    if found is None:
+        tables.insert(0, _parts(resolved))
+        notes.append(f"binds: {resolved.plan.binds}")
+    else:
+        tables = [_totals(found), *tables, _deployments(found), _flows(found)]
+        if problem is not None:
+            others = () if fast else _others(problem)
+            tables += [_baselines(others, found)] if others else []
+            tables += _reasons(explain(problem, found, resolve=not fast and problem.fixed is None), problem, found)
+            away += [f"{o.name}: {o.answer.message}" for o in others if isinstance(o.answer, Infeasible)]
+        tables += _rewards(found)
+        if len(resolved.plan.assignments) <= FEW_PARTS:
+            tables.append(_parts(resolved))
+        notes += [f"binds: {'; '.join(found.binds)}", *found.notes, *away]
+    tables += extra
+    tables.append(_batch(resolved))
+    return Report("plan", resolved.run.name, tuple(tables), (*notes, *resolved.notes))
+
+
+def compared(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
+    """Two plans side by side, and the moves from one to the other."""
+    columns = (Column("figure"), Column("now", "number"), Column("what_if", "number"), Column("change"))
+    tables = [
+        Table("totals", f"What if {' '.join(changes)}", columns, tuple(_both(old, new))),
+        Table("instances", "Instances", _SIDE, tuple(_instances(old, new))),
+        Table("pools", "Devices in use", _SIDE, tuple(_devices(old, new))),
+    ]
+    moves = _moves(old, new)
+    if moves is not None:
+        tables.append(moves)
+    notes = []
+    for label, resolved in (("now", old), ("what if", new)):
+        notes.append(f"binds {label}: {_binds(resolved)}")
+    notes += dict.fromkeys((*old.notes, *new.notes))
+    return Report("plan", new.run.name, tuple(tables), tuple(notes))
+
+
+_SIDE = (Column("what"), Column("now", "count"), Column("what_if", "count"), Column("change"))
+
+
+def _totals(found: Placement) -> Table:
+    bound, limit = _bound(found)
+    columns = (
+        Column("trajectories_per_s", "number"), Column("from", "number"), Column("to", "number"),
+        bound, Column("gap", "share"), Column("usd_per_hour_used", "usd"),
+        Column("usd_per_hour_all", "usd"), Column("usd_per_1k", "usd"), Column("usd_per_1k_all", "usd"),
+    )  # fmt: skip
+    rate, band = found.rate, found.band
+    per_thousand = (found.usd_per_thousand, found.usd_per_thousand_all) if rate > 0 else (None, None)
+    row = (rate, rate * (1 - band), rate * (1 + band), limit, found.gap, found.usd_per_hour,
+           found.usd_per_hour_all, *per_thousand)  # fmt: skip
+    return Table("totals", f"Plan ({str(found.objective).replace('_', ' ')})", columns, (row,))
+
+
+def _bound(found: Placement) -> tuple[Column, float]:
+    """The best that any plan could have, in the unit of the objective, which its name says where it is not the rate."""
+    match found.objective:
+        case Objective.MIN_COST:
+            return Column("bound_usd_per_hour", "usd"), found.bound
+        case Objective.MAX_THROUGHPUT_PER_DOLLAR:
+            return Column("bound_trajectories_per_usd", "number"), found.bound * 3600.0
+        case _:
+            return Column("bound", "number"), found.bound
+
+
+def _pools(resolved: Resolved) -> Table:
+    columns = (Column("pool"), Column("device"), Column("devices", "count"), Column("used", "count"),
+               Column("idle", "count"), Column("by_role"), Column("usd_per_hour", "usd"))  # fmt: skip
+    rows = []
+    for pool in _fleet(resolved):
+        idle = resolved.plan.idle[pool.name]
+        paid = pool.count - idle if pool.rented else pool.count
+        rows.append((pool.name, pool.device.name, pool.count, pool.count - idle, idle, _by_role(resolved, pool.name),
+                     paid * pool.usd_per_device_hour))  # fmt: skip
+    return Table("pools", "Pools", columns, tuple(rows))
+
+
+def _by_role(resolved: Resolved, pool: str) -> str:
+    used: dict[Role, int] = {}
+    for a in resolved.plan.assignments:
+        if a.pool == pool:
+            used[a.role] = used.get(a.role, 0) + len(a.devices)
+    return ", ".join(f"{role} {devices:,}" for role, devices in sorted(used.items(), key=lambda item: -item[1]))
+
+
+def _deployments(found: Placement) -> Table:
+    columns = (Column("role"), Column("pool"), Column("tp", "count"), Column("replicas", "count"),
+               Column("devices", "count"), Column("batch", "number"), Column("utilisation", "share"),
+               Column("kv", "share"))  # fmt: skip
+    rows = []
+    for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
+        serving = d.role in _SERVING
+        rows.append((str(d.role), d.pool, d.tp if serving else None, d.replicas, d.devices, round(d.batch, 1),
+                     d.utilisation, d.kv_utilisation if serving else None))  # fmt: skip
+    return Table("deployments", "What runs where", columns, tuple(rows))
+
+
+_ORDER = {role: n for n, role in enumerate(Role)}
+_SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+
+
+def _flows(found: Placement) -> Table:
+    """Flows of a domain on the same pools and with the same fate of the KV are one row, whatever the tp."""
+    columns = (Column("domain"), Column("prefill"), Column("decode"), Column("kv"), Column("share", "share"),
+               Column("trajectories_per_s", "number"), Column("seconds", "seconds"))  # fmt: skip
+    rate: dict[tuple[str, str, str, str], float] = {}
+    time: dict[tuple[str, str, str, str], float] = {}
+    whole: dict[str, float] = {}
+    for f in found.flows:
+        key = (f.domain, f.prefill_pool or "same", f.pool, str(f.kv))
+        rate[key] = rate.get(key, 0.0) + f.rate
+        time[key] = time.get(key, 0.0) + f.rate * f.seconds
+        whole[f.domain] = whole.get(f.domain, 0.0) + f.rate
+    rows = tuple(
+        (*key, r / whole[key[0]] if whole[key[0]] else None, r, time[key] / r if r else None)
+        for key, r in sorted(rate.items(), key=lambda item: (item[0][0], -item[1]))
+    )
+    return Table("flows", "Where trajectories go", columns, rows)
+
+
+def _others(problem: Problem) -> Sequence[Baseline]:
+    """Simpler plans on the same model. Where the engines are given, what the placer would do instead."""
+    if problem.fixed is None:
+        return baselines(problem)
+    return [Baseline("computed", solve(replace(problem, fixed=None)))]
+
+
+def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
+    """`ratio`: how many times as good this plan is, by its objective."""
+    columns = (Column("plan"), Column("trajectories_per_s", "number"), Column("usd_per_hour_used", "usd"),
+               Column("usd_per_1k", "usd"), Column("ratio", "number"))  # fmt: skip
+    rows: list[Row] = [("this plan", found.rate, found.usd_per_hour, _per_thousand(found), None)]
+    for other in others:
+        plan = other.placement
+        if plan is None:
+            rows.append((other.name, None, None, None, None))
+        else:
+            ratio = gain(found, plan)
+            told = round(ratio, 4) if math.isfinite(ratio) else None  # beside a plan that is worth nothing
+            rows.append((other.name, plan.rate, plan.usd_per_hour, _per_thousand(plan), told))
+    return Table("baselines", "Beside simpler plans", columns, tuple(rows))
+
+
+def _per_thousand(found: Placement) -> float | None:
+    return found.usd_per_thousand if found.rate > 0 else None
+
+
+def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
+    """What more would buy, by dual prices and then solved again. Devices come by the instance, where the pool has
+    engines: less than one of them buys what is lost in rounding."""
+    rows: list[tuple[Marginal, float, float, str]] = []
+    for m in why.marginals:
+        words = m.words.removesuffix(" (solved again)").removesuffix(" (at the margin)")
+        size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in _SERVING), default=1)
+        amount, gain = m.amount, m.gain
+        if not m.solved and m.devices == 1 and size > 1:
+            amount, gain = size, m.gain * size
+            what = words.removeprefix("one").rpartition(":")[0]
+            words = f"{size}{what}: " + ("nothing" if gain < NOTHING else f"{_percent(gain)} trajectories/s")
+        rows.append((m, amount, gain, words))
+    rows.sort(key=lambda row: (row[0].solved, -row[2], row[0].what))
+    for m, amount, gain, words in rows:
+        yield (m.what, amount, gain, "solved again" if m.solved else "dual price", words)
+
+
+def _reasons(why: Explanation, problem: Problem, found: Placement) -> Iterator[Table]:
+    if why.marginals and problem.fixed is None:
+        columns = (
+            Column("what"),
+            Column("amount", "number"),
+            Column("gain", "share"),
+            Column("how"),
+            Column("in_words"),
+        )
+        yield Table("marginals", "What more would buy", columns, tuple(_marginals(why, found)))
+    if why.affinities:
+        columns = (Column("domain"), Column("phase"), Column("best"), Column("factor", "number"), Column("in_words"))
+        yield Table(
+            "affinities", "Which device suits what (this model, these prices)", columns,
+            tuple((a.domain, a.phase, a.best, a.factor, a.words) for a in why.affinities),
+        )  # fmt: skip
+
+
+def _rewards(found: Placement) -> Iterator[Table]:
+    if not found.rewards:
+        return
+    columns = (Column("domain"), Column("where"), Column("trajectories_per_s", "number"),
+               Column("usd_per_1k", "usd"), Column("dedicated_wins_above", "share"),
+               Column("dedicated_devices_busy", "number"), Column("note"))  # fmt: skip
+    rows = tuple(
+        (r.domain, r.where, r.rate, r.usd_per_thousand, r.break_even_utilisation, r.dedicated_utilisation, r.note)
+        for r in found.rewards
+    )
+    yield Table("rewards", "Rewards", columns, rows)
+
+
+def _parts(resolved: Resolved) -> Table:
+    columns = (Column("part"), Column("pool"), Column("devices", "count"), Column("which"),
+               Column("usd_per_hour", "usd"))  # fmt: skip
+    rows = tuple(
+        (a.name, a.pool, len(a.devices), _indices(a.devices), len(a.devices) * resolved.usd_per_device_hour[a.pool])
+        for a in resolved.plan.assignments
+    )
+    return Table("parts", "Parts", columns, rows)
+
+
+def _indices(devices: Sequence[int]) -> str:
+    """`0-7`, or a list where it is not a row of neighbours."""
+    if len(devices) > 2 and list(devices) == list(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    return ",".join(map(str, devices))
+
+
+def _batch(resolved: Resolved) -> Table:
+    columns = (Column("domain"), Column("trajectories", "count"))
+    return Table("batch", "Trajectories per step", columns, tuple(resolved.quotas.items()))
+
+
+def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
+    a, b = old.plan.placement, new.plan.placement
+    if a is not None and b is not None:
+        yield _figure("trajectories/s", a.rate, b.rate)
+        yield _figure("$/h of what is used", a.usd_per_hour, b.usd_per_hour)
+        if a.rate > 0 and b.rate > 0:
+            yield _figure("$/1k trajectories", a.usd_per_thousand, b.usd_per_thousand)
+    yield _figure("$/h of all pools", old.plan.usd_per_hour, new.plan.usd_per_hour)
+
+
+def _figure(name: str, a: float, b: float) -> Row:
+    return (name, a, b, _percent(b / a - 1) if a else None)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def _instances(old: Resolved, new: Resolved) -> Iterator[Row]:
+    counts: list[dict[str, int]] = []
+    for resolved in (old, new):
+        found: dict[str, int] = {}
+        for a in resolved.plan.assignments:
+            key = f"{a.role} on {a.pool}, {len(a.devices)} device{'s' if len(a.devices) > 1 else ''} each"
+            found[key] = found.get(key, 0) + 1
+        counts.append(found)
+    yield from _side_by_side(*counts)
+
+
+def _devices(old: Resolved, new: Resolved) -> Iterator[Row]:
+    used = [{p.name: p.count - r.plan.idle[p.name] for p in _fleet(r)} for r in (old, new)]
+    yield from _side_by_side(*used)
+
+
+def _side_by_side(a: dict[str, int], b: dict[str, int]) -> Iterator[Row]:
+    for key in sorted({*a, *b}):
+        difference = b.get(key, 0) - a.get(key, 0)
+        yield (key, a.get(key, 0), b.get(key, 0), f"{difference:+,d}" if difference else None)
+
+
+def _moves(old: Resolved, new: Resolved) -> Table | None:
+    """How to get from the one to the other. None where a plan was not computed, or nothing has to move."""
+    a, b = old.plan.placement, new.plan.placement
+    if a is None or b is None:
+        return None
+    rebalance = new.run.placement.rebalance
+    costs = MoveCosts(restart_s=rebalance.restart_s, usd_per_device_hour=dict(new.usd_per_device_hour))
+    moves = diff(a.deployments, b.deployments, costs=costs)
+    if not moves:
+        return None
+    columns = (Column("move"), Column("what"), Column("device_seconds", "count"), Column("usd", "usd"))
+    rows = tuple((str(m.kind), m.words, m.device_seconds, m.usd) for m in moves)
+    return Table("moves", "Moves, in order", columns, rows)
+
+
+def _binds(resolved: Resolved) -> str:
+    found = resolved.plan.placement
+    return "; ".join(found.binds) if found is not None and found.binds else resolved.plan.binds
+
+
+def _fleet(resolved: Resolved) -> tuple[Pool, ...]:
+    return pools_of(resolved.cluster, resolved.prices)

@@ -1,0 +1,23 @@
+"""The work of each domain, from a finished run: what `placement.profile` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollart.errors import SpecError
+
+if TYPE_CHECKING:
+    from placement.workload import DomainProfile
+
+__all__ = ["measure"]
+
+
+def measure(directory: Path) -> Sequence[DomainProfile]:
+    """Profiles of the run in a directory. SpecError if there is none."""
+    from rollart.report.profile import profiles_of
+
+    if not directory.is_dir():
+        raise SpecError(f"placement.profile: {directory} is no run's directory", remedy="give the directory of a run")
+    return profiles_of(directory)

@@ -1,0 +1,298 @@
+"""Measure this machine, write it down, and predict runs on it that were never run.
+
+A small cluster in one machine is bound by things that no datasheet has: two cores shared by an engine, a trainer, the
+controller and function workers. `calibrate` measures the engine and the trainer alone (`probe`) and everything else in
+short real runs (`measure`). `rollart.compose.predict` says what follows from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from placement.calibrate import Fit, Row, fit
+from placement.constants import Constants
+from placement.types import Role
+from placement.workload import DomainProfile
+from rollart.compose.launch import launch
+from rollart.compose.probe import PASSES, TrainRow, cpu_of, probe
+from rollart.errors import UsageError
+from rollart.ledger.intervals import State
+from rollart.ledger.reader import Reader
+from rollart.ports import RunEvent
+from rollart.report.profile import profiles_of
+from rollart.spec.planning import problem_of, run_shape
+from rollart.spec.resolve import Resolved
+
+__all__ = ["Machine", "Measured", "calibrate", "fitted", "mean_of", "measure"]
+
+SCHEMA = 1
+
+SETTLE = 3
+"""Steps at the start of a run that its rate leaves out: engines, workers and caches warm up, the pipeline fills."""
+
+CONTROLLER_PRIOR = (4e-4, 1.6e-4, 3e-6)
+"""Seconds of the controller per trajectory, turn and sampled token, as measured on an idle machine of two cores (games
+of 5 turns alone: 1.2 ms, words of 20 tokens alone: 0.57 ms). Only their proportions are used."""
+
+PRIOR_WEIGHT = 0.1
+"""Of a measurement, where it is believed to 7 % and the prior to a factor of two."""
+
+ENGINE_FREE = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
+
+ENGINE_START = Constants(
+    effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
+)
+"""Where the fit begins: the order of magnitude of one server core under PyTorch with a model of 0.2 M parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A real run in its steady state. Rates in trained trajectories/s, CPU in core-seconds per trained trajectory by
+    part, the rest in means per training step.
+
+    `publish_s` is the trainer's and the engines' time for a publish, `handover_s` what training takes beside the
+    trainer's CPU time: samples on their way, and waiting for a core.
+    """
+
+    rate: float
+    batch: int
+    steps: int
+    seconds: float
+    publish_s: float
+    handover_s: float
+    train: TrainRow
+    reward_latency_s: float
+    cpu: Mapping[str, float]
+    profiles: tuple[DomainProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is known of this machine, for one model. CPU-seconds, but `publish_s` and `reward_latency_s` of the clock.
+
+    Trainer: per epoch `update_s` per mini-batch, `token_s` per token and `action_s` more per sampled one. Controller:
+    `trajectory_s`, `turn_s` per turn and `said_s` per sampled token. `queue`: how long the hand-over of a batch to
+    the trainer takes, as a share of the controller's time for a batch: its loop is busy with the trajectories that the
+    last publish let in.
+    """
+
+    engine: Fit
+    update_s: float
+    token_s: float
+    action_s: float
+    trajectory_s: float
+    turn_s: float
+    said_s: float
+    function_s: float
+    publish_s: float
+    queue: float
+    reward_latency_s: float
+    cores: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Only JSON types."""
+        rest = {k: v for k, v in asdict(self).items() if k != "engine"}
+        return {"schema_version": SCHEMA, "engine": self.engine.to_dict(), **rest}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Machine:
+        """ValueError for anything that `to_dict` would not write."""
+        if data.get("schema_version") != SCHEMA:
+            raise ValueError(f"machine: schema_version is {data.get('schema_version')!r} (rule: {SCHEMA})")
+        values: dict[str, Any] = {k: v for k, v in data.items() if k not in ("schema_version", "engine")}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"machine: {name} is {value!r} (rule: a finite number, at least 0)")
+        try:
+            return Machine(engine=Fit.from_dict(data["engine"]), **values)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"machine: fields are missing or unknown: {error}") from None
+
+    def controller_s(self, domains: Sequence[DomainProfile]) -> float:
+        """CPU-seconds of the controller for a trajectory of the mix."""
+        return sum(
+            w * f for w, f in zip((self.trajectory_s, self.turn_s, self.said_s), shape_of_mix(domains), strict=True)
+        )
+
+
+def calibrate(
+    probed: Resolved, references: Sequence[Resolved], *, out: str | Path | None = None, passes: int = PASSES
+) -> tuple[Machine, list[Measured]]:
+    """Probe the parts of `probed`, run the `references`, fit, and write the machine to `out` as JSON.
+
+    References are short runs of the same model, with different turns and lengths, bound by their trainer; three tell
+    the controller's costs apart. Takes about 30 s and 12 s per reference. Errors are those of a run.
+    """
+    if len(references) < 3:
+        raise UsageError("calibration needs three reference runs (rule: of different turns and output lengths)")
+    with tempfile.TemporaryDirectory(prefix="rollart-calibrate-") as directory:
+        rows, steps = asyncio.run(probe(probed, Path(directory), passes=passes))
+    runs = [measure(run) for run in references]
+    machine = fitted(probed, rows, steps, runs)
+    if out is not None:
+        Path(out).write_text(json.dumps(machine.to_dict(), indent=2) + "\n", encoding="utf-8")
+    return machine, runs
+
+
+def measure(resolved: Resolved, run_dir: str | Path | None = None) -> Measured:
+    """Run to the end, in `run_dir` or in a temporary directory, and look at the steady part."""
+    if run_dir is None:
+        with tempfile.TemporaryDirectory(prefix="rollart-measure-") as directory:
+            return measure(resolved, Path(directory) / "run")
+    marks: list[tuple[float, dict[str, float]]] = []
+
+    def watch(event: RunEvent) -> None:
+        if event.kind == "step":
+            marks.append((event.t, _cpu_by_part()))
+
+    launch(resolved, run_dir=run_dir, on_progress=watch)
+    return _steady(resolved, Path(run_dir), marks)
+
+
+def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], runs: Sequence[Measured]) -> Machine:
+    """The machine that explains what was measured. Deterministic."""
+    problem = problem_of(probed.run, probed.cluster, probed.prices, base=probed.base)
+    devices = {pool.device.name: pool.device for pool in problem.pools}
+    engine = fit(
+        rows, run_shape(probed.run, probed.base), devices, free=ENGINE_FREE, start=ENGINE_START,
+        engine="rollart.engine", source="probe of the local machine",
+    )  # fmt: skip
+    alone = _explained([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])
+    # Beside an engine the same work takes longer: caches and memory are shared.
+    beside = _average([r.train.cpu_s / _explains(alone, r.train) for r in runs])
+    update, token, action = (beside * weight for weight in alone)
+    trajectory, turn, said = _explained(
+        [shape_of_mix(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
+    )
+    return Machine(
+        engine=engine, update_s=update, token_s=token, action_s=action, trajectory_s=trajectory, turn_s=turn,
+        said_s=said,
+        function_s=_average([r.cpu.get("functions", 0.0) for r in runs]),
+        publish_s=_average([r.publish_s for r in runs]),
+        queue=_average([r.handover_s / (r.batch * r.cpu["controller"]) for r in runs]),
+        reward_latency_s=_average([r.reward_latency_s for r in runs]),
+        cores=os.cpu_count() or 1,
+    )  # fmt: skip
+
+
+def _steady(resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapping[str, float]]]) -> Measured:
+    """What a finished run did between its first `SETTLE` steps and those that admission had begun to run dry for."""
+    last = len(marks) - 1 - (resolved.run.staleness + 1)
+    if last <= SETTLE:
+        raise UsageError(f"{len(marks)} steps are too few to measure (rule: more than {SETTLE + 2} + staleness)")
+    with Reader(run_dir) as reader:
+        done = reader.events("step")
+        cpu_s = {v.step: v.metrics.get("cpu_seconds", 0.0) for v in reader.versions()}
+        trainer = [i for i in reader.intervals() if i.role == Role.TRAINER]
+        calls = [c for c in reader.invocation_sums() if c.status == "ok"]
+    window = done[SETTLE + 1 : last + 1]
+    (t0, before), (t1, after) = marks[SETTLE], marks[last]
+    batch = resolved.run.batch.trajectories
+    trained = batch * len(window)
+    own = _average([cpu_s[int(_number(e.fields["step"]))] for e in window])
+    span = (done[SETTLE].t, done[last].t)
+    spent = {
+        state: sum(max(0.0, min(i.t1, span[1]) - max(i.t0, span[0])) for i in trainer if i.state == state) / len(window)
+        for state in (State.BUSY, State.SYNC)
+    }
+    waits = {f.name: f.batch_wait_ms / 1e3 for f in resolved.run.functions}
+    profiles, training = profiles_of(run_dir), resolved.run.training
+    return Measured(
+        rate=trained / (t1 - t0),
+        batch=batch,
+        steps=len(window),
+        seconds=t1 - t0,
+        publish_s=spent[State.SYNC],
+        handover_s=max(0.0, spent[State.BUSY] - own),
+        train=TrainRow(
+            tokens=batch * mean_of(profiles, lambda p: p.total_tokens),
+            actions=batch * mean_of(profiles, lambda p: p.turns.mean * p.output_tokens.mean),
+            epochs=training.epochs,
+            minibatches=training.minibatches,
+            cpu_s=own,
+        ),
+        reward_latency_s=max([waits.get(c.function, 0.0) + c.billed_s / c.calls for c in calls], default=0.0),
+        cpu={part: (after[part] - before.get(part, 0.0)) / trained for part in after},
+        profiles=profiles,
+    )
+
+
+def _cpu_by_part() -> dict[str, float]:
+    """CPU-seconds so far of this process and of all that it started, by what they are."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    spent = {"controller": cpu_of(os.getpid())}
+    waiting = [os.getpid()]
+    while waiting:
+        for pid in children.get(waiting.pop(), []):
+            waiting.append(pid)
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:
+                continue
+            part = next((p for p, mark in MARKS.items() if mark in command), "functions")
+            spent[part] = spent.get(part, 0.0) + cpu_of(pid)
+    return spent
+
+
+MARKS = {"engine": b"rollart.engine", "trainer": b"rollart.train"}
+
+
+def _explained(
+    features: Sequence[Sequence[float]], seconds: Sequence[float], *, prior: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Non-negative weights of the features that explain the seconds best, relative errors counting alike. With a
+    `prior`, of which only the proportions count, what the rows do not tell apart stays near it."""
+    from scipy.optimize import nnls
+
+    target = np.asarray(seconds, dtype=np.float64)
+    rows = np.asarray(features, dtype=np.float64) / target[:, None]
+    wanted = np.ones(len(target))
+    if prior is not None:
+        expected = np.asarray(prior) / float(np.mean(rows @ np.asarray(prior)))
+        rows = np.vstack([rows, np.diag(PRIOR_WEIGHT / expected)])
+        wanted = np.concatenate([wanted, np.full(len(expected), PRIOR_WEIGHT)])
+    weights, _ = nnls(rows, wanted)
+    return tuple(float(w) for w in weights)
+
+
+def _explains(weights: Sequence[float], row: TrainRow) -> float:
+    update, token, action = weights
+    return row.epochs * (row.minibatches * update + row.tokens * token + row.actions * action)
+
+
+def shape_of_mix(profiles: Sequence[DomainProfile]) -> tuple[float, float, float]:
+    """What the controller's work grows with: one per trajectory, its turns, its sampled tokens. Means over the mix."""
+    turns = mean_of(profiles, lambda p: p.turns.mean)
+    return 1.0, turns, mean_of(profiles, lambda p: p.turns.mean * p.output_tokens.mean)
+
+
+def mean_of(profiles: Sequence[DomainProfile], of: Callable[[DomainProfile], float]) -> float:
+    """Mean over the mix."""
+    total = sum(p.weight for p in profiles)
+    return float(sum(p.weight * of(p) for p in profiles) / total)
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,212 @@
+"""The `Planner` of a run: the placer, asked again with what was measured, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from placement.diff import Move as PlacedMove
+from placement.diff import MoveCosts, diff
+from placement.problem import Problem, Running
+from placement.types import Deployment, Infeasible, Objective, Placement, Role
+from placement.workload import DomainProfile, EnvironmentCost, Quantity
+from rollart.compose.routing import SERVING, routes_of
+from rollart.errors import RunFailed
+from rollart.fleet import DomainWork, EngineRole, Move, MoveKind, Observed, Proposal, Routes
+from rollart.runtime.rebalance import RebalanceSettings
+from rollart.spec.placement import RebalanceSpec
+from rollart.spec.resolve import Resolved
+
+__all__ = ["PlacementPlanner", "planner", "rebalance_settings"]
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+MIN_FINISHED = 20
+"""Trajectories of a domain before its means replace the profile: the mean of fewer is off by more than the drift that
+would change a plan."""
+
+
+def planner(resolved: Resolved) -> PlacementPlanner | None:
+    """None where there is nothing to plan with, or the spec turned rebalancing off."""
+    settings = resolved.run.placement.rebalance
+    if resolved.plan.placement is None or resolved.problem is None or not (settings.reprice_s or settings.flows_s):
+        return None
+    return PlacementPlanner(resolved.problem, resolved.plan.placement, settings)
+
+
+def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
+    """The spec in the rebalancer's terms. What the profiles said is what measured work has to drift from."""
+    spec = resolved.run.placement.rebalance
+    domains = () if resolved.problem is None else resolved.problem.domains
+    whole = sum(d.weight for d in domains)
+    baseline = {
+        d.name: DomainWork(
+            share=d.weight / whole,
+            turns=d.turns.mean,
+            first_tokens=d.prompt.mean,
+            new_tokens=d.new_tokens.mean,
+            output_tokens=d.output_tokens.mean,
+            wait_s=d.environment.wait_s,
+            finished=0,
+        )
+        for d in domains
+    }
+    return RebalanceSettings(
+        reprice_s=spec.reprice_s,
+        flows_s=spec.flows_s,
+        drift=spec.drift,
+        horizon_s=spec.horizon_s,
+        baseline=baseline,
+    )
+
+
+class PlacementPlanner:
+    """Implements `Planner` over `placement.solve`. One caller at a time: the rebalancer.
+
+    The plan follows what runs: engines that do not serve are no part of it, and work that was measured replaces what
+    the profiles said. The mix of domains stays that of the batch, which training consumes whatever finishes first.
+    """
+
+    def __init__(self, problem: Problem, found: Placement, settings: RebalanceSpec) -> None:
+        self._problem = replace(problem, fixed=None)
+        self._found = found
+        self._settings = settings
+        self._routes = routes_of(problem, found)
+        self._proposed: tuple[Proposal, Placement, Routes] | None = None
+        """The last answer of `replan`, until somebody says that it was applied."""
+        self._computing: asyncio.Future[Any] | None = None
+
+    async def reprice(self, observed: Observed) -> Routes:
+        """The running flows and dual prices, applied at the planned batches whatever is measured. A turn's share of a
+        step falls with the batch: at measured batches the fullest engines would look cheapest, and every trajectory
+        would follow the others into one pool. What differs from the plan is each engine's backlog, and the router
+        adds that itself."""
+        return self._routes
+
+    def adopt(self, proposal: Proposal) -> None:
+        """Its plan runs now: prices, flows and the next comparison are of that one."""
+        if self._proposed is not None and self._proposed[0] is proposal:
+            _, self._found, self._routes = self._proposed
+        self._proposed = None
+
+    async def reflow(self, observed: Observed) -> Routes:
+        """Raises `RunFailed` when what serves now can carry no flow at all."""
+        problem = replace(self._updated(observed), fixed=self._serving(observed))
+        found = await self._elsewhere(_solve, problem)
+        if isinstance(found, Infeasible):
+            raise RunFailed(f"no flows for the engines that serve: {found.message}")
+        self._found, self._routes = found, routes_of(problem, found)
+        return self._routes
+
+    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+        self._proposed = await self._elsewhere(self._replan, observed)
+        return None if self._proposed is None else self._proposed[0]
+
+    async def _elsewhere(self, compute: Callable[[A], R], argument: A) -> R:
+        """In a thread. `RunFailed` while the one before still computes: whoever gave up on it cannot stop it, and a
+        second one would take its time away from the run too."""
+        if self._computing is not None and not self._computing.done():
+            raise RunFailed("the planner still computes what it was asked before")
+        computing = asyncio.get_running_loop().run_in_executor(None, compute, argument)
+        computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        self._computing = computing
+        return await asyncio.shield(computing)
+
+    def _replan(self, observed: Observed) -> tuple[Proposal, Placement, Routes] | None:
+        """The best plan that is reachable: where the caller cannot start engines, other roles for those that serve.
+        None if that is what runs; `RunFailed` if there is none at all."""
+        serving = self._serving(observed)
+        problem = self._updated(observed)
+        now = _solve(replace(problem, fixed=serving))
+        running = Running(
+            serving,
+            restart_s=self._settings.restart_s,
+            horizon_s=self._settings.horizon_s,
+            max_changed_devices=self._settings.max_changed_devices if observed.movable else 0,
+        )
+        best = _solve(replace(problem, running=running))
+        if isinstance(best, Infeasible):
+            raise RunFailed(f"no plan for this work on these engines: {best.message}")
+        rate_now = 0.0 if isinstance(now, Infeasible) else now.rate
+        costs = MoveCosts.of(problem.pools, running)
+        placed = diff(_rollout(serving), _rollout(best.deployments), costs=costs)
+        if not placed and best.rate <= rate_now:
+            return None
+        lost = sum(move.device_seconds for move in placed)
+        devices = sum(d.devices for d in serving if d.role in SERVING) or 1
+        routes = routes_of(problem, best)
+        fast = problem.objective is Objective.MAX_THROUGHPUT
+        proposal = Proposal(
+            moves=tuple(map(_move, placed)),
+            routes=routes,
+            rate_now=rate_now,
+            rate_after=best.rate,
+            cost=rate_now * lost / devices,
+            usd_per_hour=None if fast or isinstance(now, Infeasible) else (now.usd_per_hour, best.usd_per_hour),
+        )
+        return proposal, best, routes
+
+    def _serving(self, observed: Observed) -> tuple[Deployment, ...]:
+        """Engines that serve now, and the plan's other parts: those do not come and go."""
+        engines = [
+            Deployment(kind.pool, Role(kind.role), kind.tp, load.healthy)
+            for kind, load in sorted(observed.load.items())
+            if load.healthy
+        ]
+        return (*engines, *(d for d in self._found.deployments if d.role not in SERVING))
+
+    def _updated(self, observed: Observed) -> Problem:
+        """The problem with measured work, training where it is."""
+        problem = self._problem
+        trainer = next((d for d in self._found.deployments if d.role is Role.TRAINER), None)
+        train = problem.train
+        if train is not None and trainer is not None:
+            train = replace(train, pool=trainer.pool, devices=trainer.devices)
+        return replace(problem, domains=_measured(problem.domains, observed.work), train=train)
+
+
+def _solve(problem: Problem) -> Placement | Infeasible:
+    from placement.solve import solve  # most runs never plan: only those that do pay for numpy and scipy
+
+    return solve(problem)
+
+
+def _measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -> tuple[DomainProfile, ...]:
+    found = []
+    for domain in domains:
+        seen = work.get(domain.name)
+        if seen is None or seen.finished < MIN_FINISHED:
+            found.append(domain)
+            continue
+        environment = domain.environment
+        found.append(
+            replace(
+                domain,
+                turns=Quantity(max(seen.turns, 1.0)),
+                first_tokens=Quantity(max(seen.first_tokens, 1.0)),
+                new_tokens=Quantity(max(seen.new_tokens, 0.0)),
+                output_tokens=Quantity(max(seen.output_tokens, 1.0)),
+                environment=EnvironmentCost(max(seen.wait_s, 0.0), environment.core_s, environment.reset_s),
+                source="this run",
+            )
+        )
+    return tuple(found)
+
+
+def _rollout(deployments: Sequence[Deployment]) -> list[Deployment]:
+    """Engines only: the trainer and the other parts stay where they are while a run goes on."""
+    return [d for d in deployments if d.role in SERVING]
+
+
+def _move(placed: PlacedMove) -> Move:
+    return Move(
+        MoveKind(placed.kind),
+        placed.pool,
+        placed.tp,
+        placed.replicas,
+        None if placed.before is None else EngineRole(placed.before),
+        None if placed.after is None else EngineRole(placed.after),
+    )

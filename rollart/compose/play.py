@@ -1,0 +1,89 @@
+"""The work of a run's domains without its policy: its environments, played at random or by worked examples."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from placement.estimate import Observed, ProfileEstimator
+from placement.workload import DomainProfile
+from rollart.adapters.text import HubTokenizer
+from rollart.compose.prepare import domains, prepare_tokenizer
+from rollart.errors import SpecError
+from rollart.ports import Environment
+from rollart.runtime.domain import Domain, training_seed
+from rollart.spec.resolve import Resolved
+
+__all__ = ["play"]
+
+EPISODES = 256
+"""Per domain: the mean turns of a game whose length varies as much as its mean are then known to 6 %."""
+
+
+async def play(resolved: Resolved, directory: Path, *, episodes: int = EPISODES) -> tuple[DomainProfile, ...]:
+    """A profile per domain, `source` "played": every answer one of the legal actions at random, or, where there is no
+    choice, the worked example's. Waits are as long as the environment made them. The policy's own games may be longer
+    or shorter: one that learns to win early has fewer turns. Files are written under `directory`.
+
+    SpecError for an environment that offers neither legal actions nor worked examples.
+    """
+    tokenizer = HubTokenizer(prepare_tokenizer(resolved, directory))
+    estimator = ProfileEstimator()
+    for domain in domains(resolved, tokenizer):
+        seeds = [training_seed(resolved.run.seed, domain.name, index) for index in range(episodes)]
+        for seen in await asyncio.gather(*(_episode(domain, seed, tokenizer) for seed in seeds)):
+            estimator.add(seen)
+    return tuple(
+        DomainProfile(
+            name=p.name, turns=p.turns, new_tokens=p.new_tokens, output_tokens=p.output_tokens, weight=p.weight,
+            first_tokens=p.first_tokens, environment=p.environment, source=f"played, n={episodes}",
+        )
+        for p in estimator.profiles()
+    )  # fmt: skip
+
+
+async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observed:
+    loop = asyncio.get_running_loop()
+    rng = random.Random(seed)
+    environment: Environment = domain.environment()
+    began = loop.time()
+    observation = await environment.reset(seed)
+    reset_s, wait_s = loop.time() - began, 0.0
+    shown: list[int] = []
+    said = 0
+    try:
+        for _ in range(domain.max_turns):
+            shown.append(len(tokenizer.encode(observation.text)))
+            text, tokens = _answer(domain, environment, observation.actions, seed, rng, tokenizer)
+            said += min(tokens, observation.max_tokens or domain.max_tokens)
+            began = loop.time()
+            step = await environment.step(text)
+            wait_s += loop.time() - began
+            if step.done:
+                break
+            observation = step.observation
+    finally:
+        await environment.close()
+    return Observed(
+        domain=domain.name, t=0.0, turns=len(shown), first_tokens=float(shown[0]), new_tokens=float(sum(shown[1:])),
+        output_tokens=float(said), wait_s=wait_s, reset_s=reset_s,
+    )  # fmt: skip
+
+
+def _answer(
+    domain: Domain, environment: Environment, actions: Sequence[str] | None, seed: int, rng: random.Random,
+    tokenizer: HubTokenizer,
+) -> tuple[str, int]:  # fmt: skip
+    """What to say, and how many tokens that is."""
+    if actions:
+        return rng.choice(actions), 1
+    solve = getattr(environment, "worked_example", None)
+    if solve is None:
+        raise SpecError(
+            f"domain '{domain.name}' offers neither legal actions nor worked examples to play with",
+            remedy="give it a `profile`",
+        )
+    _, answer = solve(seed)
+    return answer, len(tokenizer.encode(answer))

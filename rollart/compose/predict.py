@@ -1,0 +1,170 @@
+"""What a run will do on a machine that was calibrated.
+
+The placer's answer with the instances given, and what couples the parts of one small machine: trajectories that wait
+for training or are in it are in flight too (I4), a batch needs its slowest domain, and all parts share the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from placement.problem import Problem
+from placement.roofline import RooflinePerformance
+from placement.solve import solve
+from placement.types import Infeasible, Placement, Role
+from placement.workload import DomainProfile, Train
+from rollart.compose.calibrate import Machine, mean_of
+from rollart.errors import SpecError
+from rollart.spec.planning import problem_of
+from rollart.spec.resolve import Resolved, deployments_of
+
+__all__ = ["Prediction", "predict"]
+
+BISECTIONS = 10
+"""Halvings of the interval that the rate lies in: a thousandth of it is left."""
+
+VARIES = 0.2
+"""Relative spread of the time between publishes of a run that waits for its environments, as seen in short runs."""
+
+ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Trained trajectories/s, what bounds them, the placement behind it, and CPU-seconds per trajectory by part."""
+
+    rate: float
+    binds: str
+    placement: Placement
+    cpu: Mapping[str, float]
+    step_s: float
+    """Seconds of a training step with its publish."""
+
+
+def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Machine) -> Prediction:
+    """What a run of these profiles will do here; their weights give way to the run's quotas. SpecError if the placer
+    finds no plan."""
+    run = resolved.run
+    mix = [replace(p, weight=float(resolved.quotas[p.name])) for p in profiles]
+    # Functions and environments share the cores with everything else: no device is set aside for them. A publish lets
+    # in a whole batch at once, and all of it goes through the controller before the last of it is done.
+    latency = machine.reward_latency_s + run.batch.trajectories * machine.controller_s(mix)
+    away = [
+        replace(p, reward=None, environment=replace(p.environment, core_s=0.0, reset_s=p.environment.reset_s + latency))
+        for p in mix
+    ]
+    problem = problem_of(
+        run, resolved.cluster, resolved.prices, away, base=resolved.base, fixed=deployments_of(resolved.plan)
+    )
+    domains, performance = problem.domains, problem.performance
+    assert isinstance(performance, RooflinePerformance)
+    device = machine.engine.calibration.device
+    train_s, step_s = _step_seconds(resolved, domains, machine)
+    tokens = run.training.epochs * mean_of(domains, lambda p: p.total_tokens) * run.batch.trajectories
+    problem = replace(
+        problem,
+        performance=replace(performance, constants={device: machine.engine.calibration}),
+        train=replace(
+            _train(problem), seconds_per_token=train_s / tokens, seconds_per_step=step_s - train_s
+        ),
+        utilisation=1.0,
+    )  # fmt: skip
+    found = _balanced(problem, step_s)
+    return _shared(found, resolved, domains, machine, train_s, step_s)
+
+
+def _balanced(problem: Problem, step_s: float) -> Placement:
+    """The plan whose rate agrees with what is left of the trajectories in flight. Slots (I4) are also held by those in
+    training, by those that wait until their batch is whole, and by those that go stale (I2) and are begun again."""
+    train = _train(problem)
+
+    def at(rate: float) -> Placement:
+        lost = 0.0
+        if rate > 0 and train.staleness > 0:
+            bound = (train.staleness + 1) * train.batch / rate
+            lost = bound * _stale(slowest, late, bound)
+        left = train.in_flight - rate * (step_s + apart + lost) - min(train.batch / 2, rate * late)
+        found = solve(replace(problem, in_flight=max(1, round(left))))
+        if isinstance(found, Infeasible):
+            raise SpecError(f"no plan: {found.message}", remedy="; ".join(found.conflicts) or "see the spec")
+        return found
+
+    slowest = late = apart = 0.0
+    found = at(0.0)
+    slowest, late, apart = _spread(found, problem.domains)
+    low, high = 0.0, found.rate
+    found = at(high)
+    if found.rate >= high * (1.0 - 1e-9):
+        return found  # something else binds: what is in flight suffices even at this rate
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        found = at(middle)
+        low, high = (middle, high) if found.rate >= middle else (low, middle)
+    return at(low)
+
+
+def _spread(found: Placement, domains: Sequence[DomainProfile]) -> tuple[float, float, float]:
+    """Seconds in flight: of the slowest domain's mean trajectory, of its late ones (90th percentile of turns) beyond
+    that, and of the slowest domain beyond the mean of the mix. Every domain has slots of its own and a quota of every
+    batch, so the slowest sets the pace and the slots of the others stand idle."""
+    rate = sum(flow.rate for flow in found.flows)
+    mean = sum(flow.rate * flow.seconds for flow in found.flows) / rate
+    slowest, late = 0.0, 0.0
+    for p in domains:
+        own = [flow for flow in found.flows if flow.domain == p.name]
+        seconds = sum(flow.rate * flow.seconds for flow in own) / sum(flow.rate for flow in own)
+        if seconds > slowest:
+            slowest, late = seconds, seconds * max(0.0, (p.turns.p90 or p.turns.mean) / p.turns.mean - 1.0)
+    return slowest, late, max(0.0, slowest - mean)
+
+
+def _stale(mean: float, late: float, bound: float) -> float:
+    """Attempts that go stale per one that does not: seconds in flight spread evenly around `mean`, with `late` more at
+    the 90th percentile, against a time until the publish that is one too many of `bound` ± `VARIES`."""
+    width = late / 0.4
+    limits = [bound * (1.0 + VARIES * (i - 5) / 5) for i in range(11)]
+    beyond = [
+        min(1.0, max(0.0, 0.5 + (mean - limit) / width)) if width > 0 else float(mean > limit) for limit in limits
+    ]
+    share = min(0.9, sum(beyond) / len(beyond))
+    return share / (1.0 - share)
+
+
+def _shared(
+    found: Placement, resolved: Resolved, domains: Sequence[DomainProfile], machine: Machine, train_s: float,
+    step_s: float,
+) -> Prediction:  # fmt: skip
+    """The rate that the cores have time for: every part's CPU-seconds add up to no more than there are."""
+    busy = sum(d.utilisation * d.replicas for role in ENGINES for d in found.of(role))
+    controller = machine.controller_s(domains)
+    cpu = {
+        "engine": busy / found.rate,
+        "trainer": train_s / resolved.run.batch.trajectories,
+        "controller": controller,
+        "functions": machine.function_s,
+    }
+    cores = sum(pool.count for pool in resolved.cluster.pools if pool.device == "cpu")
+    limits = {
+        "plan": (found.rate, found.binds[0] if found.binds else "nothing"),
+        "cores": (min(machine.cores, cores) / sum(cpu.values()), "the cores, which all parts share"),
+        "controller": (1.0 / controller, "the controller, which is one thread"),
+    }
+    rate, binds = min(limits.values())
+    return Prediction(rate, binds, found, cpu, step_s)
+
+
+def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine: Machine) -> tuple[float, float]:
+    """CPU-seconds of a training step, and seconds of the clock until its version is published."""
+    run = resolved.run
+    batch, training = run.batch.trajectories, run.training
+    one = mean_of(
+        domains, lambda p: machine.token_s * p.total_tokens + machine.action_s * p.turns.mean * p.output_tokens.mean
+    )
+    cpu = training.epochs * (training.minibatches * machine.update_s + batch * one)
+    return cpu, cpu + machine.publish_s + machine.queue * batch * machine.controller_s(domains)
+
+
+def _train(problem: Problem) -> Train:
+    assert problem.train is not None, "problem_of always states training"
+    return problem.train

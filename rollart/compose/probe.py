@@ -1,0 +1,211 @@
+"""The engine and the trainer of a run as processes of this machine, measured on synthetic work, one after the other.
+
+What is measured is CPU time of the part's own process: other load on the machine stretches the clock, not that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from placement.calibrate import Row
+from placement.types import Role
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.compose.actors import engine_actor, nodes, trainer_actor
+from rollart.compose.prepare import prepare_tokenizer, trainer_config
+from rollart.model import EngineId, GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
+from rollart.ports import Handle
+from rollart.spec.resolve import Resolved
+
+__all__ = ["PASSES", "RUNGS", "SHAPES", "Rung", "Shape", "TrainRow", "cpu_of", "probe"]
+
+ACTIONS = (10, 11, 12, 13)
+"""Token ids that one-token answers are restricted to, as an agent's legal actions are."""
+
+ALPHABET = (10, 60)
+"""Token ids that prompts are drawn from: any vocabulary that is worth training has them."""
+
+
+PASSES = 3
+"""How often each rung is measured; the median counts. A pass takes about 5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """`clients` in a closed loop, `rounds` trajectories each: `turns` turns, `first` tokens of prompt and then `new`
+    per turn, `output` tokens generated in each."""
+
+    clients: int
+    turns: int
+    first: int
+    new: int
+    output: int
+    rounds: int
+
+
+RUNGS = (
+    Rung(4, 1, 8, 0, 24, 15), Rung(16, 1, 8, 0, 24, 10), Rung(64, 1, 8, 0, 24, 8), Rung(128, 1, 8, 0, 24, 5),
+    Rung(32, 1, 8, 0, 8, 20), Rung(96, 1, 10, 0, 48, 4), Rung(8, 5, 24, 7, 1, 25), Rung(32, 5, 24, 7, 1, 16),
+    Rung(64, 5, 24, 7, 1, 10), Rung(128, 5, 24, 7, 1, 6), Rung(16, 1, 120, 0, 1, 20), Rung(48, 1, 64, 0, 8, 8),
+    Rung(32, 6, 10, 10, 4, 6), Rung(16, 4, 24, 7, 8, 10),
+)  # fmt: skip
+"""Prefill lengths, decode batches and mixed turns, about half a CPU-second each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`samples` trajectories of `turns` turns: `first` tokens, then `action` sampled and `new` shown per turn."""
+
+    samples: int
+    first: int
+    turns: int
+    new: int
+    action: int
+
+
+SHAPES = (
+    Shape(128, 7, 1, 0, 20), Shape(64, 24, 5, 7, 1), Shape(256, 7, 1, 0, 20), Shape(48, 100, 1, 0, 60),
+    Shape(192, 24, 5, 7, 1), Shape(32, 7, 1, 0, 20), Shape(96, 10, 1, 0, 36), Shape(64, 24, 8, 7, 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """One training step: what went in, and the CPU-seconds that it took."""
+
+    tokens: float
+    actions: float
+    epochs: int
+    minibatches: int
+    cpu_s: float
+
+
+async def probe(
+    resolved: Resolved, directory: Path, *, device: str = "cpu", passes: int = PASSES
+) -> tuple[list[Row], list[TrainRow]]:
+    """Start both parts as a run would, under `directory`, and measure them; both are stopped before it returns.
+
+    Engine rows are of kind `turn`, for `placement.calibrate.fit`, and name the `device`.
+    """
+    tokenizer = prepare_tokenizer(resolved, directory)
+    config = trainer_config(resolved, directory, tokenizer)
+    runtime = LocalRuntime(nodes(resolved))
+    await runtime.start()
+    try:
+        program = await runtime.spawn(trainer_actor(resolved, directory, config))
+        trainer = HttpTrainer(await program.call("start", []))
+        try:
+            weights = await trainer.publish(0)
+            steps = await _train(trainer, resolved)
+        finally:
+            await trainer.aclose()
+            await program.kill()
+        part = await runtime.spawn(engine_actor(resolved, directory, resolved.plan.of(Role.ENGINE)[0]))
+        address = await part.call("start", ["--model", weights.path, "--weight-version", "0"])
+        engine = HttpEngine(EngineId("probed"), address)
+        try:
+            rows = await _serve(engine, part, resolved, device, passes)
+        finally:
+            await engine.close()
+    finally:
+        await runtime.close()
+    return rows, steps
+
+
+def cpu_of(pid: int) -> float:
+    """CPU-seconds of a process so far, all of its threads. 0 for one that is gone."""
+    try:
+        threads = [(task / "schedstat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int(text.split()[0]) for text in threads) / 1e9
+    except OSError:
+        pass  # a kernel without scheduler statistics: ticks of a hundredth will do
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def _serve(engine: HttpEngine, part: Handle, resolved: Resolved, device: str, passes: int) -> list[Row]:
+    pid = int(await part.call("pid"))
+    context = resolved.run.model.context
+    fitting = [r for r in RUNGS if r.first + r.turns * (r.new + r.output) <= context]
+    await _climb(engine, pid, fitting[0], device)  # the first steps of a process are slower than all later ones
+    # Passes over all rungs, not repeats of each: whatever disturbs the machine for a second then hits different ones.
+    seen = [[await _climb(engine, pid, rung, device) for rung in fitting] for _ in range(passes)]
+    return [sorted(same, key=lambda row: row.seconds)[passes // 2] for same in zip(*seen, strict=True)]
+
+
+async def _climb(engine: HttpEngine, pid: int, rung: Rung, device: str) -> Row:
+    """One rung: engine CPU-seconds per turn, and what a turn was on average."""
+    seen: list[tuple[int, int, int]] = []
+
+    async def client(index: int) -> None:
+        rng = random.Random(index)
+        for again in range(rung.rounds):
+            session = f"{id(seen)}-{index}-{again}"
+            tokens = [rng.randrange(*ALPHABET) for _ in range(rung.first)]
+            for turn in range(rung.turns):
+                tokens += [rng.randrange(*ALPHABET) for _ in range(rung.new if turn else 0)]
+                allowed = ACTIONS if rung.output == 1 else None
+                sampling = Sampling(rung.output, seed=rng.randrange(2**31), allowed_token_ids=allowed)
+                done = await engine.generate(GenerateRequest(f"{session}-{turn}", session, tuple(tokens), sampling))
+                tokens += done.token_ids
+                seen.append((len(tokens) - len(done.token_ids), done.cached_tokens, len(done.token_ids)))
+            await engine.release(session)
+
+    began = cpu_of(pid)
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(rung.clients):
+            tasks.create_task(client(index))
+    spent = cpu_of(pid) - began
+    prompt, cached, output = (sum(column) / len(seen) for column in zip(*seen, strict=True))
+    return Row(
+        "turn", max(spent, 1e-6) / len(seen), device, new=prompt - cached, cached=cached, batch=float(rung.clients),
+        output=output,
+    )  # fmt: skip
+
+
+async def _train(trainer: HttpTrainer, resolved: Resolved) -> list[TrainRow]:
+    run = resolved.run
+    rows = []
+    domain = run.domains[0].name
+    for shape in (SHAPES[0], *SHAPES):
+        samples = [_sample(shape, domain, i) for i in range(shape.samples)]
+        reports = [await trainer.train(samples, 0) for _ in range(3)]
+        spent = median(report.metrics["cpu_seconds"] for report in reports)
+        tokens, actions = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
+        rows.append(TrainRow(tokens, actions, run.training.epochs, run.training.minibatches, spent))
+    return rows[1:]  # the first warmed the process up
+
+
+def _sample(shape: Shape, domain: str, index: int) -> TrainSample:
+    """A trajectory of a shape, of about its lengths: real ones vary, and padding depends on it."""
+    rng = random.Random(index)
+    kinds: list[tuple[int, int]] = [(shape.first, -1)]
+    for turn in range(max(1, round(shape.turns * rng.uniform(0.6, 1.4)))):
+        kinds += [(max(1, round(shape.action * rng.uniform(0.8, 1.2))), turn), (shape.new, -1)]
+    turns = tuple(turn for length, turn in kinds[:-1] for _ in range(length))
+    acts = tuple(turn >= 0 for turn in turns)
+    legal = shape.action == 1
+    return TrainSample(
+        id=TrajectoryId(f"probe-{index}"),
+        group=GroupId(f"probe-{index}"),
+        domain=domain,
+        v0=0,
+        token_ids=tuple(rng.choice(ACTIONS) if a and legal else rng.randrange(*ALPHABET) for a in acts),
+        loss_mask=acts,
+        logprobs=tuple(-1.0 if a else 0.0 for a in acts),
+        versions=tuple(0 if a else -1 for a in acts),
+        turn=turns,
+        rewards=tuple(rng.random() if a else 0.0 for a in acts),
+        score=rng.random(),
+        success=None,
+        allowed=tuple(ACTIONS if a else None for a in acts) if legal else (),
+    )

@@ -1,0 +1,137 @@
+"""What the router of a run is given: where engines sit, the plan's prices, and predictions to apply them to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from placement.performance import InstanceModel, Performance
+from placement.problem import Problem
+from placement.roofline import transfer_s
+from placement.types import Deployment, Device, Placement, Role
+from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
+from rollart.policy.affinity import Affinity
+from rollart.policy.pricing import rule
+from rollart.policy.routing import Router
+from rollart.spec.fleet import device_name
+from rollart.spec.resolve import Resolved
+
+__all__ = ["SERVING", "PlannedTurns", "kind_of", "router", "routes_of", "seats"]
+
+SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+"""Roles of engines, in the order in which they are started."""
+
+
+def seats(resolved: Resolved) -> dict[str, Seat]:
+    """Every engine's seat by its id."""
+    devices = {pool.name: device_name(pool.device) for pool in resolved.cluster.pools}
+    return {
+        a.name: Seat(a.pool, devices[a.pool], EngineRole(a.role), len(a.devices))
+        for a in resolved.plan.assignments
+        if a.role in SERVING
+    }
+
+
+def router(resolved: Resolved) -> Router:
+    """The run's router. Without a placement it has no prices: load, affinity and the rule's thresholds decide."""
+    found, problem = resolved.plan.placement, resolved.problem
+    routes = Routes() if found is None or problem is None else routes_of(problem, found)
+    return Router(routes, _affinity(resolved), rule(resolved.run.placement.router))
+
+
+def routes_of(problem: Problem, found: Placement) -> Routes:
+    """Prices, predictions and shares of a placement."""
+    prices = found.prices
+    engines = {kind_of(*key): price for key, price in prices.deployments.items()}
+    kv = {kind_of(*key): price for key, price in prices.kv.items()}
+    model = PlannedTurns.of(problem, found.deployments)
+    return Routes(RoutePrices(engines, kv, dict(prices.links), prices.in_flight), model, _shares(found))
+
+
+def kind_of(pool: str, role: Role, tp: int) -> EngineKind:
+    return EngineKind(pool, EngineRole(role), tp)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTurns:
+    """Implements `TurnModel` with the placer's performance model. `batches`: turns that an engine of a kind generates
+    for at a time; of a kind that is not in it, as many as its pool's others, else one."""
+
+    performance: Performance
+    devices: Mapping[str, Device]
+    links: Mapping[tuple[str, str], tuple[float, float]]
+    """GB/s and seconds of latency, by pools in sorted order."""
+    batches: Mapping[EngineKind, float]
+    _made: dict[tuple[str, int], InstanceModel] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def of(problem: Problem, deployments: Sequence[Deployment]) -> PlannedTurns:
+        from placement.tableau import channels  # only runs with a placement pay for numpy
+
+        return PlannedTurns(
+            problem.performance,
+            {pool.name: pool.device for pool in problem.pools},
+            {ends: (c.gb_per_s, c.latency_s) for ends, c in channels(problem).items()},
+            {kind_of(d.pool, d.role, d.tp): max(d.batch, 1.0) for d in deployments if d.role in SERVING},
+        )
+
+    def prefill_s(self, kind: EngineKind, new: float, cached: float) -> float:
+        """A prefill engine computes alone; another one shares the fixed cost of its steps with those it generates
+        for."""
+        model = self._instance(kind)
+        if kind.role is EngineRole.PREFILL:
+            return model.prefill_s(new, cached)
+        return model.turn_s(self.batch(kind), new, cached, 1.0)
+
+    def decode_s(self, kind: EngineKind, context: float, output: float) -> float:
+        batch = self.batch(kind)
+        return output * self._instance(kind).decode_step_s(batch, context + output / 2) / batch
+
+    def batch(self, kind: EngineKind) -> float:
+        if kind in self.batches:
+            return self.batches[kind]
+        return max((batch for other, batch in self.batches.items() if other.pool == kind.pool), default=1.0)
+
+    def handoff_s(self, source: EngineKind, target: EngineKind, tokens: float) -> float:
+        link = self.links.get((min(source.pool, target.pool), max(source.pool, target.pool)))
+        if link is None:
+            return math.inf  # nothing is said to connect them: no path
+        return transfer_s(self.performance.shape.kv_bytes(tokens), *link)
+
+    def kv_gb(self, tokens: float) -> float:
+        return self.performance.shape.kv_bytes(tokens) / 1e9
+
+    def _instance(self, kind: EngineKind) -> InstanceModel:
+        key = (kind.pool, kind.tp)
+        if key not in self._made:
+            model = self.performance.instance(self.devices[kind.pool], kind.tp)
+            assert not isinstance(model, str), f"the plan has engines on {kind.pool} that cannot be: {model}"
+            self._made[key] = model
+        return self._made[key]
+
+
+def _shares(found: Placement) -> dict[str, dict[str, float]]:
+    """By domain and pool of the decode engine, 1 in sum."""
+    rates: dict[str, dict[str, float]] = {}
+    for flow in found.flows:
+        pools = rates.setdefault(flow.domain, {})
+        pools[flow.pool] = pools.get(flow.pool, 0.0) + flow.rate
+    return {
+        domain: {pool: rate / sum(pools.values()) for pool, rate in pools.items()}
+        for domain, pools in rates.items()
+        if sum(pools.values()) > 0
+    }
+
+
+def _affinity(resolved: Resolved) -> Affinity:
+    """What each domain prefers, where this cluster has it. A pool's name as it is, a device type by its own name."""
+    run, pools = resolved.run, resolved.cluster.pools
+    names = {pool.name for pool in pools}
+    types = {device_name(pool.device) for pool in pools}
+    preferred = {}
+    for domain in run.domains:
+        wanted = run.hw_affinity.get(domain.tag or domain.name, run.hw_affinity.get("default"))
+        if wanted is not None and (wanted in names or device_name(wanted) in types):
+            preferred[domain.name] = wanted if wanted in names else device_name(wanted)
+    return Affinity(preferred)

@@ -1,0 +1,76 @@
+"""Workload profiles of a run, finished or live, from its ledger: what the placer plans the next one with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from placement.estimate import Observed, ProfileEstimator
+from placement.workload import DomainProfile, RewardCost
+from rollart.errors import UsageError
+from rollart.ledger.reader import FinishedRow, InvocationSum, Reader
+
+__all__ = ["observed", "profiles_of"]
+
+MIB_GB = 2**20 / 1e9
+
+
+def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple[DomainProfile, ...]:
+    """Profiles of the domains that have finished trajectories, by name; `source` names the run.
+
+    With a `half_life`, in trajectories, the late ones count most: a policy that learns changes its own workload.
+    UsageError if there is no ledger or nothing has finished.
+    """
+    with Reader(run_dir) as reader:
+        rows, calls, config = reader.finished(), reader.invocation_sums(), reader.config()
+    if not rows:
+        raise UsageError(
+            f"{run_dir}: no trajectory has finished yet", remedy="wait for the first step, or name another run"
+        )
+    rewards = _rewards(config, calls)
+    estimator = ProfileEstimator(half_life=half_life, rewards=rewards)
+    for seen in observed(rows, {name: cost.seconds for name, cost in rewards.items()}):
+        estimator.add(seen)
+    name = Path(run_dir).name
+    return tuple(replace(p, source=f"{p.source} ({name})") for p in estimator.profiles())
+
+
+def observed(rows: Sequence[FinishedRow], reward_s: Mapping[str, float] | None = None) -> list[Observed]:
+    """Rows of the ledger as the estimator takes them, in the same order."""
+    return [
+        Observed(
+            domain=row.domain,
+            t=row.t1,
+            turns=row.turns,
+            first_tokens=float(row.first_tokens),
+            new_tokens=float(row.tokens - row.action_tokens - row.first_tokens),
+            output_tokens=float(row.action_tokens),
+            wait_s=row.env_s,
+            reset_s=row.reset_s,
+            reward_s=(reward_s or {}).get(row.domain),
+        )
+        for row in rows
+    ]
+
+
+def _rewards(config: Mapping[str, Any], calls: Sequence[InvocationSum]) -> dict[str, RewardCost]:
+    """What scoring one trajectory of each domain took in function workers: mean billed seconds per item, summed over
+    its functions, and the memory of the largest."""
+    seconds: dict[str, float] = {}
+    memory: dict[str, int] = {}
+    for name in {call.function for call in calls}:
+        own = [call for call in calls if call.function == name and call.status == "ok"]
+        items = sum(call.items for call in own)
+        if items:
+            seconds[name] = sum(call.billed_s for call in own) / items
+            memory[name] = max(call.memory_mb for call in own)
+    out = {}
+    for domain in config.get("run", {}).get("domains", ()):
+        used = [reward["function"] for reward in domain.get("rewards", ()) if reward["function"] in seconds]
+        if used:
+            out[domain["name"]] = RewardCost(
+                sum(seconds[name] for name in used), memory_gb=max(memory[name] for name in used) * MIB_GB
+            )
+    return out

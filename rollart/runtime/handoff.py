@@ -1,0 +1,130 @@
+"""Prefill on one engine, decode on another: the two legs of a remote path, and what keeps them of one version.
+
+vLLM's protocol (NIXL pull, `kv_transfer_params`): the prefill engine generates one token and answers with an opaque
+value; that goes verbatim to the decode engine with the original request; the decode engine pulls the KV, generates the
+first token anew and may answer with such a value itself, for the prefill engine of the next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+
+from rollart.errors import EngineError, HandoffFailed, LeaseExpired
+from rollart.model import Completion, GenerateRequest
+from rollart.policy.lease import Expiry
+from rollart.runtime.leases import Leases
+from rollart.runtime.members import Member
+
+__all__ = [
+    "VERSIONED",
+    "NothingKept",
+    "Pulls",
+    "TakenBack",
+    "decode_params",
+    "discard",
+    "prefill_id",
+    "prefill_params",
+    "prefill_request",
+]
+
+VERSIONED = "weight_version"
+"""A hand-off value with this key names the weights of its KV: the decode engine compares them itself. vLLM has none."""
+
+
+class TakenBack(HandoffFailed):
+    """Nothing failed: the weights change, or an engine drains, and the turn is routed anew."""
+
+
+class NothingKept(HandoffFailed):
+    """The prefill engine answered without a hand-off value."""
+
+
+def prefill_params(returned: Mapping[str, object] | None) -> dict[str, object]:
+    """What a prefill engine is asked: keep the KV for a decode engine, and fetch what that one gave back."""
+    return {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
+
+
+def prefill_id(request_id: str) -> str:
+    """The id of a request's prefill leg, under which the KV is kept."""
+    return f"{request_id}-p"
+
+
+def prefill_request(request: GenerateRequest, returned: Mapping[str, object] | None) -> GenerateRequest:
+    """The prefill leg of a request: one token, which nobody uses. Its id is its own: both legs may meet in one log."""
+    return dataclasses.replace(
+        request,
+        request_id=prefill_id(request.request_id),
+        sampling=dataclasses.replace(request.sampling, max_tokens=1),
+        kv_transfer=prefill_params(returned),
+    )
+
+
+def decode_params(answer: Completion, engine: str) -> Mapping[str, object]:
+    """What the decode engine is to pull. `HandoffFailed` if the prefill engine kept nothing for it."""
+    if not answer.kv_transfer:
+        raise NothingKept(f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?")
+    return answer.kv_transfer
+
+
+class Pulls:
+    """The legs of hand-offs that an update of the weights would spoil; it takes them back before it begins.
+
+    A decode leg may still be pulling: an engine that loads new weights in the middle of a pull would decode on KV of
+    the old ones, without an error (measured on vLLM 0.32). Nobody says when the pull is over: the request may wait in
+    the engine for any time before it begins. So every decode leg without an answer is taken back, except those whose
+    hand-off value names its version: their engines compare it. What a prefill leg computes would be of the old weights
+    whatever happens. The turns are routed and generated anew on the new weights.
+    """
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases = leases
+        self._open: dict[str, asyncio.Timeout] = {}
+        self._taken: set[str] = set()
+        self._settled = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def leg(self, request: GenerateRequest, *, prefills: bool) -> AsyncIterator[None]:
+        """The body is a leg of a hand-off. `TakenBack` in it when an update takes it back."""
+        if not prefills and VERSIONED in (request.kv_transfer or {}):
+            yield
+            return
+        scope = asyncio.timeout(None)
+        self._open[request.request_id] = scope
+        try:
+            async with scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise TakenBack("the weights change") from None
+        finally:
+            del self._open[request.request_id]
+            self._taken.discard(request.request_id)
+            if not self._taken:
+                self._settled.set()
+
+    async def take_back(self, seconds: float) -> int:
+        """Before the weights move: end these legs and wait for their engines to let go, at most `seconds`. How many."""
+        now = asyncio.get_running_loop().time()
+        for request_id, scope in self._open.items():
+            self._taken.add(request_id)
+            scope.reschedule(now)
+        count = len(self._taken)
+        if not count:
+            return 0
+        self._settled.clear()
+        # An engine that does not let go hangs: the update itself will find that out.
+        with contextlib.suppress(LeaseExpired):
+            async with self._leases.hold("publish", "hand-offs to end", seconds, Expiry.RESTART_PART):
+                await self._settled.wait()
+        return count
+
+
+async def discard(member: Member, request_id: str, leases: Leases, seconds: float) -> None:
+    """Nobody will pull this KV: the engine may drop it. Its own lease does so if this fails."""
+    with contextlib.suppress(EngineError, LeaseExpired):
+        async with leases.hold(request_id, f"its KV to be dropped by {member.engine.id}", seconds, Expiry.RETRY):
+            await member.engine.abort([request_id])

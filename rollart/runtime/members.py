@@ -1,0 +1,175 @@
+"""What the gateway knows of every engine and every session: health, versions, seats, work under way, who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollart.fleet import EngineKind, EngineRole, KindLoad, Seat
+from rollart.ledger.clock import EngineShares
+from rollart.policy.breaker import Breaker
+from rollart.policy.routing import EngineView
+from rollart.ports import Engine
+
+__all__ = ["Member", "Roster", "SessionKv"]
+
+
+DOUBT_S = 10.0
+"""For so long an engine in doubt is no news: one slow turn is enough for a doubt, and a look at the engine ends it."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine. `work_s` is the predicted work of the requests sent and not answered; `clear_at` when the work sent
+    so far would be done if it were done in turn, one second per second."""
+
+    engine: Engine
+    version: int
+    shares: EngineShares
+    seat: Seat
+    healthy: bool = True
+    doubted: bool = False
+    doubted_at: float = 0.0
+    draining: bool = False
+    running: int = 0
+    work_s: float = 0.0
+    clear_at: float = 0.0
+    breaker: Breaker = field(default_factory=Breaker)
+    sessions: set[str] = field(default_factory=set)
+
+    @property
+    def serves(self) -> bool:
+        return self.healthy and not self.doubted and not self.draining
+
+    def expect(self, seconds: float, now: float) -> None:
+        """A request with so much predicted work is sent."""
+        self.work_s += seconds
+        self.clear_at = max(self.clear_at, now) + seconds
+
+    def done(self, seconds: float, now: float) -> None:
+        """It was answered, or given up, and does not run any more."""
+        if self.running:
+            self.work_s -= seconds
+        else:
+            self.work_s, self.clear_at = 0.0, now
+
+    def backlog_s(self, now: float, slots: int) -> float:
+        """Seconds of work that wait here. A prefill engine answers when the work is done, so all that is unanswered
+        waits. An engine that generates works on many turns at once: what waits is what came faster than one second of
+        work per second, and what has no slot."""
+        if self.seat.role is EngineRole.PREFILL:
+            return self.work_s
+        behind = min(max(self.clear_at - now, 0.0), self.work_s)
+        return max(behind, self.work_s * (1 - slots / self.running)) if self.running > slots else behind
+
+
+@dataclass(slots=True)
+class SessionKv:
+    """A trajectory's KV: its home, how many tokens of it lie where, and what a prefill engine needs to fetch it from
+    home (`returned`, an opaque value of the engines). All of it is of weights `version`."""
+
+    version: int
+    home: str | None = None
+    cached: dict[str, int] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    """Engines that may hold any, of whatever version: they are told when the trajectory is over."""
+    returned: Mapping[str, object] | None = None
+    was_remote: bool | None = None
+
+    def lies_at(self, engine_id: str) -> None:
+        """From now on the engine may hold some."""
+        if engine_id not in self.held:
+            self.held += (engine_id,)
+
+    def expire(self, version: int) -> None:
+        """`version` is current now: KV of another one is worth nothing."""
+        self.version = version
+        self.cached.clear()
+        self.returned = None
+
+
+class Roster:
+    """The engines by id, in the order they joined. Synchronous: every change takes effect between two awaits."""
+
+    def __init__(self, seats: Mapping[str, Seat]) -> None:
+        self.members: dict[str, Member] = {}
+        self._seats = dict(seats)
+        self.roles = False
+        """Whether any engine has a role of its own."""
+        self.kinds = 0
+        self._prefills: list[str] = []
+        self._seated()
+
+    def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: Seat | None) -> Member:
+        """An engine that comes back keeps the seat that it has by now."""
+        known = self._seats.get(engine.id)
+        self.seat(engine.id, seat if known is None and seat is not None else known or Seat())
+        member = self.members[engine.id] = Member(engine, version, shares, self._seats[engine.id])
+        return member
+
+    def seat(self, engine_id: str, seat: Seat) -> None:
+        self._seats[engine_id] = seat
+        member = self.members.get(engine_id)
+        if member is not None:
+            member.seat = seat
+        self._seated()
+
+    def seat_of(self, engine_id: str) -> Seat | None:
+        return self._seats.get(engine_id)
+
+    def leave(self, engine_id: str) -> None:
+        """It will not come back."""
+        self.members.pop(engine_id, None)
+        self._seats.pop(engine_id, None)
+        self._seated()
+
+    def home(self, engine_id: str | None, version: int) -> Member | None:
+        """The engine, if a trajectory that lives there can have its next turn there."""
+        member = None if engine_id is None else self.members.get(engine_id)
+        if member is None or not member.serves or member.version != version:
+            return None
+        return None if member.seat.role is EngineRole.PREFILL else member
+
+    def views(self, home: str | None, cached: Mapping[str, int], now: float, slots: int) -> list[EngineView]:
+        """Engines as routing sees them: all; with a `home` that one and those that prefill, since no other may be
+        chosen."""
+        members = self.members
+        some = members if home is None else [home, *(e for e in self._prefills if e in members)]
+        return [
+            EngineView(
+                e,
+                m.running,
+                len(m.sessions),
+                m.serves,
+                m.version,
+                m.seat,
+                m.backlog_s(now, slots),
+                cached.get(e, 0),
+                m.breaker.open(now),
+            )
+            for e, m in ((e, members[e]) for e in some)
+        ]
+
+    def _seated(self) -> None:
+        seats = self._seats.values()
+        self.roles = any(s.role is not EngineRole.ENGINE for s in seats)
+        self.kinds = len({s.kind for s in seats})
+        self._prefills = [e for e, s in self._seats.items() if s.role is EngineRole.PREFILL]
+
+    def doubts(self, now: float) -> list[Seat]:
+        """Seats of engines that are being looked at and most likely serve again in a moment."""
+        return [m.seat for m in self.members.values() if m.healthy and m.doubted and now < m.doubted_at + DOUBT_S]
+
+    def load(self, now: float, slots: int) -> dict[EngineKind, KindLoad]:
+        """By kind, of every engine that joined and has not left for good."""
+        kinds: dict[EngineKind, list[Member]] = {}
+        for member in self.members.values():
+            kinds.setdefault(member.seat.kind, []).append(member)
+        loads = {}
+        for kind, members in kinds.items():
+            up = [m for m in members if m.serves]
+            n = max(len(up), 1)
+            loads[kind] = KindLoad(
+                len(members), len(up), sum(m.backlog_s(now, slots) for m in up) / n, sum(m.running for m in up) / n
+            )
+        return loads

@@ -1,0 +1,327 @@
+"""Keeping the plan right while the run goes on: prices, flows, and now and then other instances.
+
+Three tempos (facts of queueing and of solvers set them): prices every few seconds, flows at fixed instances about every
+half minute, instances when the work has drifted, an engine is gone for good, a pool is down, or somebody says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rollart.errors import RollartError
+from rollart.fleet import DomainWork, EngineKind, Move, MoveKind, Observed, Proposal, Routes
+from rollart.policy.lease import Expiry
+from rollart.policy.rebalancing import news, worth
+from rollart.policy.workload import WorkloadMeter, drift
+from rollart.ports import Fleet, Planner, Recorder, RunEvent
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.leases import Leases
+
+__all__ = ["RebalanceSettings", "Rebalancer"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceSettings:
+    """Seconds between looks at prices and flows (0: never), the drift of the work that asks for a new plan, and the
+    time over which moving must pay.
+
+    `measure_s` is the window before and after a change over which its effect is measured, from `settle_s` after it on;
+    until then drift alone starts no other change. `gone_s`: a pool without a serving engine for so long is down.
+    `baseline` is the work that the running plan assumed; if it is empty, the first that is measured.
+    """
+
+    reprice_s: float = 5.0
+    flows_s: float = 30.0
+    drift: float = 0.15
+    horizon_s: float = 3600.0
+    measure_s: float = 300.0
+    settle_s: float = 60.0
+    gone_s: float = 60.0
+    planner_s: float = 60.0
+    move_s: float = 600.0
+    baseline: Mapping[str, DomainWork] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """An applied change whose effect is still to be measured."""
+
+    at: float
+    trigger: str
+    predicted: float | None
+    before: float | None
+
+
+class _NoAnswer(Exception):
+    """The planner failed: nothing is known, which is not the same as no better plan."""
+
+
+class Rebalancer:
+    """A task of the run: `run` never returns. Anybody may call `notify`.
+
+    It waits for its timer or a notification, for the planner (which computes elsewhere), and for a weight update to end
+    before it touches anything; an update waits for it only while routes and roles are replaced, which takes no time. A
+    planner or a fleet that fails changes nothing but the record: the run goes on with the routes it has.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        planner: Planner,
+        leases: Leases,
+        recorder: Recorder,
+        meter: WorkloadMeter,
+        *,
+        settings: RebalanceSettings,
+        fleet: Fleet | None = None,
+    ) -> None:
+        self._gateway = gateway
+        self._planner = planner
+        self._leases = leases
+        self._recorder = recorder
+        self._meter = meter
+        self._settings = settings
+        self._fleet = fleet
+        self._baseline = dict(settings.baseline)
+        self._reasons: list[str] = []
+        self._woken = asyncio.Event()
+        self._samples: deque[tuple[float, int]] = deque()
+        self._change: _Change | None = None
+        self._down_since: dict[str, float] = {}
+        self._down: set[str] = set()
+        self._flowed: frozenset[EngineKind] | None = None
+        """Kinds of engine that served when flows were computed last."""
+        self._failing: dict[str, str] = {}
+        """What the planner could not answer the last time, and why."""
+
+    def notify(self, reason: str) -> None:
+        """Something happened that the plan did not count on: an engine gone for good, another price. In words."""
+        self._reasons.append(reason)
+        self._woken.set()
+
+    async def run(self) -> None:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        period = min((s for s in (settings.reprice_s, settings.flows_s) if s > 0), default=settings.measure_s)
+        flows_due = loop.time() + settings.flows_s
+        self._samples.append((loop.time(), self._meter.finished))
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(period):
+                    await self._woken.wait()
+            now = loop.time()
+            self._sample(now)
+            self._measure(now)
+            reason = self._reason(now)
+            if reason:
+                await self._replan(reason)
+            elif settings.flows_s and (now >= flows_due or self._joined()):
+                flows_due = now + settings.flows_s
+                self._flowed = self._serving()
+                await self._follow("flows", self._planner.reflow(self._observed()))
+            elif settings.reprice_s:
+                await self._follow("prices", self._planner.reprice(self._observed()))
+
+    def _reason(self, now: float) -> str:
+        """Why the plan itself must be looked at; '' if it need not."""
+        self._woken.clear()
+        reasons, self._reasons = self._reasons, []
+        reasons += self._pools(now)
+        if reasons:
+            return "; ".join(reasons)
+        work = self._meter.work()
+        for domain, seen in work.items():
+            self._baseline.setdefault(domain, seen)
+        changed, figure = drift(self._baseline, work)
+        if changed <= self._settings.drift or self._change is not None:
+            return ""
+        return f"drift of {changed:.0%}: {figure}"
+
+    def _serving(self) -> frozenset[EngineKind]:
+        return frozenset(kind for kind, load in self._gateway.load().items() if load.healthy)
+
+    def _joined(self) -> bool:
+        """A kind of engine serves that the flows do not know: it has no price, and would draw every trajectory."""
+        return self._flowed is not None and not self._serving() <= self._flowed
+
+    def _pools(self, now: float) -> list[str]:
+        """Pools that went down for longer than `gone_s`, and those that came back."""
+        healthy: dict[str, int] = {}
+        for kind, load in self._gateway.load().items():
+            healthy[kind.pool] = healthy.get(kind.pool, 0) + load.healthy
+        reasons = []
+        for pool, count in healthy.items():
+            if count:
+                self._down_since.pop(pool, None)
+                if pool in self._down:
+                    self._down.discard(pool)
+                    reasons.append(f"pool {pool} is back")
+            elif pool not in self._down and now - self._down_since.setdefault(pool, now) >= self._settings.gone_s:
+                self._down.add(pool)
+                reasons.append(f"pool {pool} is down")
+        return reasons
+
+    async def _follow(self, what: str, asked: Awaitable[Routes]) -> None:
+        try:
+            routes = await self._ask(what, asked)
+        except _NoAnswer:
+            return
+        async with self._gateway.still():
+            said = news(self._gateway.routes, routes)
+            self._gateway.follow(routes)
+        if said:
+            self._event("repriced", what, change=said)
+
+    async def _replan(self, trigger: str) -> None:
+        observed = self._observed()
+        # Decided on this work, whatever comes of it: the same drift does not ask twice.
+        self._baseline.update(observed.work)
+        try:
+            proposal = await self._ask("a plan", self._planner.replan(observed, trigger))
+        except _NoAnswer:
+            return
+        if proposal is None:
+            self._event("rebalance_rejected", trigger, why="the plan that runs is the best one")
+            return
+        wanted, why = worth(proposal, self._settings.horizon_s)
+        if not wanted:
+            self._event("rebalance_rejected", trigger, why=why, **_figures(proposal))
+        elif self._fleet is None and not proposal.router_only:
+            self._event("rebalance_proposed", trigger, why=why, **_figures(proposal))
+        else:
+            await self._apply(trigger, proposal, why)
+
+    async def _apply(self, trigger: str, proposal: Proposal, why: str) -> None:
+        before = self._rate(self._settings.measure_s)
+        flips = [m for m in proposal.moves if m.kind is MoveKind.FLIP]
+        async with self._gateway.still():
+            short = self._short(flips)
+            if short is None:
+                for move in flips:
+                    self._flip(move)
+                if proposal.router_only:
+                    self._gateway.follow(proposal.routes)
+        if short is not None:
+            self._event("rebalance_rejected", trigger, why=f"the fleet changed: {short}", **_figures(proposal))
+            return
+        if not proposal.router_only and not await self._move(trigger, proposal):
+            return
+        self._planner.adopt(proposal)
+        now = asyncio.get_running_loop().time()
+        self._event("rebalanced", trigger, why=why, **_figures(proposal))
+        if self._change is not None:
+            self._event("rebalance_measured", self._change.trigger, superseded=True)
+        predicted = proposal.rate_after / proposal.rate_now - 1 if proposal.rate_now > 0 else None
+        self._change = _Change(now, trigger, predicted, before)
+
+    async def _move(self, trigger: str, proposal: Proposal) -> bool:
+        """Drains and starts, one after the other, then the routes. False if one failed: what was done stays done, and
+        the next look plans from there."""
+        assert self._fleet is not None
+        for move in proposal.moves:
+            if move.kind is MoveKind.FLIP:
+                continue
+            try:
+                async with self._leases.hold("rebalance", str(move), self._settings.move_s, Expiry.RETRY):
+                    await self._fleet.apply(move)
+            except RollartError as error:
+                self._event("rebalance_failed", trigger, move=str(move), cause=str(error), **_figures(proposal))
+                return False
+        async with self._gateway.still():
+            self._gateway.follow(proposal.routes)
+        return True
+
+    def _short(self, flips: list[Move]) -> str | None:
+        """The first flip that the engines there are cannot make."""
+        used: dict[EngineKind, int] = {}
+        for move in flips:
+            assert move.before is not None, "a flip has a role before"
+            kind = EngineKind(move.pool, move.before, move.tp)
+            used[kind] = used.get(kind, 0) + move.replicas
+            have = len(self._gateway.at(kind))
+            if used[kind] > have:
+                return f"{move}, but there are {have}"
+        return None
+
+    def _flip(self, move: Move) -> None:
+        assert move.before is not None
+        assert move.after is not None
+        for engine in self._gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
+            self._gateway.flip(engine, move.after)
+
+    async def _ask(self, what: str, asked: Awaitable[T]) -> T:
+        """The planner's answer. `_NoAnswer` if it fails or takes too long, with an event unless the last time that the
+        same was asked failed in the same way."""
+        try:
+            async with self._leases.hold("rebalance", f"the planner: {what}", self._settings.planner_s, Expiry.RETRY):
+                answer = await asked
+        except Exception as error:
+            cause = str(error) if isinstance(error, RollartError) else f"{type(error).__name__}: {error}"
+            if self._failing.get(what) != cause:
+                self._failing[what] = cause
+                self._event("rebalance_failed", what, cause=cause)
+            raise _NoAnswer from None
+        self._failing.pop(what, None)
+        return answer
+
+    def _observed(self) -> Observed:
+        window = self._settings.flows_s or self._settings.measure_s
+        rate = self._rate(window)
+        return Observed(
+            work=self._meter.work(),
+            load=self._gateway.load(),
+            rate=rate or 0.0,
+            seconds=0.0 if rate is None else window,
+            movable=self._fleet is not None,
+        )
+
+    def _sample(self, now: float) -> None:
+        self._samples.append((now, self._meter.finished))
+        keep = max(self._settings.measure_s, self._settings.flows_s)
+        while len(self._samples) > 2 and self._samples[1][0] <= now - keep:
+            self._samples.popleft()
+
+    def _rate(self, window: float) -> float | None:
+        """Trajectories/s finished over the last `window` seconds; None before that much was seen."""
+        now, last = self._samples[-1]
+        start = next(((t, n) for t, n in reversed(self._samples) if t <= now - window), None)
+        return None if start is None else (last - start[1]) / (now - start[0])
+
+    def _measure(self, now: float) -> None:
+        """The effect of the last change, once there was time to see it."""
+        change = self._change
+        if change is None or now < change.at + self._settings.settle_s + self._settings.measure_s:
+            return
+        self._change = None
+        after = self._rate(self._settings.measure_s)
+        gain = after / change.before - 1 if change.before and after is not None else None
+        self._event(
+            "rebalance_measured",
+            change.trigger,
+            predicted_gain=change.predicted,
+            measured_gain=gain,
+            rate_before=change.before,
+            rate_after=after,
+            window_s=self._settings.measure_s,
+        )
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+
+def _figures(proposal: Proposal) -> dict[str, str | float]:
+    figures: dict[str, str | float] = {
+        "moves": "; ".join(map(str, proposal.moves)) or "flows and prices only",
+        "rate_now": proposal.rate_now,
+        "rate_after": proposal.rate_after,
+        "cost": proposal.cost,
+    }
+    if proposal.usd_per_hour is not None:
+        figures["usd_per_hour_now"], figures["usd_per_hour_after"] = proposal.usd_per_hour
+    return figures

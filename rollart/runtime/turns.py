@@ -1,0 +1,396 @@
+"""A turn on its way: routed, prefilled here or there, generated, and tried again where that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from rollart.errors import EngineError, HandoffFailed, LeaseExpired
+from rollart.fleet import Routes
+from rollart.model import Completion, GenerateRequest
+from rollart.policy.lease import Expiry
+from rollart.policy.routing import EngineView, Path, Router, TurnView, choose_engine, route
+from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_id, prefill_request
+from rollart.runtime.homes import DomainBook, Tell
+from rollart.runtime.leases import Leases
+from rollart.runtime.members import Member, Roster, SessionKv
+from rollart.runtime.turn import GatewayLimits, Turn
+
+__all__ = ["GatewayLimits", "Turn", "Turns"]
+
+
+_Way = tuple[SessionKv, Member, Member | None]
+"""What is known of the session's KV, the engine that decodes, and the one that prefills if that is another."""
+
+
+class _Failed(Exception):
+    """An attempt failed and another engine may succeed."""
+
+
+class _Again(Exception):
+    """Nothing failed, but the way is no more: weights changed or an engine drains. Routed anew, as often as that is."""
+
+
+class Turns:
+    """Owns the sessions, the gate and the turns under way; `Gateway` tells it what the engines do.
+
+    Any number of trajectories call `generate`; each waits for the gate, an eligible engine and the answers of one or
+    two engines, all under leases. Invariant: both legs of a hand-off are sent while the same version is current on both
+    engines, and the second only if no update began since the first.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        limits: GatewayLimits,
+        roster: Roster,
+        router: Router,
+        version: int,
+        doubt: Callable[[Member, EngineError | LeaseExpired], None],
+        tell: Tell,
+    ) -> None:
+        self._leases = leases
+        self._limits = limits
+        self._roster = roster
+        self.router = router
+        self._special = False
+        """Whether routing needs more than load and version."""
+        self.version = version
+        self._doubt = doubt
+        self._tell = tell
+        self._sessions: dict[str, SessionKv] = {}
+        self._changed = asyncio.Event()
+        self._book = DomainBook(tell)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.pulls = Pulls(leases)
+        self.served = 0
+        self.paths: dict[str, int] = {}
+
+    def notify(self) -> None:
+        """Something changed that a waiting turn may be unblocked by, or that routing depends on."""
+        self._look()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def follow(self, routes: Routes) -> None:
+        before = self.router.routes
+        self.router = dataclasses.replace(self.router, routes=routes)
+        self._look()
+        if routes.shares != before.shares:
+            self._book.start_over()
+
+    async def quiet(self, member: Member) -> None:
+        """Returns when nothing runs on the engine."""
+        while member.running:
+            await self._changed.wait()
+
+    def unhome(self, member: Member) -> None:
+        """The engine's sessions have no home and no KV there any more."""
+        for session in member.sessions:
+            kv = self._sessions[session]
+            kv.home = kv.returned = None
+        member.sessions.clear()
+        if self._special:
+            for kv in self._sessions.values():
+                kv.cached.pop(member.engine.id, None)
+
+    def forget(self, session: str) -> list[Member]:
+        """The session is over: healthy engines that may hold KV of it."""
+        kv = self._sessions.pop(session, None)
+        if kv is None:
+            return []
+        if kv.home is not None:
+            home = self._roster.members.get(kv.home)
+            if home is not None:
+                home.sessions.discard(session)
+        members = [self._roster.members.get(e) for e in kv.held]
+        return [m for m in members if m is not None and m.healthy]
+
+    async def generate(self, turn: Turn) -> Completion:
+        """See `Gateway.generate`."""
+        failures, last = 0, ""
+        while failures < self._limits.attempts:
+            at_home = turn.at_home
+            try:
+                completion = await self._attempt(turn)
+                self.served += 1
+                return completion
+            except _Failed as failed:
+                last = str(failed)
+                # A hand-off that failed sends the turn home, and that is its first attempt.
+                failures += at_home == turn.at_home
+            except _Again:
+                continue
+        raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
+
+    def _look(self) -> None:
+        self._special = self._roster.roles or not self.router.plain(self._roster.kinds)
+
+    async def _attempt(self, turn: Turn) -> Completion:
+        kv, home, source = self._route_now(turn) or await self._route(turn)
+        request = self._request(turn)
+        before, version = turn.spent, self.version
+        if source is not None:
+            params = await self._prefill(turn, kv, request, source, home)
+            if params is None:
+                turn.at_home = True
+                kv, home, source = await self._route(turn)
+                request = self._request(turn)
+            else:
+                request = dataclasses.replace(request, kv_transfer=params)
+        work = 0.0 if not self._special else self._work(turn, kv, home, prefill=source is None, decode=True)
+        limit = self._limits.generate_s
+        try:
+            if source is None:
+                completion = await self._leg(turn, home, request, limit, work, generates=True)
+            else:
+                async with self.pulls.leg(request, prefills=False):
+                    completion = await self._leg(turn, home, request, limit, work, generates=True)
+        except (EngineError, LeaseExpired) as error:
+            wasted, way = turn.spent - before, (kv, home, source)
+            raise await self._unanswered(turn, way, request, error, wasted, moved=self.version != version) from None
+        if source is not None:
+            source.breaker.succeeded()
+        if self._special:
+            self._generated(turn, kv, home, completion, source is not None)
+        return completion
+
+    async def _unanswered(
+        self,
+        turn: Turn,
+        way: _Way,
+        request: GenerateRequest,
+        error: EngineError | LeaseExpired,
+        wasted: float,
+        *,
+        moved: bool,
+    ) -> Exception:
+        """The leg that generates failed: what to raise. `moved`: the weights changed since the turn was routed."""
+        kv, home, source = way
+        if isinstance(error, HandoffFailed):
+            if source is None:
+                return EngineError(f"{home.engine.id} was sent no KV: {error}", retryable=False)
+            again = moved or isinstance(error, TakenBack)
+            if not again:
+                self._handoff_failed(turn, source, home, error, wasted)
+                turn.at_home = True
+            await self._drop(source, request)
+            return _Again() if again else _Failed(str(error))
+        retryable = not isinstance(error, EngineError) or error.retryable
+        if retryable:
+            self._leave_home(turn, kv, home)
+            self._doubt(home, error)
+            turn.at_home = turn.at_home or source is not None
+        if source is not None:
+            await self._drop(source, request)
+        if not retryable:
+            return error
+        return _Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
+
+    async def _prefill(
+        self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
+    ) -> Mapping[str, object] | None:
+        """The first leg: what the decode engine is to be told; None if the turn has to prefill at home after all.
+        `_Again` if it is to be routed anew."""
+        version, before = self.version, turn.spent
+        work = self._work(turn, kv, source, prefill=True, decode=False)
+        # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted.
+        waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
+        limit = self._limits.handoff_s + waiting + work
+        ask = prefill_request(request, kv.returned)
+        kv.returned = None  # it can be used once
+        kv.lies_at(source.engine.id)
+        try:
+            async with self.pulls.leg(ask, prefills=True):
+                answer = await self._leg(turn, source, ask, limit, work, generates=False)
+            params = decode_params(answer, source.engine.id)
+        except TakenBack:
+            await self._drop(source, request)
+            raise _Again from None
+        except (EngineError, LeaseExpired) as error:
+            self._handoff_failed(turn, source, home, error, turn.spent - before)
+            if isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
+                self._doubt(source, error)
+            return None
+        spoilt = self._fenced(version, source, home)
+        if spoilt is None or (isinstance(spoilt, TakenBack) and self.version == version):
+            kv.cached[source.engine.id] = len(turn.token_ids)
+        if spoilt is None:
+            return params
+        if not isinstance(spoilt, TakenBack):
+            self._handoff_failed(turn, source, home, spoilt, turn.spent - before)
+        await self._drop(source, request)
+        if isinstance(spoilt, TakenBack):
+            raise _Again
+        return None
+
+    def _fenced(self, version: int, source: Member, home: Member) -> HandoffFailed | None:
+        """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
+        if self.version != version or not self.gate.is_set():
+            return TakenBack("the weights change")
+        for member in (source, home):
+            if self._roster.members.get(member.engine.id) is not member or not member.healthy:
+                return HandoffFailed(f"{member.engine.id} is gone")
+            if member.version != version:
+                return HandoffFailed(f"{member.engine.id} has v{member.version}")
+            if member.draining:
+                return TakenBack(f"{member.engine.id} drains")
+        return None
+
+    async def _drop(self, source: Member, request: GenerateRequest) -> None:
+        """Nobody will pull what `source` keeps for this request."""
+        if source.healthy:
+            await discard(source, prefill_id(request.request_id), self._leases, self._limits.handoff_s)
+
+    async def _leg(
+        self, turn: Turn, member: Member, request: GenerateRequest, seconds: float, work: float, *, generates: bool
+    ) -> Completion:
+        """One request to one engine; what it took there is charged, however it ends."""
+        member.running += 1
+        if work:
+            member.expect(work, asyncio.get_running_loop().time())
+        # Told once per version: the turn is one turn, whichever attempt of it samples the first token.
+        if generates and member.running <= self._limits.slots and turn.told != self.version:
+            turn.told = self.version
+            turn.sent(self.version)
+        member.shares.begin(request.request_id)
+        what = "generation" if generates else "prefill"
+        try:
+            async with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY):
+                return await member.engine.generate(request)
+        finally:
+            member.running -= 1
+            if work:
+                member.done(work, asyncio.get_running_loop().time())
+            spent = member.shares.end(request.request_id)
+            turn.spent += spent
+            turn.spend(spent)
+            if member.draining and not member.running:
+                self.notify()
+
+    async def _route(self, turn: Turn) -> _Way:
+        """The way of the turn by what is known now; waits for the gate and for an eligible engine."""
+        while True:
+            found = self._route_now(turn)
+            if found is not None:
+                return found
+            changed = self._changed
+            async with self._leases.hold(turn.session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
+                await changed.wait()
+
+    def _route_now(self, turn: Turn) -> _Way | None:
+        """None while the gate is closed or no engine is eligible."""
+        if not self.gate.is_set():
+            return None
+        version, roster = self.version, self._roster
+        kv = self._sessions.get(turn.session)
+        if kv is None:
+            kv = self._sessions[turn.session] = SessionKv(version)
+        elif kv.version != version:
+            kv.expire(version)
+        home = roster.home(kv.home, version)
+        if home is not None and not roster.roles:
+            return kv, home, None
+        path = self._choose(turn, kv, home)
+        if path is None:
+            return None
+        decode = roster.members[path.decode]
+        if home is not decode:
+            self._settle(turn, kv, decode, path.preferred)
+        return kv, decode, None if path.prefill is None else roster.members[path.prefill]
+
+    def _choose(self, turn: Turn, kv: SessionKv, home: Member | None) -> Path | None:
+        roster = self._roster
+        if not self._special:
+            views = [EngineView(e, m.running, len(m.sessions), m.serves, m.version) for e, m in roster.members.items()]
+            chosen = choose_engine(views, sticky=None, version=self.version)
+            return None if chosen is None else Path(chosen, None, "least loaded")
+        view = TurnView(
+            tokens=len(turn.token_ids),
+            output=self._book.output(turn.domain, turn.sampling.max_tokens),
+            domain=turn.domain,
+            was_remote=kv.was_remote,
+            returns=kv.returned is not None,
+            at_home=turn.at_home,
+        )
+        now = asyncio.get_running_loop().time()
+        path = route(
+            roster.views(None if home is None else home.engine.id, kv.cached, now, self._limits.slots),
+            view,
+            self.router,
+            sticky=kv.home,
+            version=self.version,
+            homes=self._book.homes(turn.domain),
+        )
+        if path is not None:
+            self.paths[path.why] = self.paths.get(path.why, 0) + 1
+        return path
+
+    def _settle(self, turn: Turn, kv: SessionKv, member: Member, preferred: bool) -> None:
+        """The trajectory lives on this engine from now on."""
+        old = None if kv.home is None else self._roster.members.get(kv.home)
+        if old is not None:
+            old.sessions.discard(turn.session)
+        member.sessions.add(turn.session)
+        kv.home = member.engine.id
+        kv.lies_at(member.engine.id)
+        if self._special:
+            doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
+            self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
+
+    def _leave_home(self, turn: Turn, kv: SessionKv, home: Member) -> None:
+        home.sessions.discard(turn.session)
+        kv.home = kv.returned = None
+        kv.cached.pop(home.engine.id, None)
+
+    def _generated(self, turn: Turn, kv: SessionKv, home: Member, completion: Completion, remote: bool) -> None:
+        """What the engines hold now. KV that was computed before an update which has happened since is of no use."""
+        if kv.version != self.version:
+            kv.expire(self.version)
+        kv.was_remote = remote
+        if completion.spans and completion.spans[-1].version == self.version:
+            kv.cached[home.engine.id] = len(turn.token_ids) + max(len(completion.token_ids) - 1, 0)
+            kv.returned = completion.kv_transfer
+        self._book.answered(turn.domain, len(completion.token_ids))
+
+    def _request(self, turn: Turn) -> GenerateRequest:
+        turn.sends += 1
+        return GenerateRequest(
+            f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{self.version}"
+        )
+
+    def _work(self, turn: Turn, kv: SessionKv, member: Member, *, prefill: bool, decode: bool) -> float:
+        """Engine seconds that the request is predicted to take there; 0 without a model: counts alone say the load."""
+        model = self.router.routes.model
+        if model is None:
+            return 0.0
+        kind, tokens = member.seat.kind, len(turn.token_ids)
+        seconds = 0.0
+        if prefill:
+            cached = min(kv.cached.get(member.engine.id, 0), tokens)
+            if not decode and kv.home is not None:
+                cached = max(cached, min(kv.cached.get(kv.home, 0), tokens) if kv.returned is not None else 0)
+            seconds += model.prefill_s(kind, max(tokens - cached, 1), cached)
+        if decode:
+            seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))
+        return seconds
+
+    def _handoff_failed(
+        self, turn: Turn, source: Member, home: Member, error: EngineError | LeaseExpired, wasted: float
+    ) -> None:
+        cause = error.cause if isinstance(error, LeaseExpired) else str(error)
+        self._tell(
+            "handoff_failed",
+            turn.session,
+            prefill=source.engine.id,
+            decode=home.engine.id,
+            cause=cause,
+            wasted_s=round(wasted, 6),
+        )
+        now = asyncio.get_running_loop().time()
+        seconds = source.breaker.failed(now, hopeless=isinstance(error, NothingKept))
+        if seconds is not None:
+            failures = source.breaker.failures
+            self._tell("prefill_barred", source.engine.id, cause=cause, in_a_row=failures, seconds=seconds)

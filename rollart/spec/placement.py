@@ -1,0 +1,93 @@
+"""The `placement` section of a run spec: what the plan is to reach, and what it may not do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollart.spec.base import Entry
+
+__all__ = ["PlacementSpec", "RebalanceSpec", "TrainPlacement"]
+
+
+class TrainPlacement(Entry):
+    """Where training runs and how fast it is predicted to be."""
+
+    pool: str | None = Field(default=None, description="Pool or device type; computed if not given.")
+    devices: int | None = Field(default=None, ge=1, le=1_000_000, description="Devices; computed if not given.")
+    mfu: float = Field(default=0.40, le=1, ge=1e-4, description="Share of the dense peak that a training step reaches.")
+    bytes_per_parameter: float = Field(
+        default=16.0,
+        ge=0.01,
+        le=1e3,
+        description="Weights, gradients and optimizer state: bf16, fp32 master and AdamW.",
+    )
+    seconds_per_token: float | None = Field(
+        default=None, gt=0, le=1e6, description="Measured device-seconds per trained token, instead of FLOPs and `mfu`."
+    )
+    seconds_per_step: float = Field(
+        default=0.0, ge=0, le=1e6, description="Measured seconds per step beside the tokens: publish, hand-over."
+    )
+
+
+class RebalanceSpec(Entry):
+    """How the plan is kept right while the run goes on. 0 turns a part off."""
+
+    reprice_s: float = Field(default=5.0, ge=0, le=1e9, description="Seconds between corrections of prices by backlog.")
+    flows_s: float = Field(default=30.0, ge=0, le=1e9, description="Seconds between computations of the flows.")
+    drift: float = Field(
+        default=0.15, gt=0, le=1e6, description="Change of the work (a share) after which instances are computed again."
+    )
+    horizon_s: float = Field(default=3600.0, gt=0, le=1e9, description="Time over which a move must pay for itself.")
+    restart_s: float = Field(default=120.0, ge=0, le=1e9, description="Seconds that a moved device earns nothing.")
+    max_changed_devices: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="Devices that one change may move; any number if not given."
+    )
+
+
+class PlacementSpec(Entry):
+    """What the plan is to reach. With its defaults: the highest rate, whatever it takes."""
+
+    objective: Literal["max_throughput", "min_cost", "max_throughput_per_dollar"] = Field(
+        default="max_throughput", description="What is best: the rate, the cost of a given `rate`, or their ratio."
+    )
+    rate: float | None = Field(default=None, ge=1e-9, le=1e9, description="Trajectories/s that `min_cost` must reach.")
+    budget_usd_per_hour: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e12,
+        description="Largest bill: pools that are not rented whole, rented ones and functions by use.",
+    )
+    in_flight: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000_000,
+        description="Trajectories under way at most; (staleness + 1) × batch if not given.",
+    )
+    tensor_parallel: list[Annotated[int, Field(ge=1, le=100_000)]] | None = Field(
+        default=None,
+        min_length=1,
+        description="Devices per engine to consider; 1, 2, 4 and 8, where they divide the model, if not given.",
+    )
+    prefill_decode: Literal["auto", "off", "only"] = Field(
+        default="auto", description="Prefill and decode on different engines: where it pays, never, or always."
+    )
+    router: Literal["priced", "dynamo", "vllm_router", "local", "remote"] = Field(
+        default="priced",
+        description="Where a turn prefills. priced: the cheapest path by the plan's prices and the backlog; dynamo, "
+        "vllm_router: their token thresholds; local, remote: always there.",
+    )
+    utilisation: float = Field(
+        default=0.95, le=1, ge=0.01, description="Share of an instance's time that the plan may use."
+    )
+    weight_bytes: float = Field(
+        default=2.0, ge=0.01, le=100, description="Bytes per parameter when serving: 2 bf16, 1 fp8."
+    )
+    kv_bytes: float = Field(default=2.0, ge=0.01, le=100, description="Bytes per element of the KV cache.")
+    profile: str | None = Field(
+        default=None,
+        description="Directory of a finished run, relative to the run file: domains without a `profile` are as there.",
+    )
+    train: TrainPlacement = Field(default_factory=TrainPlacement, description="Training.")
+    rebalance: RebalanceSpec = Field(default_factory=RebalanceSpec, description="Changes while the run goes on.")

@@ -1,0 +1,237 @@
+"""From specs to the placer's question, and from its answer to the parts that will run. With `fleet` and `work`, and
+`resolve` above them, the only caller of `placement`. Imported when something is to be solved or predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.architecture import Shape, shape_of
+from placement.constants import Calibration
+from placement.problem import Problem, Restriction
+from placement.roofline import RooflinePerformance
+from placement.types import Demand, Deployment, Infeasible, Objective, Placement, Pool, Role
+from placement.workload import DomainProfile
+from rollart.errors import SpecError
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.fleet import device_name, function_price, links_of, pools_of
+from rollart.spec.prices import PriceList
+from rollart.spec.rules import quotas
+from rollart.spec.run import RunSpec
+from rollart.spec.suggest import did_you_mean
+from rollart.spec.work import ASSUMED, affinity_of, model_config, model_name, profiles_of, train_of
+
+__all__ = ["Question", "answer", "demands_of", "load_calibrations", "problem_of", "question_of",
+           "run_shape"]  # fmt: skip
+
+DEFAULT_TP = (1, 2, 4, 8)
+
+SPLIT = frozenset({Role.PREFILL, Role.DECODE})
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A problem, and what a reader of its answer must know about how it came from the specs."""
+
+    problem: Problem
+    notes: tuple[str, ...] = ()
+
+
+def problem_of(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    prices: PriceList,
+    profiles: Sequence[DomainProfile] | None = None,
+    *,
+    base: str = ".",
+    fixed: Sequence[Deployment] | None = None,
+) -> Problem:
+    """The placer's problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
+    return question_of(run, cluster, prices, profiles, base=base, fixed=fixed).problem
+
+
+def question_of(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    prices: PriceList,
+    profiles: Sequence[DomainProfile] | None = None,
+    *,
+    base: str = ".",
+    fixed: Sequence[Deployment] | None = None,
+) -> Question:
+    """As `problem_of`, with what had to be assumed. `fixed`: the instances are given, only flows are left."""
+    spec = run.placement
+    shape = run_shape(run, base)
+    pools = pools_of(cluster, prices)
+    performance = _performance(run, cluster, pools, shape)
+    degrees = _degrees(run, shape, fixed)
+    domains = profiles_of(run, quotas(run), profiles or ())
+    usable = {p.name: _why_not(performance, p, degrees) for p in pools}
+    affinity, fallbacks = affinity_of(run, pools, usable)
+    pool, devices = _train_place(run, cluster, pools, fixed)
+    only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
+    try:
+        problem = Problem(
+            pools=pools,
+            domains=domains,
+            performance=performance,
+            links=links_of(cluster),
+            train=train_of(run, pool, devices),
+            objective=Objective(spec.objective),
+            rate=spec.rate,
+            budget_usd_per_hour=spec.budget_usd_per_hour,
+            in_flight=spec.in_flight,
+            functions=function_price(cluster, prices),
+            roles=frozenset(Role) - SPLIT if spec.prefill_decode == "off" else frozenset(Role),
+            tensor_parallel=degrees,
+            max_batch=cluster.engines.max_slots,
+            affinity=affinity,
+            fixed=None if fixed is None else tuple(fixed),
+            restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
+            device_types=only,
+            utilisation=spec.utilisation,
+        )
+    except ValueError as error:
+        raise SpecError(f"the plan's problem: {error}") from None
+    return Question(problem, (*_assumptions(run, domains), *fallbacks))
+
+
+def answer(question: Question) -> Placement:
+    """Solve. SpecError with the constraints that cannot hold together when there is no plan."""
+    from placement.solve import solve  # only what is solved pays for numpy
+
+    try:
+        found = solve(question.problem)
+    except ValueError as error:  # what only turns out while solving: no plan costs anything, so no ratio is best
+        raise SpecError(f"the plan's problem: {error}") from None
+    if isinstance(found, Infeasible):
+        raise infeasible(found)
+    return found
+
+
+def infeasible(found: Infeasible) -> SpecError:
+    """Why there is no plan, a constraint a line."""
+    told = found.message
+    lines = [f"no plan: {told}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in told)]
+    return SpecError("\n".join(lines), remedy="loosen one of these, or see what would do with `rollart plan --what-if`")
+
+
+def demands_of(placement: Placement) -> list[Demand]:
+    """What to put on devices: the largest parts of a pool first, so that none of them straddles hosts."""
+    parts = sorted(placement.deployments, key=lambda d: (d.role is not Role.TRAINER, -d.tp, d.pool, d.role))
+    return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
+
+
+def run_shape(run: RunSpec, base: str) -> Shape:
+    """The model's shape at the serving precision. SpecError for a config.json that describes none."""
+    spec = run.placement
+    try:
+        return shape_of(
+            model_config(run, base),
+            name=model_name(run),
+            weight_bytes_per_parameter=spec.weight_bytes,
+            kv_bytes_per_element=spec.kv_bytes,
+        )
+    except ValueError as error:
+        raise SpecError(f"model: {error}", remedy="give model.config the model's Hugging Face config.json") from None
+
+
+def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibration]:
+    """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
+    import yaml
+
+    found: dict[str, Calibration] = {}
+    for name in cluster.calibration:
+        path = Path(base) / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+            for entry in data if isinstance(data, list) else [data]:
+                if not isinstance(entry, Mapping):
+                    raise ValueError("it holds no mapping (rule: what `rollart calibrate` writes)")
+                one = _calibration(entry)
+                found[one.device] = one
+        except OSError as error:
+            raise SpecError(f"calibration '{name}': {path} cannot be read: {error.strerror}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            text = " ".join(str(error).split())
+            raise SpecError(f"calibration '{name}': {text}", remedy="write it anew with `rollart calibrate`") from None
+    return found
+
+
+def _calibration(entry: Mapping[str, object]) -> Calibration:
+    """Of what a file may hold: a calibration, a fit (which says more), or a whole machine, whose engine has one."""
+    engine = entry.get("engine")
+    fitted = engine if isinstance(engine, Mapping) else entry
+    return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
+
+
+def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: Shape) -> RooflinePerformance:
+    """An engine on a CPU keeps KV for its slots, however much memory its host has."""
+    slots = cluster.engines.max_slots * shape.kv_bytes(float(run.model.context))
+    return RooflinePerformance(
+        shape,
+        load_calibrations(cluster),
+        precision="fp8" if run.placement.weight_bytes <= 1 else "bf16",
+        kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
+    )
+
+
+def _degrees(run: RunSpec, shape: Shape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
+    """Tensor-parallel degrees to consider. One that the user names must divide the model."""
+    if fixed is not None:
+        return tuple(sorted({d.tp for d in fixed if d.role not in (Role.TRAINER, Role.REWARD)})) or (1,)
+    given = run.placement.tensor_parallel
+    if given is None:
+        return DEFAULT_TP
+    for tp in given:
+        why_not = shape.allows_tp(tp)
+        if why_not is not None:
+            raise SpecError(f"placement.tensor_parallel has {tp}: {why_not}")
+    return tuple(sorted(set(given)))
+
+
+def _why_not(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:
+    """Why a pool cannot serve the model with any of the degrees; None if it can."""
+    reasons = []
+    for tp in degrees:
+        found = performance.instance(pool.device, tp)
+        if not isinstance(found, str) and found.kv_capacity_bytes > 0 and tp <= pool.count:
+            return None
+        reasons.append(found if isinstance(found, str) else "the model does not fit into its memory")
+    return reasons[-1]
+
+
+def _train_place(
+    run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], fixed: Sequence[Deployment] | None
+) -> tuple[str | None, int | None]:
+    """Pool and devices of the trainer, as far as they are given. Of several pools with the type, the largest."""
+    placed = [d for d in fixed or () if d.role is Role.TRAINER]
+    if placed:
+        return placed[0].pool, placed[0].tp * placed[0].replicas
+    spec = run.placement.train
+    wanted = spec.pool or cluster.trainer.device
+    if wanted is None:
+        return None, spec.devices
+    named = [p for p in pools if p.name == wanted] or [p for p in pools if p.device.name == device_name(wanted)]
+    if not named:
+        names = [*(p.name for p in pools), *dict.fromkeys(p.device.name for p in pools)]
+        key = "placement.train.pool" if spec.pool else "trainer.device"
+        raise SpecError(f"{key} is '{wanted}' (rule: a pool or a device type{did_you_mean(wanted, names)})")
+    return max(named, key=lambda p: p.count).name, spec.devices
+
+
+def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, ...]:
+    notes = []
+    assumed = [d.name for d in domains if d.source == ASSUMED]
+    if assumed:
+        notes.append(
+            f"assumed: every trajectory of {', '.join(assumed)} is as long as max_turns, max_tokens and model.context "
+            "allow; give a profile, or placement.profile a finished run"
+        )
+    notes += [f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given")]
+    if run.schedule == "sync":
+        notes.append("schedule is sync: generation and training take turns, which the rate does not account for")
+    return tuple(notes)

@@ -1,0 +1,207 @@
+"""`rollart plan --what-if`: small changes to hardware, prices, links, model and wishes, as specs.
+
+    h20=+32  h20=-8  h20=64      devices of a pool, by its name or its device type; a type that the cluster lacks makes
+                                 a new pool, and 0 takes the pool away
+    price.h800=4.10              dollars per device-hour
+    link.h800-h20=25             GB/s between two pools; a new link if there is none
+    model=DIR_OR_CONFIG.json     another model
+    in_flight= rate= budget= objective= prefill_decode= utilisation= staleness= batch= train.devices= train.pool=
+                                 keys of the run spec
+Names do not mind case. Pure.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from placement.hardware import canonical
+from rollart.errors import SpecError, UsageError
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.document import parse_value
+from rollart.spec.load import value_problem
+from rollart.spec.resolve import Specs
+from rollart.spec.rules import Problem, cluster_problems, run_problems
+from rollart.spec.run import RunSpec
+from rollart.spec.suggest import did_you_mean
+
+__all__ = ["changed"]
+
+Values = dict[str, Any]
+
+SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec)
+
+RUN_KEYS: dict[str, tuple[str, ...]] = {
+    "in_flight": ("placement", "in_flight"),
+    "rate": ("placement", "rate"),
+    "budget": ("placement", "budget_usd_per_hour"),
+    "objective": ("placement", "objective"),
+    "prefill_decode": ("placement", "prefill_decode"),
+    "utilisation": ("placement", "utilisation"),
+    "train.devices": ("placement", "train", "devices"),
+    "train.pool": ("placement", "train", "pool"),
+    "staleness": ("staleness",),
+    "batch": ("batch", "trajectories"),
+}
+"""Short names of run spec keys."""
+
+
+def changed(specs: Specs, changes: Sequence[str]) -> Specs:
+    """The specs with the changes made, in order. UsageError for one that is not understood, SpecError for one that
+    breaks a rule; both name it."""
+    run, cluster = specs.run.model_dump(mode="json"), specs.cluster.model_dump(mode="json")
+    given = {text.partition("=")[0] for text in changes}
+    for text in changes:
+        key, separator, value = text.partition("=")
+        if not separator or not key or not value:
+            raise UsageError(
+                f"--what-if '{text}' is not key=value", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512"
+            )
+        _change(run, cluster, key, value, text)
+    if "objective" in given and "rate" not in given and run["placement"]["objective"] != "min_cost":
+        run["placement"]["rate"] = None  # the rate was that of the objective that is gone
+    return replace(
+        specs,
+        run=_validated(RunSpec, run, changes, run_problems),
+        cluster=_validated(ClusterSpec, cluster, changes, cluster_problems),
+    )
+
+
+def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> None:
+    head, _, rest = key.partition(".")
+    if key == "model":
+        run["model"] = {**run["model"], "config": os.path.abspath(value)}
+    elif key in RUN_KEYS:
+        at = run
+        for part in RUN_KEYS[key][:-1]:
+            at = at[part]
+        at[RUN_KEYS[key][-1]] = parse_value(value, name=f"--what-if '{_brief(text)}'")
+        if key == "batch":
+            _shares(run)
+    elif head == "price" and rest:
+        for pool in _pools(cluster, rest, text):
+            pool["price"] = _number(value, text)
+    elif head == "link" and rest:
+        _link(cluster, rest, _number(value, text), text)
+    else:
+        _count(cluster, key, value, text)
+
+
+def _shares(run: Values) -> None:
+    """Numbers of trajectories by domain become weights: another batch has the same mix."""
+    for domain in run["domains"]:
+        if domain["trajectories"] is not None:
+            domain["weight"], domain["trajectories"] = float(domain["trajectories"]), None
+
+
+def _count(cluster: Values, name: str, value: str, text: str) -> None:
+    relative = value[0] in "+-"
+    try:
+        amount = int(value)
+    except ValueError:
+        raise UsageError(
+            f"--what-if '{_brief(text)}': '{_brief(value)}' is no number of devices (rule: 64, +32 or -8)"
+        ) from None
+    found = _named(cluster, name)
+    if not found and amount > 0:
+        cluster["pools"].append({"name": name.lower(), "device": _type(cluster, name, text), "count": amount})
+        return
+    pools = _pools(cluster, name, text)
+    if len(pools) > 1:
+        names = ", ".join(p["name"] for p in pools)
+        raise UsageError(f"--what-if '{text}': several pools have '{name}'", remedy=f"name one of {names}")
+    count = pools[0]["count"] + amount if relative else amount
+    if count < 0:
+        raise UsageError(f"--what-if '{text}': pool '{pools[0]['name']}' has {pools[0]['count']} devices")
+    pools[0]["count"] = count
+    if count == 0:
+        gone = pools[0]["name"]
+        cluster["pools"].remove(pools[0])
+        cluster["links"] = [link for link in cluster["links"] if gone not in (link["a"], link["b"])]
+
+
+def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
+    """Names may hold a '-': every way to cut is tried."""
+    parts = ends.split("-")
+    for cut in range(1, len(parts)):
+        a, b = _named(cluster, "-".join(parts[:cut])), _named(cluster, "-".join(parts[cut:]))
+        if len(a) == 1 and len(b) == 1:
+            pair = {a[0]["name"], b[0]["name"]}
+            for link in cluster["links"]:
+                if {link["a"], link["b"]} == pair:
+                    link["gb_per_s"] = gb_per_s
+                    return
+            cluster["links"].append({"a": a[0]["name"], "b": b[0]["name"], "gb_per_s": gb_per_s})
+            return
+    names = ", ".join(p["name"] for p in cluster["pools"])
+    raise UsageError(f"--what-if '{text}': '{ends}' is no pair of pools (rule: link.a-b; pools: {names})")
+
+
+def _named(cluster: Values, name: str) -> list[Values]:
+    """Pools of that name, else of that device type."""
+    wanted = name.lower()
+    by_name = [p for p in cluster["pools"] if p["name"].lower() == wanted]
+    return by_name or [p for p in cluster["pools"] if p["device"].lower() == wanted]
+
+
+def _pools(cluster: Values, name: str, text: str) -> list[Values]:
+    found = _named(cluster, name)
+    if not found:
+        raise _unknown(cluster, name, text)
+    return found
+
+
+def _unknown(cluster: Values, name: str, text: str) -> UsageError:
+    known = [
+        *(p["name"] for p in cluster["pools"]),
+        *sorted({p["device"] for p in cluster["pools"]}),
+        *RUN_KEYS,
+        "model",
+    ]
+    hint = did_you_mean(name.lower(), dict.fromkeys(k.lower() for k in known))
+    return UsageError(
+        f"--what-if '{text}': there is no '{name}'{hint}",
+        remedy="name a pool, a device type, price.POOL, link.A-B, model or a key such as in_flight",
+    )
+
+
+def _type(cluster: Values, name: str, text: str) -> str:
+    """The device type of a pool that is to be made."""
+    for candidate in (name, name.upper()):
+        try:
+            return canonical(candidate)
+        except ValueError:
+            continue
+    raise _unknown(cluster, name, text)
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise UsageError(f"--what-if '{_brief(text)}': '{_brief(value)}' is no number") from None
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _validated(
+    model: type[SpecModel], values: Values, changes: Sequence[str], rules: Callable[[SpecModel], Sequence[Problem]]
+) -> SpecModel:
+    what = f"--what-if '{_brief(' '.join(changes))}'"
+    try:
+        spec = model.model_validate(copy.deepcopy(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise SpecError(f"{what}: {value_problem(first, place)}") from None
+    problems = rules(spec)
+    if problems:
+        raise SpecError("\n".join(f"{what}: {problem.message}" for problem in problems))
+    return spec

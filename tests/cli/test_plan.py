@@ -1,0 +1,198 @@
+"""`rollart plan` on a computed plan: what it shows, what-if, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.cli.plan import _spread
+from rollart.errors import SpecError, UsageError
+
+Call = Callable[..., Any]
+
+CLUSTER = """\
+name: c
+pools:
+  - {name: big, device: H800, count: 8, devices_per_host: 8}
+  - {name: wide, device: H20, count: 8}
+  - {name: cores, device: cpu, count: 64}
+links:
+  - {a: big, b: wide, gb_per_s: 100}
+functions: {price: aws_lambda}
+"""
+
+RUN = """\
+name: r
+model:
+  context: 4096
+  config:
+    {model_type: qwen3, vocab_size: 1000, hidden_size: 1024, intermediate_size: 3072, num_hidden_layers: 12,
+     num_attention_heads: 16, num_key_value_heads: 8, head_dim: 64, tie_word_embeddings: false}
+batch: {trajectories: 64}
+domains:
+  - name: chat
+    environment: tests.envs:Lake
+    max_tokens: 512
+    profile: {turns: 4, first_tokens: 500, new_tokens: 100, output_tokens: 200, reward: {seconds: 1}}
+"""
+
+
+@pytest.fixture
+def plan(rollart: Call) -> Call:
+    Path("r.yaml").write_text(RUN)
+    Path("c.yaml").write_text(CLUSTER)
+    return lambda *arguments: rollart("plan", "r.yaml", "--cluster", "c.yaml", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["r.yaml", "--what-if", "a=1", "b=2"], ["r.yaml", "--what-if", "a=1", "--what-if", "b=2"]),
+        (["--what-if", "a=1 b=2", "r.yaml"], ["--what-if", "a=1", "--what-if", "b=2", "r.yaml"]),
+        (["--what-if=a=1", "-o", "json", "x=3"], ["--what-if", "a=1", "-o", "json", "x=3"]),
+        (["steps=3", "--what-if", "a=1", "--what-if", "b=2"], ["steps=3", "--what-if", "a=1", "--what-if", "b=2"]),
+    ],
+)
+def test_all_that_follows_what_if_is_a_change(given: list[str], expected: list[str]) -> None:
+    assert _spread(given) == expected
+
+
+@pytest.mark.parametrize("given", [["--what-if"], ["--what-if="], ["--what-if", "-o", "json"], ["--what-if", "h20"]])
+def test_what_if_of_nothing_is_a_usage_error(given: list[str], plan: Call) -> None:
+    with pytest.raises(UsageError, match="names no change"):
+        _spread(given)
+    done = plan(*given)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("rollart: --what-if names no change")
+
+
+def test_a_run_of_a_bare_config_is_for_plans(tmp_path: Path) -> None:
+    from rollart.compose.prepare import prepare_tokenizer
+    from rollart.spec.resolve import resolve_files
+
+    (tmp_path / "r.yaml").write_text(RUN)
+    (tmp_path / "c.yaml").write_text("name: c\npools: [{name: p, count: 2}]\nengines: {count: 1}\n")
+    resolved = resolve_files(tmp_path / "r.yaml", tmp_path / "c.yaml", ["domains.chat.profile="])
+    with pytest.raises(SpecError, match="neither 'path' nor 'init'"):
+        prepare_tokenizer(resolved, tmp_path)
+
+
+@pytest.mark.slow
+class TestComputed:
+    """Slow: each solves mixed-integer programs."""
+
+    def test_json_has_everything_and_is_one_document(self, plan: Call) -> None:
+        done = plan("-o", "json")
+        assert done.code == 0, done.err
+        found = json.loads(done.out)
+        assert (found["schema_version"], found["report"], found["run"]) == (1, "plan", "r")
+        tables = found["tables"]
+        assert {
+            "totals",
+            "pools",
+            "deployments",
+            "flows",
+            "baselines",
+            "marginals",
+            "rewards",
+            "batch",
+        } <= tables.keys()
+        (totals,) = tables["totals"]
+        assert totals["from"] < totals["trajectories_per_s"] < totals["to"]
+        assert totals["trajectories_per_s"] <= totals["bound"] * (1 + 1e-9)
+        used = {row["pool"]: row["used"] for row in tables["pools"]}
+        for pool, devices in used.items():
+            assert devices == sum(d["devices"] for d in tables["deployments"] if d["pool"] == pool)
+        assert sum(flow["share"] for flow in tables["flows"]) == pytest.approx(1)
+        names = [row["plan"] for row in tables["baselines"]]
+        assert names[:3] == ["this plan", "only H20", "only H800"]
+        for row in tables["baselines"][1:]:
+            if row["trajectories_per_s"] is not None:
+                assert row["ratio"] >= 0.99, "no simple plan is better"
+
+    def test_a_table_for_people(self, plan: Call) -> None:
+        done = plan("--fast")
+        assert done.out.startswith("plan of r\n")
+        assert "Beside simpler plans" not in done.out
+        assert re.search(r"^binds: \S", done.out, re.MULTILINE)
+        assert "not calibrated" in done.out
+
+    def test_the_bound_has_the_unit_of_the_objective(self, plan: Call) -> None:
+        def totals(*arguments: str) -> dict[str, float]:
+            (found,) = json.loads(plan("--fast", "-o", "json", *arguments).out)["tables"]["totals"]
+            return dict(found)
+
+        frugal = totals("placement.objective=min_cost", "placement.rate=1")
+        assert "bound" not in frugal
+        assert 0 < frugal["bound_usd_per_hour"] <= frugal["usd_per_hour_used"] * (1 + 1e-6)
+        ratio = totals("placement.objective=max_throughput_per_dollar")
+        per_usd = 1000 / ratio["usd_per_1k"]
+        assert ratio["bound_trajectories_per_usd"] == pytest.approx(per_usd / (1 - ratio["gap"]), rel=0.02)
+        assert ratio["bound_trajectories_per_usd"] >= per_usd * (1 - 1e-6)
+
+    def test_beside_a_plan_that_yields_nothing_there_is_no_ratio(self, plan: Call) -> None:
+        """JSON has no infinity."""
+        done = plan("-o", "json", "placement.train.seconds_per_step=1e6")
+        assert done.code == 0, done.err
+
+        def refuse(constant: str) -> float:
+            raise AssertionError(f"{constant} is no JSON")
+
+        rows = json.loads(done.out, parse_constant=refuse)["tables"]["baselines"]
+        assert len(rows) > 1
+
+    def test_what_more_buys_is_said_by_the_instance_and_not_clipped(self, plan: Call) -> None:
+        done = plan("placement.tensor_parallel=[4]")
+        rows = json.loads(plan("placement.tensor_parallel=[4]", "-o", "json").out)["tables"]["marginals"]
+        serving = [row for row in rows if row["what"] in ("big", "wide") and row["how"] == "dual price"]
+        assert {row["amount"] for row in serving} <= {1, 4}
+        assert [row for row in serving if row["amount"] == 4]
+        for row in rows:
+            assert row["in_words"] in done.out, "every word is on the screen"
+            assert row["in_words"].startswith(
+                f"{row['amount']:.0f} more " if row["amount"] > 1 else ("one more ", "1 more ")
+            )
+        assert "dedicated would be busy" not in done.out
+
+    def test_what_if_shows_both_plans(self, plan: Call) -> None:
+        done = plan("-o", "json", "--what-if", "h20=+8", "price.h800=1")
+        assert done.code == 0, done.err
+        tables = json.loads(done.out)["tables"]
+        figures = {row["figure"]: row for row in tables["totals"]}
+        assert figures["trajectories/s"]["what_if"] > figures["trajectories/s"]["now"]
+        assert {row["what"] for row in tables["pools"]} >= {"big", "wide"}
+        assert {row["move"] for row in tables["moves"]} <= {"flip", "drain", "start"}
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["placement.objective=min_cost", "placement.rate=100000"],
+            ["--what-if", "rate=100000", "objective=min_cost"],
+            ["model.context=100000000", "domains.chat.profile="],
+            ["placement.budget_usd_per_hour=0.01"],
+        ],
+    )
+    def test_no_plan_is_exit_2_with_a_reason(self, plan: Call, arguments: list[str]) -> None:
+        done = plan(*arguments)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("rollart: no plan: ")
+        assert "Traceback" not in done.err
+
+    def test_nothing_but_the_report_is_on_standard_output(self, plan: Call) -> None:
+        """HiGHS prints past Python; a pipe into jq must not see it."""
+        command = [sys.executable, "-m", "rollart.cli.main", "plan", "r.yaml", "--cluster", "c.yaml", "-o", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": _ROOT})
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("{")
+        json.loads(done.stdout)
+
+
+_ROOT = str(Path(__file__).parents[2])

@@ -1,0 +1,1 @@
+"""Predictions against measurements that others published, read from packages that are installed."""
