@@ -11,7 +11,7 @@ from tests.e2e.harness import Home, Launched, ledger, sound, tiny, waiting_sampl
 pytestmark = pytest.mark.slow  # real processes, started at least twice per test: about 14 s
 
 SLOW = {"turn_s": 0.15}
-FAST = "domains.coin.environment_args.turn_s=0.01"
+FAST = "domains.coin.environment_args={turn_s: 0.01}"
 
 
 def trainer_starts(run: Launched) -> None:
@@ -69,7 +69,9 @@ def test_kill_twice(home: Home) -> None:
 
 
 def test_sync_schedule(home: Home) -> None:
-    run = home.launch(tiny(domains__0__environment_args=SLOW, schedule="sync", staleness=0))
+    """Groups end at different times: the first of a batch wait for the last, as they do not where all end at once."""
+    uneven = {"turn_s": 0.05, "spread_s": 0.5}
+    run = home.launch(tiny(domains__0__environment_args=uneven, schedule="sync", staleness=0))
     run.until(lambda: run.step() >= 1 and bool(waiting_samples(run.directory)), "samples wait for step 2")
     run.kill()
     run.end()

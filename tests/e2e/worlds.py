@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from pathlib import Path
 
@@ -12,20 +13,23 @@ WORDS = ("left", "down")
 
 
 class Coin:
-    """Says one word per turn; pays 1 for 'left'. `turn_s` is how long a turn takes."""
+    """Says one word per turn; pays 1 for 'left'. A turn takes `turn_s`, and up to `spread_s` more by its seed."""
 
-    def __init__(self, *, turns: int = 2, turn_s: float = 0.02, text: str = "move?") -> None:
+    def __init__(self, *, turns: int = 2, turn_s: float = 0.02, spread_s: float = 0.0, text: str = "move?") -> None:
         self._turns = turns
         self._turn_s = turn_s
+        self._spread_s = spread_s
+        self._wait_s = turn_s
         self._text = text
         self._turn = 0
 
     async def reset(self, seed: int) -> Observation:
         self._turn = 0
+        self._wait_s = self._turn_s + self._spread_s * random.Random(seed).random()
         return self._observation()
 
     async def step(self, action: str) -> Step:
-        await asyncio.sleep(self._turn_s)
+        await asyncio.sleep(self._wait_s)
         self._turn += 1
         won = action == WORDS[0]
         return Step(self._observation(), float(won), self._turn == self._turns, won, {"reference_answer": WORDS[0]})
