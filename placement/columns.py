@@ -19,7 +19,7 @@ __all__ = ["FEW", "relaxed", "seed"]
 
 FEW = 4000
 """Up to this many paths all have columns: HiGHS' bound then is one of the whole problem, and its cuts count for all."""
-ROUND = 300
+ROUND = 150
 """Columns added at a time: a compromise between rounds and the time of each."""
 TOLERANCE = 1e-7
 """Gains below this are the noise of dual prices, whose activities are near 1."""
@@ -49,12 +49,14 @@ def relaxed(
     """The best with fractions allowed, over all paths; adds the columns that it needs. Its bound is within `near` of
     its value, and above that of any solution (Farley, 1990)."""
     values: list[float] = []
+    shut = p.shut(fix)
     for _ in range(ROUNDS):
-        answer = p.matrix.relaxed(p.vector(objective), fix=fix)
+        answer = p.matrix.relaxed(p.vector(objective), fix={**p.closed(fix), **(fix or {})})
         if answer is None or len(p.path_at) == len(p.tableau.paths):
             return answer
         gain = p.priced(answer.duals if fix else _lifted(p, answer))
         gain[p.path_at] = 0.0
+        gain[shut] = 0.0
         better = np.nonzero(gain > TOLERANCE)[0]
         most = np.zeros(len(p.tableau.weights))
         np.maximum.at(most, p.tableau.paths.domain, gain)

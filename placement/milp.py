@@ -108,12 +108,13 @@ class Matrix:
             lower[j], upper[j] = max(lower[j], least), min(upper[j], most)
         if (lower > upper).any():
             return None
+        live = (lower != 0) | (upper != 0)
         with quiet():
             found = milp(
-                -objective,
-                integrality=np.array(self.whole, dtype=np.int64),
-                bounds=Bounds(lower, upper),
-                constraints=LinearConstraint(a, low, high),
+                -objective[live],
+                integrality=np.array(self.whole, dtype=np.int64)[live],
+                bounds=Bounds(lower[live], upper[live]),
+                constraints=LinearConstraint(a[:, live], low, high),
                 # Presolve is not faster here.
                 options={"mip_rel_gap": gap, "presolve": False, "node_limit": nodes},
             )
@@ -121,13 +122,15 @@ class Matrix:
             if found.status in (1, 2, 4):  # node limit, or infeasible
                 return None
             raise RuntimeError(f"HiGHS: {found.message} (status {found.status})")
-        x = np.array(found.x)
+        x = _whole(found.x, live)
         value = float(objective @ x)
         bound = value if found.mip_dual_bound is None else max(value, -float(found.mip_dual_bound))
         return Answer(x, value, bound, complete=not within)
 
     def relaxed(self, objective: Floats, *, fix: Mapping[int, float] | None = None) -> Answer | None:
-        """The best with fractions allowed, some columns fixed; with dual prices. None if there is none."""
+        """The best with fractions allowed, some columns fixed; with dual prices. None if there is none.
+
+        Columns fixed at 0 are left out here and in `maximise`: HiGHS would carry them through every iteration."""
         from scipy.optimize import linprog
         from scipy.sparse import vstack
 
@@ -135,16 +138,18 @@ class Matrix:
         lower, upper = np.array(self.low), np.array(self.high)
         for j, given in (fix or {}).items():
             lower[j] = upper[j] = given
+        live = (lower != 0) | (upper != 0)
+        a = a[:, live]
         equal = low == high
         over, under = ~equal & np.isfinite(high), ~equal & np.isfinite(low)
 
         found = linprog(
-            -objective,
+            -objective[live],
             A_ub=vstack([a[over], -a[under]]),
             b_ub=np.concatenate([high[over], -low[under]]),
             A_eq=a[equal],
             b_eq=low[equal],
-            bounds=np.column_stack([lower, upper]),
+            bounds=np.column_stack([lower[live], upper[live]]),
             method="highs",
         )
         if found.status == 2:
@@ -156,7 +161,7 @@ class Matrix:
         dual[over] += marginal[: int(over.sum())]
         dual[under] -= marginal[int(over.sum()) :]
         dual[equal] = -np.asarray(found.eqlin.marginals)
-        x = np.array(found.x)
+        x = _whole(found.x, live)
         value = float(objective @ x)
         return Answer(x, value, value, dict(zip(self.rows, dual.tolist(), strict=True)))
 
@@ -168,3 +173,10 @@ class Matrix:
         a = csr_matrix((v, (i, j)), shape=(len(self.rows), self.width))
         bounds = np.array(self._bounds).reshape(-1, 2)
         return a, bounds[:, 0], bounds[:, 1]
+
+
+def _whole(x: Floats, live: NDArray[np.bool_]) -> Floats:
+    """The solution over all columns: those that were left out are 0."""
+    out = np.zeros(len(live))
+    out[live] = x
+    return out

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placement import sides
-from placement.milp import Floats, Matrix, Row
+from placement.milp import Answer, Floats, Matrix, Row
 from placement.problem import Problem, Restriction, Running
 from placement.sides import RewardPlace, TrainPlace
 from placement.tableau import ROLLOUT, Ints, Paths, Tableau
@@ -44,6 +45,8 @@ class Program:
     """Why a pool does not train."""
     late: list[str] = field(default_factory=list)
     """Rewards that take longer than may be waited for."""
+    relaxed: Answer | None = None
+    """The most with fractions of instances, once it is known: its prices are the worth of a device."""
     fixed_usd: float = 0.0
     """$/h that are paid whatever runs: pools that are not rented."""
 
@@ -110,6 +113,19 @@ class Program:
             price = np.array([*(duals.get(k, 0.0) for k in keys), 0.0])
             gain -= price[rows] * values
         return gain
+
+    def shut(self, within: Mapping[int, float] | None = None) -> NDArray[np.bool_]:
+        """Which paths of the tableau can carry nothing: a unit of theirs has no instance, by its own bound or by the
+        most that `within` gives its column."""
+        most = np.array([min(self.matrix.high[j], (within or {}).get(j, math.inf)) for j in self.units])
+        closed = np.array([*(most <= 0), False])  # the last: paths of one unit have -1 for the other
+        paths = self.tableau.paths
+        return closed[paths.unit] | closed[paths.first]
+
+    def closed(self, within: Mapping[int, float] | None = None) -> dict[int, float]:
+        """The columns of the paths that `shut` names, fixed at 0."""
+        dead = np.nonzero(self.shut(within)[self.path_at])[0] + self.first_path
+        return dict.fromkeys(dead.tolist(), 0.0)
 
     @property
     def active(self) -> Paths:

@@ -25,7 +25,7 @@ def placement(p: Program, x: Floats, bound: float) -> Placement:
     for key in (("cost",), ("reached",)):
         if p.matrix.has(key):
             p.matrix.limit(key)  # prices are of the problem, not of the search for one of its best plans
-    relaxed = _relaxed(p)
+    relaxed = p.relaxed or _relaxed(p)
     best, x = _final(p, x, fix)
     prices = _prices(p, best, relaxed)
     rate = float(x[p.rate]) * p.scale

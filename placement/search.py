@@ -8,6 +8,7 @@ seconds, so that the same problem has the same answer on any machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,7 +17,7 @@ from placement import columns
 from placement.milp import Answer
 from placement.program import Program
 
-__all__ = ["best"]
+__all__ = ["best", "fewer"]
 
 WHOLE = 30
 """Up to this many whole-number columns are searched to the end."""
@@ -28,18 +29,23 @@ TRAINERS = 4
 
 
 def best(
-    p: Program, objective: Mapping[int, float], start: Answer | None = None, *, gap: float | None = None
+    p: Program,
+    objective: Mapping[int, float],
+    start: Answer | None = None,
+    *,
+    gap: float | None = None,
+    relaxed: Answer | None = None,
 ) -> Answer | None:
     """The best whole-number solution found, its `bound` valid for all. None if there is none, or none was found.
 
-    `start` is a solution to fall back to, whose units are searched too.
+    `start` is a solution to fall back to, whose units are searched too; `relaxed` the relaxed one, if it is known.
     """
     gap = p.problem.gap if gap is None else gap
-    relaxed = columns.relaxed(p, objective, near=gap)
+    relaxed = relaxed or columns.relaxed(p, objective, near=gap)
     if relaxed is None:
         return start
     goal = p.vector(objective)
-    few = len(p.integers()) <= WHOLE
+    few = _small(p)
     if few and len(p.path_at) == len(p.tableau.paths):
         found = p.matrix.maximise(goal, gap=gap, nodes=MOST_NODES)
         return _better(found, start, objective, p, relaxed.bound)
@@ -52,7 +58,7 @@ def best(
         rest = bool(fixed) and 1.0 not in fixed.values()
         if rest or (found is not None and near.value <= _value(p, objective, found) * (1 + gap)):
             continue
-        limits = _neighbourhood(p, near, found) | {column: (value, value) for column, value in fixed.items()}
+        limits = _within(p, _unused(p, near, found)) | {column: (value, value) for column, value in fixed.items()}
         here = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES, within=limits)
         found = _better(here, found, objective, p, relaxed.bound)
     # One pool trains, so that the best of all cases bounds what the relaxed problem spreads over several.
@@ -66,6 +72,22 @@ def best(
     return _better(None, found, objective, p, bound)
 
 
+def fewer(p: Program, objective: Mapping[int, float], start: Answer, *, gap: float) -> Answer:
+    """The best with no more instances of anything than `start` has: of a large problem, where a search among all plans
+    that reach the same takes longer than the first did. Of a small one, the best of all."""
+    if _small(p):
+        return best(p, objective, start, gap=gap) or start
+    most = {column: float(round(start.x[column])) for column in p.units}
+    found = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NODES, within=_within(p, most))
+    answer = _better(found, start, objective, p, math.inf)
+    assert answer is not None
+    return answer
+
+
+def _small(p: Program) -> bool:
+    return len(p.integers()) <= WHOLE
+
+
 def _trainers(p: Program, relaxed: Answer) -> list[dict[int, float]]:
     """Columns to fix, case by case: each of the pools that are likely to train does, and at last none of them does."""
     ranked = sorted(p.trainers, key=lambda t: (-relaxed.x[t.chosen], t.pool))
@@ -76,14 +98,19 @@ def _trainers(p: Program, relaxed: Answer) -> list[dict[int, float]]:
     return cases or [{}]
 
 
-def _neighbourhood(p: Program, near: Answer, found: Answer | None) -> dict[int, tuple[float, float]]:
+def _unused(p: Program, near: Answer, found: Answer | None) -> dict[int, float]:
     """Units that neither solution uses stay out."""
     out = {}
     for column in p.units:
         used = near.x[column] > 1e-6 or (found is not None and found.x[column] > 0.5)
         if not used and p.matrix.low[column] <= 0:
-            out[column] = (0.0, 0.0)
+            out[column] = 0.0
     return out
+
+
+def _within(p: Program, most: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """These units have at most so many instances; the paths of those that have none are out too."""
+    return {column: (0.0, high) for column, high in {**p.closed(most), **most}.items()}
 
 
 def _value(p: Program, objective: Mapping[int, float], answer: Answer) -> float:

@@ -66,15 +66,16 @@ def _scaled(problem: Problem, table: Tableau) -> Program:
 
 
 def _throughput(p: Program) -> tuple[Floats, float] | None:
+    p.relaxed = columns.relaxed(p, {p.rate: 1.0}, near=p.problem.gap)
     charge = _charge(p)
-    first = search.best(p, {p.rate: 1.0, **charge})
+    first = search.best(p, {p.rate: 1.0, **charge}, relaxed=None if charge else p.relaxed)
     if first is None or first.x[p.rate] <= NOTHING:
         return None
     charged = first.x[p.rate] - first.value
     least = float(first.value) - SLACK * abs(float(first.value))
     p.matrix.row(("reached",), [(p.rate, 1.0), *charge.items()], low=least)
-    second = search.best(p, _cheapest(p, sunk=True), first, gap=_tie(p))
-    return (second or first).x, float(first.bound + charged) * p.scale
+    second = search.fewer(p, _cheapest(p, sunk=True), first, gap=_tie(p))
+    return second.x, float(first.bound + charged) * p.scale
 
 
 def _least_cost(p: Program) -> tuple[Floats, float] | None:
@@ -88,8 +89,8 @@ def _least_cost(p: Program) -> tuple[Floats, float] | None:
     if first is None:
         return None
     p.matrix.row(("cost",), p.cost().items(), high=-first.value * (1 + SLACK) + 1e-9)
-    second = search.best(p, _cheapest(p), first, gap=_tie(p))
-    return (second or first).x, max(0.0, -first.bound)
+    second = search.fewer(p, _cheapest(p), first, gap=_tie(p))
+    return second.x, max(0.0, -first.bound)
 
 
 def _per_dollar(p: Program) -> tuple[Floats, float] | None:
@@ -115,11 +116,8 @@ def _per_dollar(p: Program) -> tuple[Floats, float] | None:
 
 def _charge(p: Program) -> dict[int, float]:
     """What a changed device loses while it restarts, as a rate over the horizon: the relaxed plan's rate per device."""
-    running = p.problem.running
-    if running is None or not p.changed:
-        return {}
-    relaxed = columns.relaxed(p, {p.rate: 1.0})
-    if relaxed is None:
+    running, relaxed = p.problem.running, p.relaxed
+    if running is None or not p.changed or relaxed is None:
         return {}
     devices = sum(float(relaxed.x[p.units[u]]) * unit.tp for u, unit in enumerate(p.tableau.units))
     if devices <= 0:
