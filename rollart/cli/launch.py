@@ -152,4 +152,6 @@ def _show_reports(directory: Path) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """SIGTERM ends a run like Ctrl-C: asyncio cancels its main task on SIGINT, and everything is closed in order."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background job
+        raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)

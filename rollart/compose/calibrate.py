@@ -24,7 +24,7 @@ from placement.constants import Constants
 from placement.types import Role
 from placement.workload import DomainProfile
 from rollart.compose.launch import launch
-from rollart.compose.probe import PASSES, TrainRow, cpu_of, probe
+from rollart.compose.probe import PASSES, TrainRow, cpu_of, cpu_of_reaped, probe
 from rollart.errors import UsageError
 from rollart.ledger.intervals import State
 from rollart.ledger.reader import Reader
@@ -222,7 +222,7 @@ def _steady(resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapp
             cpu_s=own,
         ),
         reward_latency_s=max([waits.get(c.function, 0.0) + c.billed_s / c.calls for c in calls], default=0.0),
-        cpu={part: (after[part] - before.get(part, 0.0)) / trained for part in after},
+        cpu={part: max(0.0, after[part] - before.get(part, 0.0)) / trained for part in after},
         profiles=profiles,
     )
 
@@ -247,7 +247,9 @@ def _cpu_by_part() -> dict[str, float]:
             except OSError:
                 continue
             part = next((p for p, mark in MARKS.items() if mark in command), "functions")
-            spent[part] = spent.get(part, 0.0) + cpu_of(pid)
+            # Function workers come and go: what those did that have ended is their zygote's.
+            own = cpu_of(pid) + (cpu_of_reaped(pid) if part == "functions" else 0.0)
+            spent[part] = spent.get(part, 0.0) + own
     return spent
 
 

@@ -23,7 +23,7 @@ from rollart.model import EngineId, GenerateRequest, GroupId, Sampling, TrainSam
 from rollart.ports import Handle
 from rollart.spec.resolve import Resolved
 
-__all__ = ["PASSES", "RUNGS", "SHAPES", "Rung", "Shape", "TrainRow", "cpu_of", "probe"]
+__all__ = ["PASSES", "RUNGS", "SHAPES", "Rung", "Shape", "TrainRow", "cpu_of", "cpu_of_reaped", "probe"]
 
 ACTIONS = (10, 11, 12, 13)
 """Token ids that one-token answers are restricted to, as an agent's legal actions are."""
@@ -130,6 +130,15 @@ def cpu_of(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_of_reaped(pid: int) -> float:
+    """CPU-seconds of the children that a process has waited for, in hundredths. 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _serve(engine: HttpEngine, part: Handle, resolved: Resolved, device: str, passes: int) -> list[Row]:

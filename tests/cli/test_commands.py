@@ -217,7 +217,9 @@ class TestSpecs:
 
 
 CHILD = """
-import asyncio, sys, types
+import asyncio, signal, sys, types
+if BACKGROUND:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 from rollart.ports import RunEvent
 module = types.ModuleType("rollart.compose")
 def launch(resolved, *, run_dir, resume, on_progress):
@@ -228,7 +230,7 @@ def launch(resolved, *, run_dir, resume, on_progress):
         finally:
             (run_dir / "closed").write_text("in order")
             if STUBBORN:
-                import signal, threading
+                import threading
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 threading.Event().wait()
     asyncio.run(main())
@@ -240,10 +242,10 @@ main(["launch", "run.yaml", "--name", "mine"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_stop_ends_a_real_run(rollart: Call, stubborn: bool) -> None:
-    """Slow: a real process."""
-    code = CHILD.replace("STUBBORN", str(stubborn))
+@pytest.mark.parametrize(("stubborn", "background"), [(False, False), (True, False), (False, True)])
+def test_stop_ends_a_real_run(rollart: Call, stubborn: bool, background: bool) -> None:
+    """Slow: a real process. In the background of a script it starts with SIGINT ignored."""
+    code = CHILD.replace("STUBBORN", str(stubborn)).replace("BACKGROUND", str(background))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment)
     try:

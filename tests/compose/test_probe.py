@@ -1,0 +1,27 @@
+"""What processes spent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rollart.compose.probe import cpu_of, cpu_of_reaped
+
+BURN = "import time\nwhile time.process_time() < 0.3: pass"
+
+
+@pytest.mark.slow  # a process that computes for 0.3 s
+def test_the_work_of_children_that_ended_is_not_lost() -> None:
+    before, own = cpu_of_reaped(os.getpid()), cpu_of(os.getpid())
+    subprocess.run([sys.executable, "-c", BURN], check=True)
+    assert cpu_of_reaped(os.getpid()) - before >= 0.28  # in ticks of a hundredth
+    assert cpu_of(os.getpid()) - own < 0.28
+
+
+def test_a_process_that_is_gone_has_spent_nothing() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert cpu_of(child.pid) == cpu_of_reaped(child.pid) == 0.0
