@@ -5,6 +5,8 @@ ServerlessError
 ├── PackageError       its source or an artefact cannot be packed
 ├── UnknownFunction    a call names a function that is not deployed
 ├── BackendFailed      a backend cannot start or was closed
+│   ├── CredentialsMissing  a provider knows no user, or refuses the one it knows
+│   └── ExtraMissing        a provider's client library is not installed
 └── PolicyFault        raised *by a reward function*: the policy's own output made scoring impossible
 
 A failed *call* is not an error here: it is an `InfraFault` value (`serverless.types`).
@@ -12,7 +14,16 @@ A failed *call* is not an error here: it is an `InfraFault` value (`serverless.t
 
 from __future__ import annotations
 
-__all__ = ["BackendFailed", "PackageError", "PolicyFault", "ServerlessError", "SpecInvalid", "UnknownFunction"]
+__all__ = [
+    "BackendFailed",
+    "CredentialsMissing",
+    "ExtraMissing",
+    "PackageError",
+    "PolicyFault",
+    "ServerlessError",
+    "SpecInvalid",
+    "UnknownFunction",
+]
 
 
 class ServerlessError(Exception):
@@ -41,6 +52,15 @@ class UnknownFunction(ServerlessError):
 
 class BackendFailed(ServerlessError):
     pass
+
+
+class CredentialsMissing(BackendFailed):
+    pass
+
+
+class ExtraMissing(BackendFailed):
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f"{library} is not installed", remedy=f"pip install 'rollart[{extra}]'")
 
 
 class PolicyFault(ServerlessError):

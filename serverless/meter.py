@@ -14,7 +14,7 @@ from typing import Protocol
 
 from serverless.types import Invocation
 
-__all__ = ["Meter", "MeterSink", "NullMeter", "Usage", "WorkerSpan", "WorkerState", "billed_seconds"]
+__all__ = ["Meter", "MeterSink", "NullMeter", "Saving", "Usage", "WorkerSpan", "WorkerState", "billed_seconds"]
 
 
 class WorkerState(enum.StrEnum):
@@ -36,6 +36,19 @@ class WorkerSpan:
     memory_mb: int
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Items that needed no call: `stage` is "dedupe" or "cache". `billed_s` is what they would have been billed at the
+    function's mean until then (0 before the first call)."""
+
+    function: str
+    stage: str
+    t: float
+    items: int
+    billed_s: float
+    memory_mb: int
+
+
 class MeterSink(Protocol):
     """Where backends report. Synchronous and cheap."""
 
@@ -43,6 +56,8 @@ class MeterSink(Protocol):
         """A call ended, well or not. Cancelled calls and failed starts (0 items) are reported too."""
 
     def worker(self, span: WorkerSpan) -> None: ...
+
+    def saving(self, saving: Saving) -> None: ...
 
 
 def billed_seconds(seconds: float) -> float:
@@ -55,6 +70,8 @@ class NullMeter:
 
     def worker(self, span: WorkerSpan) -> None: ...
 
+    def saving(self, saving: Saving) -> None: ...
+
 
 @dataclass(slots=True)
 class Usage:
@@ -66,6 +83,8 @@ class Usage:
     cold_start_s: float = 0.0
     billed_s: float = 0.0
     gb_s: float = 0.0
+    saved_items: int = 0
+    saved_s: float = 0.0
     worker_s: dict[WorkerState, float] = field(default_factory=lambda: dict.fromkeys(WorkerState, 0.0))
     statuses: dict[str, int] = field(default_factory=dict)
 
@@ -96,3 +115,8 @@ class Meter:
 
     def worker(self, span: WorkerSpan) -> None:
         self._usage.setdefault(span.function, Usage()).worker_s[span.state] += span.t1 - span.t0
+
+    def saving(self, saving: Saving) -> None:
+        usage = self._usage.setdefault(saving.function, Usage())
+        usage.saved_items += saving.items
+        usage.saved_s += saving.billed_s

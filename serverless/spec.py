@@ -6,10 +6,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["BatchSpec", "FunctionSpec", "Takes"]
+__all__ = ["BatchSpec", "FunctionSpec", "Takes", "Trust"]
 
 Takes = Literal["auto", "item", "items", "event"]
 """What the user's callable is given: one `Item`, the list of wire dicts, or Lambda's (event, context)."""
+
+Trust = Literal["trusted", "untrusted"]
+"""Untrusted: it runs what the policy wrote. It then only runs inside a sandbox."""
 
 
 class BatchSpec(BaseModel):
@@ -35,6 +38,11 @@ class FunctionSpec(BaseModel):
     """The attribute of the source to call; empty: the one after ':', else the one with `@reward`, else `handler`."""
     takes: Takes = "auto"
     memory_mb: int = Field(default=512, ge=128, le=32_768)
+    cpu: float = Field(default=0.0, ge=0.0, le=64.0)
+    """Cores of a worker; 0: what the provider gives with the memory (Lambda: one per 1,769 MB)."""
+    gpu: str = Field(default="", pattern=r"^[A-Za-z0-9!+:-]{0,32}$")
+    """A GPU type, as the provider names it ("L4", "H100:2"); empty: none. Providers without GPUs refuse it."""
+    trust: Trust = "trusted"
     timeout_s: float = Field(default=10.0, gt=0.0, le=5_400.0)
     """Time limit of one call (of a whole batch). Its expiry is an InfraFault, or a ModelFault with `timeout_floor`."""
     timeout_floor: float | None = Field(default=None, allow_inf_nan=False)
@@ -67,5 +75,8 @@ class FunctionSpec(BaseModel):
 
     def identity(self) -> dict[str, object]:
         """The settings that make a version: what runs, not how many of it or from which path it was packed."""
-        chosen = {"name", "takes", "memory_mb", "timeout_s", "timeout_floor", "deterministic", "requirements"}
+        chosen = {
+            "name", "takes", "memory_mb", "cpu", "gpu", "trust", "timeout_s", "timeout_floor", "deterministic",
+            "requirements",
+        }  # fmt: skip
         return self.model_dump(mode="json", include=chosen)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["FaultKind", "InfraFault", "Invocation", "Item", "ModelFault", "Outcome", "Scored"]
+__all__ = ["Cause", "FaultKind", "InfraFault", "Invocation", "Item", "ModelFault", "Outcome", "Scored", "Throttle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,37 @@ class FaultKind(enum.StrEnum):
     ENGINE = "engine"
 
 
+class Throttle(enum.StrEnum):
+    """Which limit a THROTTLED call met; each asks for something else of the caller.
+
+    CONCURRENCY  too many calls at once: fewer of them (AIMD), then again
+    RATE         too many calls per second: wait, then again
+    RESERVED     the function's own configured limit: it will not pass by waiting less than a call takes
+    SCALING      the provider cannot start environments fast enough: wait, then again, with the same concurrency
+    QUEUE        our own bound on waiting items
+    """
+
+    CONCURRENCY = "concurrency"
+    RATE = "rate"
+    RESERVED = "reserved"
+    SCALING = "scaling"
+    QUEUE = "queue"
+
+
+class Cause(enum.StrEnum):
+    """Why a call was made. What is not CALL is overhead, and has a line of its own in the cost report."""
+
+    CALL = "call"
+    RETRY = "retry"
+    HEDGE = "hedge"
+    ISOLATION = "isolation"
+    """Part of a batch that failed as a whole, to find the item that did it."""
+    FALLBACK = "fallback"
+    """Made by another provider, after the one before failed."""
+    SMOKE = "smoke"
+    WARM = "warm"
+
+
 @dataclass(frozen=True, slots=True)
 class Scored:
     """A reward. `steps`, if given, pays parts of it where they were earned: one number per turn or per action
@@ -70,6 +101,10 @@ class InfraFault:
     kind: FaultKind
     retryable: bool
     detail: str = ""
+    throttle: Throttle | None = None
+    """Of a THROTTLED one."""
+    retry_after_s: float | None = None
+    """What the provider asked for, if it did."""
 
 
 Outcome: TypeAlias = Scored | ModelFault | InfraFault
@@ -77,7 +112,10 @@ Outcome: TypeAlias = Scored | ModelFault | InfraFault
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """The bill of one call: times are loop seconds, `billed_s` what the provider charges for."""
+    """The bill of one call: times are loop seconds, `billed_s` what the provider charges for.
+
+    `provider_id` is the provider's name of the call (a request id), by which its own bill can be checked.
+    """
 
     function: str
     provider: str
@@ -89,3 +127,5 @@ class Invocation:
     memory_mb: int
     items: int
     status: str
+    cause: Cause = Cause.CALL
+    provider_id: str = ""

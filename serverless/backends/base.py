@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serverless.deploy.package import Package
-from serverless.types import InfraFault, Invocation
+from serverless.types import Cause, InfraFault, Invocation
 
-__all__ = ["Backend", "Reply"]
+__all__ = ["Backend", "Change", "Deployed", "Deployer", "LogLine", "Reply"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,92 @@ class Backend(Protocol):
     async def deploy(self, package: Package) -> None:
         """Make a version current. The same version again changes nothing; calls in flight end on the old one."""
 
-    async def invoke(self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float) -> Reply:
-        """One call with at most `deadline_s` seconds from now, time in the queue included."""
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        """One call with at most `deadline_s` seconds from now, time in the queue included. It is executed at most
+        once: retries are the caller's. `cause` is for the bill."""
 
     async def __aenter__(self) -> Backend: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A function as a provider has it. `version` is the package's content digest, `provider_version` the provider's
+    own name of it; `current` whether calls go there."""
+
+    function: str
+    provider: str
+    version: str
+    provider_version: str
+    current: bool
+    created: str = ""
+    """ISO 8601, UTC."""
+    memory_mb: int = 0
+    endpoint: str = ""
+    """What a caller addresses: an ARN, a URL, an app and a function."""
+    warm: int = 0
+    concurrency: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a deployment would do. `lines` say it to a person; no line: nothing."""
+
+    function: str
+    provider: str
+    lines: tuple[str, ...]
+
+    @property
+    def nothing(self) -> bool:
+        return not self.lines
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """`t` is ISO 8601, UTC, or '' where the provider does not tell."""
+
+    t: str
+    source: str
+    text: str
+
+
+class Deployer(Protocol):
+    """The control plane of a provider: what `rollart rewards` does. Open it with `async with`.
+
+    Errors are `CredentialsMissing`, `ExtraMissing`, `UnknownFunction`, `PackageError` and `BackendFailed`, each one
+    line of cause and one of remedy. A deployment that fails leaves the version before it current.
+    """
+
+    @property
+    def provider(self) -> str: ...
+
+    async def plan(self, package: Package) -> Change:
+        """Changes nothing."""
+
+    async def deploy(self, package: Package) -> Deployed:
+        """Upload, wait, try the new version with an empty list (its answer must be one), make it current, prune old
+        versions. Does nothing where the current version already is this one."""
+
+    async def functions(self) -> Sequence[Deployed]:
+        """The current version of each function that rollart deployed, by name."""
+
+    async def versions(self, function: str) -> Sequence[Deployed]:
+        """Newest first."""
+
+    async def rollback(self, function: str, version: str = "") -> Deployed:
+        """Make an earlier version current: the one before, or that whose digest starts so."""
+
+    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed: ...
+
+    async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
+        """Oldest first."""
+
+    async def delete(self, function: str) -> None:
+        """With all its versions."""
+
+    async def __aenter__(self) -> Deployer: ...
 
     async def __aexit__(self, *exc: object) -> None: ...

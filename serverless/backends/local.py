@@ -21,7 +21,7 @@ from serverless.backends.processes import ForkServer, ProcessWorker
 from serverless.deploy.package import HANDLER, Package
 from serverless.errors import BackendFailed
 from serverless.meter import MeterSink, NullMeter
-from serverless.types import FaultKind, InfraFault
+from serverless.types import Cause, FaultKind, InfraFault
 
 __all__ = ["LocalBackend"]
 
@@ -64,8 +64,10 @@ class LocalBackend:
             partial.rename(directory)
         self._host.deploy(package)
 
-    async def invoke(self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float) -> Reply:
-        return await self._host.pool(function).invoke(event, deadline_s)
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return await self._host.pool(function).invoke(event, deadline_s, cause)
 
     async def __aenter__(self) -> LocalBackend:
         await self._host.open()

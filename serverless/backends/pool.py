@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from serverless.backends.base import Reply
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, WorkerSpan, WorkerState, billed_seconds
-from serverless.types import FaultKind, InfraFault, Invocation
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 __all__ = ["Answer", "Launcher", "Pool", "Request", "Worker", "WorkerFault"]
 
@@ -132,13 +132,13 @@ class Pool:
         while not self._closed and len(self._seats) < self._spec.warm:
             self._start_one()
 
-    async def invoke(self, event: Sequence[dict[str, Any]], deadline_s: float) -> Reply:
+    async def invoke(self, event: Sequence[dict[str, Any]], deadline_s: float, cause: Cause = Cause.CALL) -> Reply:
         now = asyncio.get_running_loop().time
         expires = now() + deadline_s
         seat = await self._acquire(deadline_s)
         if isinstance(seat, InfraFault):
             return Reply(fault=seat)
-        return await self._serve(seat, event, expires - now())
+        return await self._serve(seat, event, expires - now(), cause)
 
     def close(self, *, drain: bool = False) -> None:
         """End the idle workers and the starts; with `drain`, calls in flight finish first. Waiters are told."""
@@ -160,7 +160,7 @@ class Pool:
         if self._idle and not self._waiters:
             return self._take(self._idle.pop())
         if len(self._waiters) >= self._spec.queue:
-            return InfraFault(FaultKind.THROTTLED, retryable=True, detail=f"{self._spec.queue} calls wait for {name}")
+            return InfraFault(FaultKind.THROTTLED, retryable=True, detail=f"{self._spec.queue} calls wait for {name}", throttle=Throttle.QUEUE)
         future: asyncio.Future[_Seat | InfraFault] = asyncio.get_running_loop().create_future()
         self._waiters.append(future)
         self._pump()
@@ -181,7 +181,9 @@ class Pool:
         elif future in self._waiters:
             self._waiters.remove(future)
 
-    async def _serve(self, seat: _Seat, event: Sequence[dict[str, Any]], remaining_s: float) -> Reply:
+    async def _serve(
+        self, seat: _Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
+    ) -> Reply:
         now = asyncio.get_running_loop().time
         t0 = now()
         limit = min(self._spec.timeout_s, remaining_s)
@@ -205,7 +207,7 @@ class Pool:
         finally:
             t1 = now()
             run_s = answer.run_s if answer else t1 - t0
-            bill = self._bill(seat, t0, t1, run_s, len(event), status)
+            bill = self._bill(seat, t0, t1, run_s, len(event), status, cause)
             if answer is None or not answer.keep:
                 self._retire(seat)
                 self._pump()
@@ -220,7 +222,9 @@ class Pool:
             return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
         return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
 
-    def _bill(self, seat: _Seat, t0: float, t1: float, run_s: float, items: int, status: str) -> Invocation:
+    def _bill(
+        self, seat: _Seat, t0: float, t1: float, run_s: float, items: int, status: str, cause: Cause = Cause.CALL
+    ) -> Invocation:
         bill = Invocation(
             function=self._spec.name,
             provider=self._provider,
@@ -232,6 +236,7 @@ class Pool:
             memory_mb=self._spec.memory_mb,
             items=items,
             status=status,
+            cause=cause,
         )
         seat.cold_s = seat.init_s = 0.0
         self._meter.invocation(bill)

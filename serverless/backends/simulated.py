@@ -18,7 +18,7 @@ from serverless.backends.pool import Answer, Request, WorkerFault
 from serverless.deploy.handler import ListHandler, adapt, is_async, score_concurrently
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, NullMeter
-from serverless.types import FaultKind, InfraFault
+from serverless.types import Cause, FaultKind, InfraFault
 
 __all__ = ["Profile", "SimulatedBackend"]
 
@@ -67,8 +67,10 @@ class SimulatedBackend:
     async def deploy(self, package: Package) -> None:
         self._host.deploy(package)
 
-    async def invoke(self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float) -> Reply:
-        return await self._host.pool(function).invoke(event, deadline_s)
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return await self._host.pool(function).invoke(event, deadline_s, cause)
 
     def workers(self, function: str) -> int:
         """Workers of a function that exist now."""
