@@ -272,6 +272,9 @@ class _InvocationsToLedger:
     def worker(self, span: object) -> None:
         return None
 
+    def saving(self, saving: object) -> None:
+        return None
+
 
 @contextlib.asynccontextmanager
 async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:

@@ -167,7 +167,7 @@ def test_a_backend_that_breaks_its_contract_fails_the_run_loudly() -> None:
 
         async def deploy(self, package: Any) -> None: ...
 
-        async def invoke(self, function: str, event: Any, *, deadline_s: float) -> Any:
+        async def invoke(self, function: str, event: Any, *, deadline_s: float, cause: Any = None) -> Any:
             raise RuntimeError("a bug")
 
     async def main() -> None:
