@@ -151,7 +151,7 @@ def test_declaring_imports_next_to_nothing() -> None:
         {"memory_mb": 64},
         {"timeout_s": 0},
         {"name": "no spaces"},
-        {"cpu": 1},
+        {"cores": 1},
         {"source": "a:b", "handler": "c"},
     ],
 )
