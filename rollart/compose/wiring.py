@@ -38,6 +38,7 @@ from rollart.spec.run_parts import LeasesSpec
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
 from serverless.errors import ServerlessError
+from serverless.meter import Saving
 from serverless.pipeline import Offload
 from serverless.types import Invocation
 
@@ -262,7 +263,7 @@ SHOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _InvocationsToLedger:
-    """`MeterSink`: the bill of every function call."""
+    """`MeterSink`: the bill of every function call, and of those that were not needed."""
 
     ledger: Ledger
 
@@ -272,8 +273,8 @@ class _InvocationsToLedger:
     def worker(self, span: object) -> None:
         return None
 
-    def saving(self, saving: object) -> None:
-        return None
+    def saving(self, saving: Saving) -> None:
+        self.ledger.saving(saving)
 
 
 @contextlib.asynccontextmanager

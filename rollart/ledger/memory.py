@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rollart.errors import RunFailed
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Interval, Recovered, RunEvent
+from serverless.meter import Saving
 from serverless.types import Invocation
 
 __all__ = ["Charge", "MemoryRecorder"]
@@ -50,6 +51,7 @@ class MemoryRecorder:
     events: list[RunEvent] = field(default_factory=list)
     charges: list[Charge] = field(default_factory=list)
     invocations: list[Invocation] = field(default_factory=list)
+    savings: list[Saving] = field(default_factory=list)
     versions: list[tuple[int, int, Mapping[str, float]]] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     _groups: dict[str, _GroupState] = field(default_factory=dict)
@@ -64,6 +66,9 @@ class MemoryRecorder:
 
     def invocation(self, invocation: Invocation) -> None:
         self.invocations.append(invocation)
+
+    def saving(self, saving: Saving) -> None:
+        self.savings.append(saving)
 
     def charge(
         self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,

@@ -16,7 +16,7 @@ from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.tables import CONSUMED, DROPPED, SCHEMA_VERSION
 from rollart.ports import Interval, RunEvent
 
-__all__ = ["ChargeSum", "FinishedRow", "InvocationSum", "Reader", "RunFacts", "VersionRow"]
+__all__ = ["ChargeSum", "FinishedRow", "InvocationSum", "Reader", "RunFacts", "SavingSum", "VersionRow"]
 
 FINISHED = "finished"
 """Outcome of a trajectory that was scored; what became of its sample is in the journal."""
@@ -63,7 +63,7 @@ class FinishedRow:
 
 @dataclass(frozen=True, slots=True)
 class InvocationSum:
-    """Function calls of one function, provider and memory size, added up."""
+    """Function calls of one function, provider and memory size, status and cause, added up."""
 
     function: str
     provider: str
@@ -73,6 +73,18 @@ class InvocationSum:
     items: int
     cold_starts: int
     cold_start_s: float
+    billed_s: float
+    cause: str = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class SavingSum:
+    """Items that needed no call, and what they would have been billed, by function and stage."""
+
+    function: str
+    stage: str
+    memory_mb: int
+    items: int
     billed_s: float
 
 
@@ -175,13 +187,24 @@ class Reader:
         ]
 
     def invocation_sums(self) -> list[InvocationSum]:
-        """Function calls by (function, provider, memory, status)."""
+        """Function calls by (function, provider, memory, status, cause)."""
         return [
             InvocationSum(*row)
             for row in self._query(
                 """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
-                sum(cold_start_s), sum(billed_s)
-                FROM invocations GROUP BY function, provider, memory_mb, status ORDER BY function, provider, status"""
+                sum(cold_start_s), sum(billed_s), cause
+                FROM invocations GROUP BY function, provider, memory_mb, status, cause
+                ORDER BY function, provider, status, cause"""
+            )
+        ]
+
+    def saving_sums(self) -> list[SavingSum]:
+        """Calls that were not needed, by (function, stage, memory)."""
+        return [
+            SavingSum(*row)
+            for row in self._query(
+                """SELECT function, stage, memory_mb, sum(items), sum(billed_s) FROM savings
+                GROUP BY function, stage, memory_mb ORDER BY function, stage"""
             )
         ]
 

@@ -13,6 +13,7 @@ from rollart.ledger.prices import PriceBook
 from rollart.ledger.writer import InlineWriter, ThreadWriter
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Clock, Interval, Recovered, RunEvent
+from serverless.meter import Saving
 from serverless.types import Invocation
 
 __all__ = ["Ledger"]
@@ -62,6 +63,10 @@ class Ledger:
     def invocation(self, invocation: Invocation) -> None:
         """The bill of one function call; its times are the run's."""
         self.record(invocation)
+
+    def saving(self, saving: Saving) -> None:
+        """Items that needed no function call."""
+        self.record(saving)
 
     def charge(
         self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,

@@ -12,11 +12,12 @@ from rollart.ledger.codec import encode_sample
 from rollart.ledger.segments import INLINE_LIMIT, Segments
 from rollart.model import Group, TrainSample
 from rollart.ports import Interval, RunEvent
+from serverless.meter import Saving
 from serverless.types import Invocation
 
 __all__ = ["SCHEMA", "SCHEMA_VERSION", "Rows", "admit", "commit", "drop", "finish", "insert"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
@@ -35,7 +36,10 @@ CREATE TABLE trajectories (
 CREATE TABLE invocations (
   function TEXT NOT NULL, provider TEXT NOT NULL, worker TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL,
   cold_start_s REAL NOT NULL, billed_s REAL NOT NULL, memory_mb INTEGER NOT NULL, items INTEGER NOT NULL,
-  status TEXT NOT NULL);
+  status TEXT NOT NULL, cause TEXT NOT NULL, provider_id TEXT NOT NULL);
+CREATE TABLE savings (
+  function TEXT NOT NULL, stage TEXT NOT NULL, t REAL NOT NULL, items INTEGER NOT NULL, billed_s REAL NOT NULL,
+  memory_mb INTEGER NOT NULL);
 CREATE TABLE groups (
   id TEXT PRIMARY KEY, domain TEXT NOT NULL, seed INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0,
   reason TEXT NOT NULL DEFAULT '', version INTEGER);
@@ -52,13 +56,16 @@ CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, group
 class Rows:
     """Rows of one flush, by table."""
 
-    def __init__(self, recorded: Sequence[Interval | RunEvent | Invocation | tuple[Any, ...]], shift: float) -> None:
+    def __init__(
+        self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | tuple[Any, ...]], shift: float
+    ) -> None:
         """`shift` turns the loop's seconds into the run's."""
         self.intervals: list[tuple[Any, ...]] = []
         self.events: list[tuple[Any, ...]] = []
         self.charges: list[tuple[Any, ...]] = []
         self.invocations: list[tuple[Any, ...]] = []
         self.calls: list[Invocation] = []
+        self.savings: list[tuple[Any, ...]] = []
         self.usd = 0.0
         """Cost of the intervals."""
         for row in recorded:
@@ -77,8 +84,12 @@ class Rows:
                     self.calls.append(row)
                     self.invocations.append(
                         (row.function, row.provider, row.worker, row.t0 + shift, row.t1 + shift, row.cold_start_s,
-                         row.billed_s, row.memory_mb, row.items, row.status)
+                         row.billed_s, row.memory_mb, row.items, row.status, row.cause, row.provider_id)
                     )  # fmt: skip
+                case Saving():
+                    self.savings.append(
+                        (row.function, row.stage, row.t + shift, row.items, row.billed_s, row.memory_mb)
+                    )
 
 
 def insert(connection: sqlite3.Connection, rows: Rows) -> None:
@@ -86,7 +97,8 @@ def insert(connection: sqlite3.Connection, rows: Rows) -> None:
     connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
     connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
     connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
-    connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?)", rows.invocations)
+    connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", rows.invocations)
+    connection.executemany("INSERT INTO savings VALUES (?,?,?,?,?,?)", rows.savings)
 
 
 def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) -> None:

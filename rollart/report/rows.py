@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import ChargeSum, InvocationSum, Reader, RunFacts, VersionRow
+from rollart.ledger.reader import ChargeSum, InvocationSum, Reader, RunFacts, SavingSum, VersionRow
 from rollart.ports import RunEvent
 from rollart.spec.prices import PriceList
 
@@ -60,6 +60,7 @@ class RunRows:
     versions: Sequence[VersionRow]
     evaluations: Sequence[RunEvent]
     prices: PriceBook
+    savings: Sequence[SavingSum] = ()
 
 
 def collect(reader: Reader, run: str) -> RunRows:
@@ -74,4 +75,5 @@ def collect(reader: Reader, run: str) -> RunRows:
         versions=reader.versions(),
         evaluations=reader.events("evaluation"),
         prices=PriceBook(PriceList.model_validate(prices)) if prices else PriceBook.load(),
+        savings=reader.saving_sums(),
     )

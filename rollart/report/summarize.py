@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollart.ledger.intervals import State
+from rollart.ledger.reader import InvocationSum
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
+from serverless.types import Cause
 
 __all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
 
@@ -60,6 +62,7 @@ def cost(rows: RunRows) -> Report:
             _fates(rows),
             _waste(rows, lines),
             _functions(rows),
+            _savings(rows),
         ),
         tuple(_sources(rows)),
     )
@@ -72,9 +75,17 @@ def cost_lines(rows: RunRows) -> list[CostLine]:
         usd = rows.prices.function_usd(
             call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
         )
-        cause = "" if call.status == "ok" else f"function {call.status}"
+        cause = _why(call)
         lines.append(CostLine(REWARD, f"{call.provider}:{call.function}", State.BUSY, cause, call.billed_s, usd))
     return lines
+
+
+def _why(call: InvocationSum) -> str:
+    """Of calls that a run without faults and stragglers would not have made: those that failed by their failure, the
+    others by what made them."""
+    if call.status != "ok":
+        return f"function {call.status}"
+    return "" if call.cause == Cause.CALL else f"function {call.cause}"
 
 
 def fates(rows: RunRows) -> list[FateCost]:
@@ -173,8 +184,9 @@ def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
 
 def _functions(rows: RunRows) -> Table:
     columns = (
-        Column("function"), Column("provider"), Column("status"), Column("calls", "count"), Column("items", "count"),
-        Column("cold_starts", "count"), Column("billed_s", "seconds"), Column("gb_s", "number"), Column("usd", "usd"),
+        Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
+        Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds"),
+        Column("billed_s", "seconds"), Column("gb_s", "number"), Column("usd", "usd"),
         Column("usd_per_1000_items", "usd"),
     )  # fmt: skip
     found: list[tuple[Cell, ...]] = []
@@ -184,10 +196,23 @@ def _functions(rows: RunRows) -> Table:
             call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
         )
         found.append(
-            (call.function, call.provider, call.status, call.calls, call.items, call.cold_starts, call.billed_s, gb_s,
-             usd, _ratio(usd * 1000, call.items))
+            (call.function, call.provider, call.status, call.cause, call.calls, call.items, call.cold_starts,
+             call.cold_start_s, call.billed_s, gb_s, usd, _ratio(usd * 1000, call.items))
         )  # fmt: skip
     return Table("functions", "Function calls", columns, tuple(found))
+
+
+def _savings(rows: RunRows) -> Table:
+    """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
+    columns = (Column("function"), Column("stage"), Column("items", "count"), Column("billed_s", "seconds"),
+               Column("usd", "usd"))  # fmt: skip
+    provider = {call.function: call.provider for call in reversed(rows.invocations)}
+    found: list[tuple[Cell, ...]] = [
+        (s.function, s.stage, s.items, s.billed_s, rows.prices.function_usd(
+            provider.get(s.function, ""), billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0))
+        for s in rows.savings
+    ]  # fmt: skip
+    return Table("savings", "Saved by the cache and by calls under way", columns, tuple(found))
 
 
 def _sources(rows: RunRows) -> Iterable[str]:

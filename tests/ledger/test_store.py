@@ -22,12 +22,13 @@ from rollart.ledger.database import FILE
 from rollart.ledger.intervals import State, sums, tears, totals
 from rollart.ledger.memory import MemoryRecorder
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import Reader
+from rollart.ledger.reader import Reader, SavingSum
 from rollart.ledger.segments import Segments
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Interval, RunEvent
-from serverless.types import Invocation
+from serverless.meter import Saving
+from serverless.types import Cause, Invocation
 
 MakeSample = Callable[..., TrainSample]
 MakeGroup = Callable[..., Group]
@@ -260,6 +261,9 @@ def test_everything_recorded_reaches_the_file(
                 ledger.interval(one)
             ledger.event(RunEvent(3.0, "publish", "v1", {"seconds": 0.5}))
             ledger.invocation(Invocation("exact", "local", "w0", 0, 1, 0.1, 0.02, 512, 16, "ok"))
+            ledger.invocation(Invocation("exact", "local", "w0", 1, 2, 0, 0.03, 512, 4, "ok", Cause.HEDGE, "r-1"))
+            for items in (3, 4):
+                ledger.saving(Saving("exact", "cache", 2.0, items, 0.01, 512))
             for fate, id_ in (("finished", "a.0"), ("finished", "b.0"), ("finished", "c.0"), ("stale", "d.0")):
                 charge(ledger, id_, outcome=fate)
             for name in "abc":
@@ -280,7 +284,8 @@ def test_everything_recorded_reaches_the_file(
             "trained": 1, "infra_fault": 1, "waiting": 1, "stale": 1
         }  # fmt: skip
         assert reader.events("publish")[0].fields == {"seconds": 0.5}
-        assert reader.invocation_sums()[0].items == 16
+        assert [(i.cause, i.items) for i in reader.invocation_sums()] == [("call", 16), ("hedge", 4)]
+        assert reader.saving_sums() == [SavingSum("exact", "cache", 512, 7, pytest.approx(0.02))]
         assert (reader.versions()[0].tokens, reader.versions()[0].metrics) == (2, {"loss": 1})
         assert (reader.facts().live_groups, reader.facts().dropped_groups, reader.facts().live_samples) == (1, 1, 1)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollart.ledger.intervals import IntervalSum, State
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, VersionRow
+from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum, VersionRow
 from rollart.ports import RunEvent
 from rollart.report.curve import curve, curves, sparkline, write_png
 from rollart.report.render import render
@@ -55,6 +55,22 @@ def rows(**more: Any) -> RunRows:
         "prices": PRICES,
     }  # fmt: skip
     return RunRows(**(fields | more))
+
+
+def test_overhead_of_functions_is_waste_and_savings_are_shown() -> None:
+    """Repeated and hedged calls bought no reward of their own: each has a line, and the total stays the total."""
+    calls = [
+        InvocationSum("exact", "local", 1024, "ok", 10, 100, 2, 0.3, 6000.0),
+        InvocationSum("exact", "local", 1024, "ok", 2, 2, 0, 0.0, 30.0, "hedge"),
+        InvocationSum("exact", "local", 1024, "crash", 1, 1, 0, 0.0, 20.0, "retry"),
+    ]
+    run = rows(invocations=calls, savings=[SavingSum("exact", "cache", 2048, 50, 300.0)])
+    lost = {cause: usd for (role, cause), usd in waste(run, cost_lines(run)).items() if role == "reward"}
+    per_s, per_call = 0.0000166667, 0.2e-6
+    assert lost == pytest.approx({"function hedge": 30 * per_s + 2 * per_call, "function crash": 20 * per_s + per_call})
+    (saved,) = cells(cost(run), "savings")
+    assert (saved["stage"], saved["items"]) == ("cache", 50)
+    assert saved["usd"] == pytest.approx(600 * per_s)
 
 
 def table(report: Report, name: str) -> Table:
