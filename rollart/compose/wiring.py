@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rollart.adapters.clusters.local import LocalRuntime
@@ -17,8 +17,8 @@ from rollart.compose.parts import EngineProgram, TrainerProgram
 from rollart.compose.planner import planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
+from rollart.compose.providers import backend, pipeline_settings, translated
 from rollart.compose.routing import SERVING, router, seats
-from rollart.errors import RunFailed
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
@@ -35,9 +35,7 @@ from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import LeasesSpec
-from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
-from serverless.errors import ServerlessError
 from serverless.meter import Saving
 from serverless.pipeline import Offload
 from serverless.types import Invocation
@@ -119,13 +117,34 @@ class Parts:
     @contextlib.asynccontextmanager
     async def open_functions(self, packages: Sequence[Package]) -> AsyncIterator[None]:
         """The reward functions are deployed while the body runs."""
-        backend = LocalBackend(meter=_InvocationsToLedger(self.ledger), root=self.directory / "functions")
-        try:
-            async with backend, Offload(packages, backend, seed=self.resolved.run.seed) as offload:
+        spec, meter, root = self.resolved.cluster.functions, _CallsToLedger(self.ledger), self.directory / "functions"
+        with translated("reward functions: "):
+            async with contextlib.AsyncExitStack() as stack:
+                chain = [
+                    await stack.enter_async_context(backend(name, spec.settings(name), meter=meter, root=root))
+                    for name in spec.chain
+                ]
+                offload = Offload(
+                    packages,
+                    chain,
+                    settings=pipeline_settings(spec.pipeline),
+                    cache=self.directory / "rewards.sqlite",
+                    meter=meter,
+                    seed=self.resolved.run.seed,
+                )
+                await stack.enter_async_context(offload)
                 self.rewarder = OffloadRewarder(offload, reward_plan(self.resolved))
                 yield
-        except ServerlessError as error:
-            raise RunFailed(f"reward functions: {error.message}", remedy=error.remedy) from None
+                self._stages(offload)
+
+    def _stages(self, offload: Offload) -> None:
+        """What every stage of the pipeline did, cost and saved, as events."""
+        now = asyncio.get_running_loop().time()
+        for function, stages in offload.stages().items():
+            for stage, counts in stages.items():
+                fields = {k: v for k, v in asdict(counts).items() if v}
+                if fields:
+                    self.ledger.event(RunEvent(now, "offload_stage", function, {"stage": str(stage), **fields}))
 
     def session(self) -> Session:
         """The run over the started parts."""
@@ -262,7 +281,7 @@ SHOWN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _InvocationsToLedger:
+class _CallsToLedger:
     """`MeterSink`: the bill of every function call, and of those that were not needed."""
 
     ledger: Ledger

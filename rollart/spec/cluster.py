@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from rollart.spec.base import Entry, Name
 from rollart.spec.prices import PriceEntry
@@ -111,15 +111,50 @@ class TrainerSpec(Entry):
     )
 
 
+FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
+
+
 class ClusterFunctions(Entry):
     """Where reward functions run."""
 
-    backend: Literal["local"] = Field(default="local", description="local: warm worker processes on this machine.")
+    backend: FunctionProvider | list[FunctionProvider] = Field(
+        default="local",
+        description="local: warm worker processes on this machine; `aws_lambda`; `modal`; `http`: hosts that have the "
+        "functions. A list is a chain: a call goes to the first that works.",
+    )
     price: str | None = Field(
         default=None,
         description="Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); that of "
-        "the backend if not given.",
+        "the (first) backend if not given.",
     )
+    aws_lambda: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="`region`, `role_arn`, `prefix`, `bucket`, `architecture`, ...: see docs/functions.md. "
+        "Credentials are the environment's.",
+    )
+    modal: dict[str, JsonValue] = Field(
+        default_factory=dict, description="`prefix`, `environment`, `python`, `keep`: see docs/functions.md."
+    )
+    http: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="By function its URL, or `{url, token_env}` or `{url, secret_env, key}`: names of environment "
+        "variables that hold secrets.",
+    )
+    pipeline: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Stages between a reward and its call, each with its constants and `enabled`: `dedupe`, `cache`, "
+        "`admission`, `batching`, `hedge`, `retry`, `breaker`, ...: see docs/functions.md.",
+    )
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """Providers in their order."""
+        return tuple(self.backend) if isinstance(self.backend, list) else (self.backend,)
+
+    def settings(self, provider: str) -> dict[str, JsonValue]:
+        """Of one provider."""
+        parts = {"aws_lambda": self.aws_lambda, "modal": self.modal, "http": self.http}
+        return parts.get(provider, {})
 
 
 class ClusterSpec(Entry):

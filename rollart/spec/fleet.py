@@ -36,7 +36,7 @@ def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
 
 def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | None:
     """What functions bill, or None where the list knows nothing of the backend. SpecError for an unknown provider."""
-    provider = cluster.functions.price or cluster.functions.backend
+    provider = cluster.functions.price or cluster.functions.chain[0]
     units = {p.unit: p.usd for p in prices.prices if p.name == provider and p.unit != "device-hour"}
     if not units:
         if cluster.functions.price is None:

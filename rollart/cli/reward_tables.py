@@ -1,0 +1,112 @@
+"""What `rollart rewards` shows, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from rollart.cli.context import colour, width
+from rollart.report.render import render
+from rollart.report.rows import Cell, Column, Report, Table
+
+if TYPE_CHECKING:
+    from serverless.backends.base import Change, Deployed
+    from serverless.rehearse import Rehearsal
+
+__all__ = ["show_changes", "show_costs", "show_deployed", "show_rehearsals"]
+
+DIGEST = 12
+"""Characters of a version for people: `rollback --to` takes as many as are needed."""
+
+
+def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
+    """Scores, times and costs of tried rewards."""
+    if output == "json":
+        click.echo(json.dumps({"schema_version": 1, "rewards": [one.to_json() for one in found]}, indent=2))
+        return
+    for one in found:
+        cases = tuple(
+            (r.case.item.id, "ok" if not r.problem else r.problem, _outcome(r.outcome), r.seconds * 1e3)
+            for r in one.results
+        )
+        facts: tuple[tuple[Cell, ...], ...] = (
+            ("one item", "ms", one.single_s * 1e3),
+            (f"an item in a call of {one.batch}", "ms", one.batched_item_s and one.batched_item_s * 1e3),
+            ("cold start", "ms", one.cold_start_s * 1e3),
+            ("memory used", "MB", one.memory_mb),
+            ("memory limit", "MB", one.memory_limit_mb),
+        )
+        costs = tuple((c.provider, c.usd_single, c.usd_batched, c.note) for c in one.costs)
+        tables = (
+            Table("cases", "Cases", (Column("case"), Column("result"), Column("outcome"), Column("ms", "number")),
+                  cases),
+            Table("measured", "Measured here", (Column("what"), Column("unit"), Column("value", "number")), facts),
+            Table("costs", "US dollars per million items", (Column("provider"), Column("one_by_one", "usd"),
+                  Column("in_batches", "usd"), Column("note")), costs),
+        )  # fmt: skip
+        notes = (*one.warnings, f"version {one.version[:DIGEST]}")
+        _show(Report("test", one.function, tables, notes), output)
+
+
+def show_changes(found: Sequence[Change], output: str) -> None:
+    nothing = ("nothing: this version is current",)
+    rows = [(c.function, c.provider, line) for c in found for line in (c.lines or nothing)]
+    table = Table("changes", "Would change", (Column("function"), Column("provider"), Column("change")), tuple(rows))
+    _show(Report("deploy", "functions", (table,)), output)
+
+
+def show_deployed(found: Sequence[Deployed], output: str) -> None:
+    people = output == "table"
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (d.function, d.provider, d.version[:DIGEST] if people else d.version, d.provider_version,
+         "yes" if d.current else "", d.created[:19] if people else d.created, d.memory_mb, d.warm, d.concurrency,
+         d.endpoint)
+        for d in found
+    )  # fmt: skip
+    columns: tuple[Column, ...] = (
+        Column("function"), Column("provider"), Column("version"), Column("number"), Column("current"),
+        Column("created"), Column("MB", "count"), Column("warm", "count"), Column("most", "count"),
+        Column("endpoint"),
+    )  # fmt: skip
+    if people:  # an address is as long as a line
+        columns, rows = columns[:-1], tuple(row[:-1] for row in rows)
+    _show(Report("rewards", "functions", (Table("functions", "Functions", columns, rows),)), output)
+
+
+def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | None, output: str) -> None:
+    """Dollars per run and month of every provider, and the difference to the one they are on now."""
+    rows: list[tuple[Cell, ...]] = []
+    for one in found:
+        base = next((c.usd_batched for c in one.costs if c.provider == now), None)
+        for c in one.costs:
+            run = None if c.usd_batched is None else c.usd_batched * items / 1e6
+            more = None if base is None or c.usd_batched is None else (c.usd_batched - base) * items / 1e6 * runs
+            month = None if run is None else run * runs
+            rows.append((one.function, c.provider, c.usd_batched, run, month, more, c.note))
+    columns = (
+        Column("function"), Column("provider"), Column("usd_per_million", "usd"), Column("usd_per_run", "usd"),
+        Column("usd_per_month", "usd"), Column("month_against_now", "usd"), Column("note"),
+    )  # fmt: skip
+    notes = (f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine",)
+    _show(Report("plan", "rewards", (Table("plan", "Cost by provider", columns, tuple(rows)),), notes), output)
+
+
+def _outcome(outcome: object) -> str:
+    from serverless.types import InfraFault, ModelFault, Scored
+
+    match outcome:
+        case Scored():
+            return f"{outcome.value:g}"
+        case ModelFault():
+            return f"{outcome.floor:g} (model fault: {outcome.reason})"
+        case InfraFault():
+            return f"fault: {outcome.kind}"
+        case _:
+            return str(outcome)
+
+
+def _show(report: Report, output: str) -> None:
+    click.echo(render(report, output, width=width(), colour=colour()), nl=False)

@@ -1,0 +1,301 @@
+"""`rollart rewards`: write, try, deploy and look after reward functions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from rollart.cli.context import output_option
+from rollart.errors import RunFailed, UsageError
+
+if TYPE_CHECKING:
+    from serverless.backends.base import Deployer
+
+__all__ = ["rewards"]
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def provider_options(command: Command) -> Command:
+    for option in (
+        click.option("--root", type=click.Path(path_type=Path), default=Path(".rollart/functions"), show_default=True,
+                     help="Directory of locally deployed functions."),
+        click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec with the provider's settings."),
+        click.option("--provider", default="local", show_default=True, metavar="[local|aws|modal]",
+                     help="Where functions are."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.group()
+def rewards() -> None:
+    """Write, try, deploy and look after reward functions.
+
+    FILE is a Python file with functions under @rollart.reward, or FILE.py:NAME for one of them. Exit codes: 2 for what
+    is wrong with the function or the command, 3 for the provider or its credentials, 1 where a case or a call failed.
+    """
+
+
+@rewards.command()
+@click.argument("directory", type=click.Path(path_type=Path), default=Path("reward"))
+@click.option("--name", default=None, help="Name of the reward; the directory's if not given.")
+def init(directory: Path, name: str | None) -> None:
+    """Write a reward that works, with cases that it passes, into DIRECTORY."""
+    from rollart.compose.providers import translated
+    from serverless.deploy import template
+
+    with translated():
+        written = template.write(directory, name or directory.resolve().name.replace("-", "_"))
+    for path in written:
+        click.echo(str(path))
+    source = next(p for p in written if p.suffix == ".py")
+    click.echo(f"try it: rollart rewards test {source}", err=True)
+
+
+@rewards.command()
+@click.argument("source", metavar="FILE")
+@click.option(
+    "--cases", type=click.Path(path_type=Path), help="Items, one JSON object a line; cases.jsonl if not given."
+)
+@output_option
+def test(source: str, cases: Path | None, output: str) -> None:
+    """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
+    from rollart.cli.reward_tables import show_rehearsals
+    from rollart.compose.providers import packages_in, translated, units_by_provider
+    from serverless.rehearse import read_cases, rehearse
+
+    packages = packages_in(source)
+    path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
+    with translated():
+        items = read_cases(path)
+
+        async def all_of_them() -> list[Any]:
+            return [await rehearse(package, items, prices=units_by_provider()) for package in packages]
+
+        found = asyncio.run(all_of_them())
+    show_rehearsals(found, output)
+    wrong = sum(bool(result.problem) for one in found for result in one.results)
+    if wrong:
+        raise RunFailed(f"{wrong} of {sum(len(one.results) for one in found)} cases are not as expected")
+
+
+@rewards.command()
+@click.argument("source", metavar="FILE")
+@provider_options
+@click.option("--dry-run", is_flag=True, help="Say what would change, and change nothing.")
+@click.option("--name", default=None, help="Another name for a single reward.")
+@output_option
+def deploy(
+    source: str, provider: str, cluster: Path | None, root: Path, dry_run: bool, name: str | None, output: str
+) -> None:
+    """Deploy rewards to a provider. A version that is there already changes nothing."""
+    from rollart.cli.reward_tables import show_changes, show_deployed
+    from rollart.compose.providers import packages_in
+
+    packages = packages_in(source, name=name)
+
+    async def main(place: Deployer) -> list[Any]:
+        if dry_run:
+            return [await place.plan(package) for package in packages]
+        return [await place.deploy(package) for package in packages]
+
+    found = _with(provider, cluster, root, main)
+    (show_changes if dry_run else show_deployed)(found, output)
+
+
+@rewards.command(name="list")
+@provider_options
+@output_option
+def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
+    """Deployed functions and their current versions."""
+    from rollart.cli.reward_tables import show_deployed
+
+    show_deployed(list(_with(provider, cluster, root, lambda place: place.functions())), output)
+
+
+@rewards.command()
+@click.argument("function")
+@provider_options
+@output_option
+def versions(function: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
+    """Versions of a function, newest first."""
+    from rollart.cli.reward_tables import show_deployed
+
+    show_deployed(list(_with(provider, cluster, root, lambda place: place.versions(function))), output)
+
+
+@rewards.command()
+@click.argument("source", metavar="FILE")
+@click.option("--item", default=None, help="One item as JSON; standard input if not given.")
+@provider_options
+@click.option("--timeout", "seconds", type=click.FloatRange(min=0.001), default=60.0, show_default=True,
+              help="Seconds to wait, cold start included.")  # fmt: skip
+def invoke(source: str, item: str | None, provider: str, cluster: Path | None, root: Path, seconds: float) -> None:
+    """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
+
+    The function is deployed first if its version is not there.
+    """
+    from rollart.compose.providers import backend, canonical, packages_in, translated
+
+    event = _event(item if item is not None else sys.stdin.read())
+    packages = packages_in(source)
+    if len(packages) != 1:
+        raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
+    (package,), name = packages, canonical(provider)
+
+    async def main() -> Any:
+        async with backend(name, _settings(name, cluster), root=root) as place:
+            await place.deploy(package)
+            return await place.invoke(package.spec.name, event, deadline_s=seconds)
+
+    with translated():
+        reply = asyncio.run(main())
+    if reply.fault is not None:
+        raise RunFailed(f"{package.spec.name} on {name}: {reply.fault.kind}: {reply.fault.detail}")
+    click.echo(json.dumps(reply.body, indent=2, ensure_ascii=False))
+    bill = reply.invocation
+    if bill is not None:
+        cold = f", cold start {bill.cold_start_s:.3f} s" if bill.cold_start_s else ""
+        click.echo(f"billed {bill.billed_s:.3f} s at {bill.memory_mb} MB{cold}", err=True)
+
+
+@rewards.command()
+@click.argument("function")
+@provider_options
+@click.option("--since", "since_s", type=click.FloatRange(min=0), default=3600.0, show_default=True,
+              help="Seconds ago.")  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most lines.")
+@output_option
+def logs(
+    function: str, provider: str, cluster: Path | None, root: Path, since_s: float, limit: int, output: str
+) -> None:
+    """What a function printed, oldest first."""
+    lines = _with(provider, cluster, root, lambda place: place.logs(function, since_s=since_s, limit=limit))
+    if output == "json":
+        rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
+        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
+        return
+    for line in lines:
+        click.echo(" ".join(part for part in (line.t, line.source, line.text) if part))
+
+
+@rewards.command()
+@click.argument("function")
+@provider_options
+@click.option("--warm", type=click.IntRange(min=0), default=None, help="Workers that are kept ready.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=None, help="Most workers at once.")
+@output_option
+def scale(
+    function: str, provider: str, cluster: Path | None, root: Path, warm: int | None, concurrency: int | None,
+    output: str,
+) -> None:  # fmt: skip
+    """Set how many workers of a function are kept ready, and how many there may be."""
+    from rollart.cli.reward_tables import show_deployed
+
+    if warm is None and concurrency is None:
+        raise UsageError("nothing to scale", remedy="give --warm, --concurrency or both")
+    show_deployed(
+        [_with(provider, cluster, root, lambda place: place.scale(function, warm=warm, concurrency=concurrency))],
+        output,
+    )
+
+
+@rewards.command()
+@click.argument("function")
+@click.option("--to", "version", default="", help="Version, or how its digest starts; the one before if not given.")
+@provider_options
+@output_option
+def rollback(function: str, version: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
+    """Make an earlier version of a function the current one."""
+    from rollart.cli.reward_tables import show_deployed
+
+    show_deployed([_with(provider, cluster, root, lambda place: place.rollback(function, version))], output)
+
+
+@rewards.command()
+@click.argument("function")
+@provider_options
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool) -> None:
+    """Remove a function with all its versions from a provider."""
+    if not yes:
+        click.confirm(f"delete '{function}' and all its versions on {provider}?", abort=True, err=True)
+
+    async def main(place: Deployer) -> None:
+        await place.delete(function)
+
+    _with(provider, cluster, root, main)
+    click.echo(f"{function} is deleted on {provider}", err=True)
+
+
+@rewards.command()
+@click.argument("source", metavar="FILE")
+@click.option("--cases", type=click.Path(path_type=Path), help="Items to measure with; cases.jsonl if not given.")
+@click.option("--items", type=click.IntRange(min=1), required=True, help="Items that a run scores.")
+@click.option("--runs-per-month", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
+@output_option
+def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
+    """What rewards would cost per run and month on each provider, and against the one they are on."""
+    from rollart.cli.reward_tables import show_costs
+    from rollart.compose.providers import canonical, packages_in, translated, units_by_provider
+    from serverless.rehearse import read_cases, rehearse
+
+    packages = packages_in(source)
+    path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
+    now = None if before is None else canonical(before)
+    with translated():
+        measured = read_cases(path)
+
+        async def all_of_them() -> list[Any]:
+            return [await rehearse(package, measured, prices=units_by_provider()) for package in packages]
+
+        found = asyncio.run(all_of_them())
+    show_costs(found, items, runs_per_month, now, output)
+
+
+def _with(provider: str, cluster: Path | None, root: Path, do: Callable[[Deployer], Awaitable[T]]) -> T:
+    """Open the provider's control plane, do something, and close it."""
+    from rollart.compose.providers import canonical, deployer, translated
+
+    name = canonical(provider)
+
+    async def main() -> T:
+        async with deployer(name, _settings(name, cluster), root=root) as place:
+            return await do(place)
+
+    with translated():
+        return asyncio.run(main())
+
+
+def _settings(provider: str, cluster: Path | None) -> dict[str, Any]:
+    """The provider's part of a cluster spec; its defaults without one."""
+    if cluster is None:
+        return {}
+    from rollart.spec.load import load_cluster
+
+    return dict(load_cluster(cluster).functions.settings(provider))
+
+
+def _event(text: str) -> list[dict[str, Any]]:
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"the item is not JSON: {error}", remedy='give {"id": …, "messages": […]}') from None
+    event = given if isinstance(given, list) else [given]
+    for n, one in enumerate(event):
+        if not isinstance(one, dict):
+            raise UsageError(f"item {n} is not an object", remedy='give {"id": …, "messages": […]}')
+        one.setdefault("id", str(n))
+        one.setdefault("messages", [])
+        one.setdefault("reference_answer", None)
+        one.setdefault("metadata", {})
+    return event
