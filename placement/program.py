@@ -120,7 +120,8 @@ class Program:
         most = np.array([min(self.matrix.high[j], (within or {}).get(j, math.inf)) for j in self.units])
         closed = np.array([*(most <= 0), False])  # the last: paths of one unit have -1 for the other
         paths = self.tableau.paths
-        return closed[paths.unit] | closed[paths.first]
+        shut: NDArray[np.bool_] = closed[paths.unit] | closed[paths.first]
+        return shut
 
     def closed(self, within: Mapping[int, float] | None = None) -> dict[int, float]:
         """The columns of the paths that `shut` names, fixed at 0."""
