@@ -19,13 +19,13 @@ __all__ = ["FEW", "relaxed", "seed"]
 
 FEW = 4000
 """Up to this many paths all have columns: HiGHS' bound then is one of the whole problem, and its cuts count for all."""
-ROUND = 150
+ROUND = 200
 """Columns added at a time: a compromise between rounds and the time of each."""
 TOLERANCE = 1e-7
 """Gains below this are the noise of dual prices, whose activities are near 1."""
 NEAR = 1e-4
 """Relative distance to the bound at which adding columns ends."""
-STALL = 4
+STALL = 3
 """Where no tight bound is asked for, rounds that together gain less than `near` end it too."""
 ROUNDS = 60
 """Never seen to be reached; the bound says how far the value is off if it is."""

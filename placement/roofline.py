@@ -1,6 +1,7 @@
-"""How fast a model runs on a device: a roofline with six constants, and what it may be trusted with.
+"""How fast a model runs on a device: a roofline with a few constants, and what it may be trusted with.
 
-Seconds of a step = fixed cost + max(arithmetic, memory traffic) + tensor-parallel communication + cost per sequence.
+Seconds of a step = fixed cost + max(arithmetic, memory traffic) + tensor-parallel communication + cost per sequence,
+and in prefills of a mixture of experts what it takes to bring tokens to their experts and back.
 Fitted on one GPU type and moved to another by datasheet, decode steps of a dense model come out within a few percent
 within a generation; `constants.BANDS` has the figures. Units as in `placement.types`.
 """
@@ -35,7 +36,7 @@ RING_SHARE = 0.7
 """Of NVLink's one-directional rate that an all-reduce reaches. Fits the tp 2–8 rows of Llama-3.1-70B on H200."""
 
 ACTIVATION_BYTES = 2.0
-"""Of one activation on the wire: all-reduces run in bf16 whatever the weights are in."""
+"""Of one activation, on the wire and on its way to the experts: bf16 whatever the weights are in."""
 
 
 class RooflineShape(ShapeModel, Protocol):
@@ -46,6 +47,10 @@ class RooflineShape(ShapeModel, Protocol):
 
     @property
     def hidden(self) -> int: ...
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that have experts; 0 of a dense model."""
 
     def kv_copies(self, tp: int) -> int:
         """How often a sequence's KV is held over `tp` devices."""
@@ -77,8 +82,8 @@ class Roofline:
     """
 
     __slots__ = (
-        "_bytes_per_s", "_comm_s", "_copies", "_decode_flops_per_s", "_fixed_s", "_flops_per_s", "_kv_capacity", "band",
-        "constants", "device", "notes", "precision", "shape", "tp",
+        "_bytes_per_s", "_comm_s", "_copies", "_decode_flops_per_s", "_expert_s", "_fixed_s", "_flops_per_s",
+        "_kv_capacity", "band", "constants", "device", "notes", "precision", "shape", "tp",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +115,8 @@ class Roofline:
         self._bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
         self._fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
         self._comm_s = 0.0 if tp == 1 else _communication_s(shape, device, tp)
+        passes = c.expert_passes * shape.expert_layers
+        self._expert_s = passes * shape.hidden * ACTIVATION_BYTES / self._bytes_per_s
         if kv_capacity_bytes is None:
             memory = tp * (device.memory_gb or 0.0) * 1e9
             left = memory * MEMORY_SHARE - shape.weight_bytes - tp * reserve_gb * 1e9
@@ -141,7 +148,8 @@ class Roofline:
         kv = (shape.kv_bytes(cached) if new > 0 else 0.0) + batch * shape.kv_bytes(context)
         memory = (shape.touched_weight_bytes(batch + new) + kv * self._copies) / self._bytes_per_s
         rows = batch + (1 if new > 0 else 0)
-        return self._fixed_s + max(compute, memory) + (batch + new) * self._comm_s + rows * self.constants.row_s
+        own = (batch + new) * self._comm_s + new * self._expert_s + rows * self.constants.row_s
+        return self._fixed_s + max(compute, memory) + own
 
     def turn_s(self, batch: float, new: float, cached: float, output: float) -> float:
         """Instance-seconds one turn takes of an aggregated instance that serves `batch` turns at a time.
@@ -172,14 +180,15 @@ class Roofline:
         return prefill + step + (batch - 1) * self.constants.request_s + prefill * waiting
 
     def _prefill_row_s(self, batch: float, new: float, cached: float) -> float:
-        """A row's own share of prefills in steps that `batch` rows share: arithmetic or memory, and communication."""
+        """A row's own share of prefills in steps that `batch` rows share: arithmetic or memory, the way to the experts
+        and back, and communication."""
         _batch(batch)
         _check("new", new)
         _check("cached", cached)
         compute = self.shape.flops(new, cached, 1.0) / self._flops_per_s
         weights = self.shape.touched_weight_bytes(max(1.0, batch * new)) / batch
         kv = self.shape.kv_bytes(cached) * self._copies
-        return max(compute, (weights + kv) / self._bytes_per_s) + new * self._comm_s
+        return max(compute, (weights + kv) / self._bytes_per_s) + new * (self._comm_s + self._expert_s)
 
     def _decode_row_s(self, batch: float, context: float) -> float:
         """A row's own share of a decode step."""

@@ -281,9 +281,16 @@ class Planner(Protocol):
 
 
 class Fleet(Protocol):
-    """Drains and starts engines. One move at a time; raises `RollartError` for one that cannot be made."""
+    """Drains and starts engines: one at a time, and none while weights move."""
 
-    async def apply(self, move: Move) -> None: ...
+    async def apply(self, move: Move) -> None:
+        """Start or drain one engine (`move.replicas` is 1). Returns when a started one serves the current version, or
+        when a drained one is gone, its process and devices too.
+
+        Raises `RollartError` for a move that cannot be made: then nothing has changed."""
+
+    def free(self) -> Mapping[str, int]:
+        """Devices by pool that an engine could be started on."""
 
 
 @dataclass(frozen=True, slots=True)

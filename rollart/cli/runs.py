@@ -6,11 +6,15 @@ import os
 import select
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
 from rollart.errors import RunFailed, UsageError
+
+if TYPE_CHECKING:
+    from rollart.ledger.reader import Reader
 
 __all__ = ["status", "stop"]
 
@@ -34,6 +38,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     owner = pidfile.owner(directory)
     with Reader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
+        engines = _engines(reader) if owner else []
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
@@ -41,6 +46,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("state", state),
         ("process", owner.pid if owner else None),
         ("directory", str(directory)),
+        ("engines", " ".join(engines) or None),
         ("step", rows.facts.step),
         ("steps", steps),
         ("version", rows.facts.version),
@@ -95,6 +101,16 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
         click.echo(f"run {directory.name} stopped", err=True)
     finally:
         os.close(process)
+
+
+def _engines(reader: Reader) -> list[str]:
+    """Engines that a running run has now, in the order that they came."""
+    from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
+    from rollart.report.rows import ENGINE_ROLES
+
+    closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
+    opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in ENGINE_ROLES}
+    return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
 
 
 def _ended(process: int, wait_s: float) -> bool:

@@ -13,7 +13,7 @@ from rollart.ports import ActorSpec, Node
 from rollart.spec.cluster import PoolSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["clocks", "engine_actor", "nodes", "torch_device", "trainer_actor"]
+__all__ = ["engine_actor", "nodes", "part_clock", "torch_device", "trainer_actor", "unused_clock"]
 
 
 def nodes(resolved: Resolved) -> list[Node]:
@@ -30,33 +30,30 @@ def torch_device(resolved: Resolved, assignment: Assignment) -> str:
     return "cpu" if _resource(_pool(resolved, assignment)) == "CPU" else "cuda"
 
 
-def clocks(resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
-    """One clock per part of the plan, and one per pool for the devices that nothing runs on and that are paid."""
-    clock = asyncio.get_running_loop().time
-    made = {}
-    for assignment in resolved.plan.assignments:
-        made[assignment.name] = ResourceClock(
-            role=str(assignment.role),
-            resource=assignment.name,
-            recorder=ledger,
-            clock=clock,
-            units=float(len(assignment.devices)),
-            usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
-        )
-    rented = {pool.name for pool in resolved.cluster.pools if pool.rented}
-    for pool, devices in resolved.plan.idle.items():
-        if devices and pool not in rented:
-            made[f"unused-{pool}"] = ResourceClock(
-                role="unused",
-                resource=f"unused-{pool}",
-                recorder=ledger,
-                clock=clock,
-                units=float(devices),
-                usd_per_unit_hour=resolved.usd_per_device_hour[pool],
-                state="idle",
-                cause="not_in_plan",
-            )
-    return made
+def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> ResourceClock:
+    """The clock of a part, which runs from now on, at the price of its devices."""
+    return ResourceClock(
+        role=str(assignment.role),
+        resource=assignment.name,
+        recorder=ledger,
+        clock=asyncio.get_running_loop().time,
+        units=float(len(assignment.devices)),
+        usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
+    )
+
+
+def unused_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) -> ResourceClock:
+    """The clock of a pool's devices that nothing runs on and that are paid."""
+    return ResourceClock(
+        role="unused",
+        resource=f"unused-{pool}",
+        recorder=ledger,
+        clock=asyncio.get_running_loop().time,
+        units=float(devices),
+        usd_per_unit_hour=resolved.usd_per_device_hour[pool],
+        state="idle",
+        cause="not_in_plan",
+    )
 
 
 def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rollart.compose.adopted import Start, start_from
 from rollart.compose.prepare import packages, produce_artefacts, warm_start_samples
 from rollart.compose.wiring import Parts, wire
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
@@ -70,7 +71,9 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     if resolved.base not in sys.path:
         # A spec names the user's environments and functions; they lie beside it.
         sys.path.insert(0, resolved.base)
-    async with wire(resolved, directory, progress) as parts:
+    start = start_from(resolved, directory) if resume else Start(resolved)
+    resolved = start.resolved
+    async with wire(start, directory, progress) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background:
             watchers = [
@@ -78,6 +81,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 background.create_task(parts.watchdog().run(), name="watchdog"),
             ]
             parts.say("starting", "run", directory=str(directory), resume=resume)
+            if start.moved or start.why_not:
+                parts.say("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
             artefacts = background.create_task(_artefacts(resolved, directory, parts), name="artefacts")
             await parts.trainer.start()
             parts.trainer_clock.enter(State.IDLE)
@@ -127,7 +132,7 @@ async def _artefacts(resolved: Resolved, directory: Path, parts: Parts) -> dict[
 
 async def _engines(parts: Parts) -> None:
     async with asyncio.TaskGroup() as tasks:
-        for part in parts.engines:
+        for part in parts.site.parts:
             tasks.create_task(parts.supervisor.start(part), name=f"start {part.id}")
 
 

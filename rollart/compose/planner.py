@@ -19,7 +19,7 @@ from rollart.runtime.rebalance import RebalanceSettings
 from rollart.spec.placement import RebalanceSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["PlacementPlanner", "planner", "rebalance_settings"]
+__all__ = ["PlacementPlanner", "measured", "movable", "planner", "rebalance_settings"]
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -27,6 +27,10 @@ R = TypeVar("R")
 MIN_FINISHED = 20
 """Trajectories of a domain before its means replace the profile: the mean of fewer is off by more than the drift that
 would change a plan."""
+
+
+STOP_S = 30.0
+"""For the end of a process and of what else a move waits for: several times what it is bounded by."""
 
 
 def planner(resolved: Resolved) -> PlacementPlanner | None:
@@ -37,9 +41,14 @@ def planner(resolved: Resolved) -> PlacementPlanner | None:
     return PlacementPlanner(resolved.problem, resolved.plan.placement, settings)
 
 
+def movable(resolved: Resolved) -> bool:
+    """Whether the run may drain and start engines: their numbers were computed, and the spec did not turn it off."""
+    return not resolved.cluster.engines.fixed and resolved.run.placement.rebalance.moves
+
+
 def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
     """The spec in the rebalancer's terms. What the profiles said is what measured work has to drift from."""
-    spec = resolved.run.placement.rebalance
+    spec, leases = resolved.run.placement.rebalance, resolved.run.leases
     domains = () if resolved.problem is None else resolved.problem.domains
     whole = sum(d.weight for d in domains)
     baseline = {
@@ -59,6 +68,8 @@ def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
         flows_s=spec.flows_s,
         drift=spec.drift,
         horizon_s=spec.horizon_s,
+        # It waits for two updates at most, and for a start or for the turns of an engine that drains.
+        move_s=2 * leases.publish_s + max(leases.engine_start_s + leases.publish_s, leases.generate_s) + STOP_S,
         baseline=baseline,
     )
 
@@ -165,7 +176,7 @@ class PlacementPlanner:
         train = problem.train
         if train is not None and trainer is not None:
             train = replace(train, pool=trainer.pool, devices=trainer.devices)
-        return replace(problem, domains=_measured(problem.domains, observed.work), train=train)
+        return replace(problem, domains=measured(problem.domains, observed.work), train=train)
 
 
 def _solve(problem: Problem) -> Placement | Infeasible:
@@ -174,7 +185,8 @@ def _solve(problem: Problem) -> Placement | Infeasible:
     return solve(problem)
 
 
-def _measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -> tuple[DomainProfile, ...]:
+def measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -> tuple[DomainProfile, ...]:
+    """The profiles, those of domains that were seen often enough as they were measured."""
     found = []
     for domain in domains:
         seen = work.get(domain.name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from placement.performance import InstanceModel, Performance
 from placement.problem import Problem
 from placement.roofline import transfer_s
-from placement.types import Deployment, Device, Placement, Role
+from placement.types import Assignment, Deployment, Device, Placement, Role
 from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
 from rollart.policy.affinity import Affinity
 from rollart.policy.pricing import rule
@@ -17,20 +17,23 @@ from rollart.policy.routing import Router
 from rollart.spec.fleet import device_name
 from rollart.spec.resolve import Resolved
 
-__all__ = ["SERVING", "PlannedTurns", "kind_of", "router", "routes_of", "seats"]
+__all__ = ["SERVING", "PlannedTurns", "kind_of", "router", "routes_of", "seat", "seats"]
 
 SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 """Roles of engines, in the order in which they are started."""
 
 
-def seats(resolved: Resolved) -> dict[str, Seat]:
-    """Every engine's seat by its id."""
-    devices = {pool.name: device_name(pool.device) for pool in resolved.cluster.pools}
+def seats(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> dict[str, Seat]:
+    """Every engine's seat by its id. `roles`: of engines whose role is another by now than their name says."""
     return {
-        a.name: Seat(a.pool, devices[a.pool], EngineRole(a.role), len(a.devices))
-        for a in resolved.plan.assignments
-        if a.role in SERVING
+        a.name: seat(resolved, a, (roles or {}).get(a.name)) for a in resolved.plan.assignments if a.role in SERVING
     }
+
+
+def seat(resolved: Resolved, assignment: Assignment, role: EngineRole | None = None) -> Seat:
+    """Where an engine sits; its role is that of the assignment if none is given."""
+    device = next(pool.device for pool in resolved.cluster.pools if pool.name == assignment.pool)
+    return Seat(assignment.pool, device_name(device), role or EngineRole(assignment.role), len(assignment.devices))
 
 
 def router(resolved: Resolved) -> Router:

@@ -12,20 +12,24 @@ from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.compose.actors import clocks, engine_actor, nodes, trainer_actor
-from rollart.compose.parts import EngineProgram, TrainerProgram
-from rollart.compose.planner import planner, rebalance_settings
+from rollart.compose.actors import nodes, part_clock, trainer_actor
+from rollart.compose.adopted import Start
+from rollart.compose.fleet import LocalSite
+from rollart.compose.parts import TrainerProgram
+from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, translated
 from rollart.compose.routing import SERVING, router, seats
-from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.fleet import EngineRole
+from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.ports import RunEvent
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
+from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.scheduler import SchedulerSettings
@@ -51,6 +55,7 @@ class Parts:
     """Everything of one run, made but not started. `begin` and `open_functions` complete it in this order."""
 
     resolved: Resolved
+    roles: Mapping[str, EngineRole]
     directory: Path
     progress: Callable[[RunEvent], None]
     ledger: Ledger
@@ -60,16 +65,15 @@ class Parts:
     domains: Sequence[Domain]
     trainer: TrainerProgram
     trainer_clock: ResourceClock
-    engines: Sequence[EngineProgram]
-    shares: Mapping[EngineId, EngineShares]
+    site: LocalSite
     clocks: Sequence[ResourceClock]
     weights: DirectoryWeightStore
-    opened: float
     spent_before: float
     current: WeightsRef | None = None
     said: int = 0
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
+    fleet: EngineFleet = field(init=False)
     rewarder: OffloadRewarder = field(init=False)
 
     def say(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
@@ -93,7 +97,7 @@ class Parts:
             leases=self.leases,
             trainer_clock=self.trainer_clock,
             version=weights.version,
-            settings=control_settings(self.resolved),
+            settings=control_settings(self.resolved, self.roles),
             planner=planner(self.resolved),
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
@@ -108,11 +112,15 @@ class Parts:
             self.control.gateway,
             self.leases,
             self,
-            shares=self.shares,
+            shares=self.site.shares,
             weights=self._current,
             start_s=self.resolved.run.leases.engine_start_s,
-            on_gone=self.control.gone,
+            on_gone=self._gone,
         )
+        drain_s = self.resolved.run.leases.generate_s
+        self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self, drain_s=drain_s)
+        if movable(self.resolved):
+            self.control.move_by(self.fleet)
 
     @contextlib.asynccontextmanager
     async def open_functions(self, packages: Sequence[Package]) -> AsyncIterator[None]:
@@ -148,7 +156,7 @@ class Parts:
 
     def session(self) -> Session:
         """The run over the started parts."""
-        return self.control.session(supervisor=self.supervisor, parts=self.engines)
+        return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
 
     def watchdog(self) -> Watchdog:
         """Looks after everything from the first part's start on."""
@@ -190,6 +198,10 @@ class Parts:
         assert self.current is not None, "engines start after the first version is published"
         return self.current
 
+    def _gone(self, engine: EngineId, cause: str) -> None:
+        self.fleet.gone(engine)
+        self.control.gone(engine, cause)
+
     def _published(self, version: int) -> None:
         self.current = WeightsRef(version, self.weights.path(version))
 
@@ -209,18 +221,17 @@ class Parts:
 
     async def _look(self) -> None:
         """Once a second: the open intervals, so that a report of a live run is current."""
-        for clock in self.clocks:
+        for clock in (*self.clocks, *self.site.clocks):
             clock.flush()
 
     def _spent(self) -> float:
-        """Dollars so far, over all lives of the run: every device of the plan is paid from the start, whatever it
-        does."""
-        hours = (asyncio.get_running_loop().time() - self.opened) / 3600.0
-        return self.spent_before + hours * self.resolved.plan.usd_per_hour
+        """Dollars so far, over all lives of the run: every device is paid while a part holds it, whatever it does, and
+        those of pools that are not rented always."""
+        return self.spent_before + self.site.spent_usd()
 
 
-def control_settings(resolved: Resolved) -> ControlSettings:
-    """The run spec in the control plane's terms. `schedule: sync` is on-policy and in lockstep."""
+def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> ControlSettings:
+    """The run spec for the control plane. `schedule: sync` is on-policy and in lockstep. `roles`: see `seats`."""
     run, leases = resolved.run, resolved.run.leases
     sync = run.schedule == "sync"
     return ControlSettings(
@@ -253,7 +264,7 @@ def control_settings(resolved: Resolved) -> ControlSettings:
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),
         router=router(resolved),
-        seats=seats(resolved),
+        seats=seats(resolved, roles),
         rebalance=rebalance_settings(resolved),
     )
 
@@ -272,8 +283,8 @@ def stall_seconds(leases: LeasesSpec) -> float:
 
 SHOWN = frozenset(
     {
-        "affinity_fallback", "affinity_restored", "engine_given_up", "engine_lost", "engine_started", "group_dropped",
-        "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed", "rebalance_measured",
+        "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
+        "group_dropped", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed", "rebalance_measured",
         "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
     }
 )  # fmt: skip
@@ -297,9 +308,9 @@ class _CallsToLedger:
 
 
 @contextlib.asynccontextmanager
-async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
+async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
     """Make every part of the run; at the end stop what was started, in reverse order."""
-    loop = asyncio.get_running_loop()
+    loop, resolved = asyncio.get_running_loop(), start.resolved
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
     config = trainer_config(resolved, directory, tokenizer_dir)
@@ -310,9 +321,12 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
         runtime = LocalRuntime(nodes(resolved))
         await runtime.start()
         stack.push_async_callback(runtime.close)
-        by_part = clocks(resolved, ledger)
+        others = [a for a in resolved.plan.assignments if a.role not in SERVING]
+        by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
         for clock in by_part.values():
             stack.callback(clock.close)
+        site = LocalSite(resolved, directory, ledger, runtime, names=start.names)
+        stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
             await runtime.spawn(trainer_actor(resolved, directory, config)),
@@ -323,16 +337,10 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
             start_s=resolved.run.leases.engine_start_s,
         )
         stack.push_async_callback(trainer.close)
-        engines = []
-        for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
-            part = EngineProgram(
-                EngineId(assignment.name), await runtime.spawn(engine_actor(resolved, directory, assignment))
-            )
-            stack.push_async_callback(part.close)
-            engines.append(part)
-        shares = {e.id: EngineShares(by_part[e.id], clock=loop.time) for e in engines}
+        await site.open()
         parts = Parts(
             resolved,
+            start.roles,
             directory,
             progress,
             ledger,
@@ -342,11 +350,9 @@ async def wire(resolved: Resolved, directory: Path, progress: Callable[[RunEvent
             domains(resolved, tokenizer),
             trainer,
             by_part["trainer-0"],
-            engines,
-            shares,
+            site,
             tuple(by_part.values()),
             DirectoryWeightStore(directory / "weights"),
-            loop.time(),
             spent_before,
         )
         parts_of.append(parts)

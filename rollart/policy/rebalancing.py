@@ -1,10 +1,13 @@
-"""Whether a better plan is worth moving to."""
+"""Whether a better plan is worth moving to, in which order, and how to route meanwhile."""
 
 from __future__ import annotations
 
-from rollart.fleet import Proposal, RoutePrices, Routes
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-__all__ = ["MIN_GAIN", "SHARE_NEWS", "PRICE_NEWS", "news", "worth"]
+from rollart.fleet import Move, MoveKind, Proposal, RoutePrices, Routes
+
+__all__ = ["MIN_GAIN", "PRICE_NEWS", "SHARE_NEWS", "meanwhile", "news", "steps", "undone", "worth"]
 
 MIN_GAIN = 0.02
 """Relative gain below which a plan is not changed, however cheap the moves: less is the noise of what was measured, and
@@ -28,6 +31,43 @@ def worth(proposal: Proposal, horizon_s: float) -> tuple[bool, str]:
     if gain <= proposal.cost:
         return False, f"{gain:.4g} trajectories gained in {horizon_s:.0f} s do not pay for {proposal.cost:.4g} lost"
     return True, f"{gain:.4g} trajectories gained in {horizon_s:.0f} s for {proposal.cost:.4g} lost"
+
+
+def steps(moves: Iterable[Move], *, serving: int, free: Mapping[str, int]) -> list[Move]:
+    """Drains and starts engine by engine, in the order given, except that a drain of the last engine that serves lets
+    the first start go before it whose pool has the devices. `serving` engines serve now, `free` devices are free by
+    pool.
+
+    So no more is down at a time than must be, and none serves only where no start fits beside the last one.
+    """
+    left = [replace(m, replicas=1) for m in moves if m.kind is not MoveKind.FLIP for _ in range(m.replicas)]
+    room = dict(free)
+    ordered = []
+    while left:
+        n = 0
+        if left[0].kind is MoveKind.DRAIN and serving <= 1:
+            n = next((i for i, m in enumerate(left) if m.kind is MoveKind.START and m.tp <= room.get(m.pool, 0)), 0)
+        move = left.pop(n)
+        gives = 1 if move.kind is MoveKind.DRAIN else -1
+        serving -= gives
+        room[move.pool] = room.get(move.pool, 0) + gives * move.tp
+        ordered.append(move)
+    return ordered
+
+
+def undone(drained: Move) -> Move:
+    """The start that brings back what a drain took away."""
+    return replace(drained, kind=MoveKind.START, before=None, after=drained.before)
+
+
+def meanwhile(now: Routes, after: Routes) -> Routes:
+    """Routes while engines of both plans serve: the new ones, with the old prices of kinds that the new plan does not
+    know. A kind without a price would draw every trajectory."""
+    if now.prices is None or after.prices is None:
+        return after
+    engines = {**now.prices.engines, **after.prices.engines}
+    kv = {**now.prices.kv, **after.prices.kv}
+    return replace(after, prices=replace(after.prices, engines=engines, kv=kv))
 
 
 def _cheaper(proposal: Proposal, usd_per_hour: tuple[float, float], horizon_s: float) -> tuple[bool, str]:

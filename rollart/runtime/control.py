@@ -144,6 +144,11 @@ class ControlPlane:
             rebalancer=self.rebalancer,
         )
 
+    def move_by(self, fleet: Fleet) -> None:
+        """Engines can come and go: the fleet was made over this control plane's gateway."""
+        if self.rebalancer is not None:
+            self.rebalancer.move_by(fleet)
+
     def gone(self, engine: EngineId, cause: str) -> None:
         """For the supervisor: an engine will not come back, and the run goes on without it."""
         if self.rebalancer is not None:

@@ -117,18 +117,18 @@ class Gateway:
         self._turns.notify()
         return True
 
-    def lose(self, engine_id: EngineId) -> None:
+    def lose(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
         """The engine is gone: its sessions start over elsewhere with a full prefill."""
         member = self._roster.members.get(engine_id)
         if member is None or not member.healthy:
             return
         member.healthy = False
-        member.shares.hold(State.DOWN, "engine_down")
+        member.shares.hold(State.DOWN, cause)
         self._turns.unhome(member)
 
     def spare(self, engine_id: EngineId) -> bool:
-        """Whether the run can go on without this engine: another one serves."""
-        return any(m.healthy for e, m in self._roster.members.items() if e != engine_id)
+        """Whether the run can go on without this engine: another one serves, and stays."""
+        return any(m.keeps for e, m in self._roster.members.items() if e != engine_id)
 
     def seat_of(self, engine_id: EngineId) -> Seat | None:
         return self._roster.seat_of(engine_id)
@@ -149,23 +149,37 @@ class Gateway:
             self._event("role_flipped", engine_id, before=str(seat.role), after=str(role))
             self._turns.notify()
 
+    def seats(self) -> Mapping[EngineId, Seat]:
+        """Every engine that joined and has not left for good, and where it sits now."""
+        return {m.engine.id: m.seat for m in self._roster.members.values()}
+
+    def stable(self) -> set[EngineId]:
+        """Engines that serve, or are only being looked at, and are not drained."""
+        return {m.engine.id for m in self._roster.members.values() if m.keeps}
+
     def at(self, kind: EngineKind) -> list[EngineId]:
         """Engines of a kind, those with the fewest sessions first, then by id: the order in which to flip them."""
         members = [m for m in self._roster.members.values() if m.seat.kind == kind]
         return [m.engine.id for m in sorted(members, key=lambda m: (not m.serves, len(m.sessions), m.engine.id))]
 
-    async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
-        """No turn goes to the engine any more; returns when those under way are over. Its trajectories go on elsewhere.
-        `LeaseExpired` after `seconds`; it then takes no turns either way, until it joins again."""
+    def retire(self, engine_id: EngineId) -> None:
+        """No turn goes to the engine any more, until it joins again. Its trajectories go on elsewhere, from their next
+        turn on, with a full prefill."""
         member = self._roster.members[engine_id]
         member.draining = True
         self._turns.unhome(member)
+
+    async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
+        """Retire the engine; returns when what is under way there is over. `LeaseExpired` after `seconds`."""
+        self.retire(engine_id)
+        member = self._roster.members[engine_id]
         async with self._leases.hold("rebalance", f"{engine_id} to drain", seconds, Expiry.RETRY):
             await self._turns.quiet(member)
 
-    def leave(self, engine_id: EngineId) -> None:
-        """The engine will not come back: nothing is expected of it, and nothing more is counted on it."""
-        self.lose(engine_id)
+    def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
+        """The engine will not come back: nothing is expected of it, and nothing more is counted on it. Turns that it
+        has not answered are routed anew. `cause` is what the time until it is closed is written down as."""
+        self.lose(engine_id, cause=cause)
         self._roster.leave(engine_id)
         self._turns.notify()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.model import Completion, GenerateRequest
@@ -79,11 +79,25 @@ class Pulls:
     whatever happens. The turns are routed and generated anew on the new weights.
     """
 
-    def __init__(self, leases: Leases) -> None:
+    def __init__(self, leases: Leases, returned: Callable[[], None]) -> None:
         self._leases = leases
+        self._returned = returned
+        """Told when an engine that drains has lent its last KV."""
         self._open: dict[str, asyncio.Timeout] = {}
         self._taken: set[str] = set()
         self._settled = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def pull(self, request: GenerateRequest, source: Member) -> AsyncIterator[None]:
+        """The body is the decode leg: until it ends, `source` may be asked for the KV, and must be there."""
+        source.lent += 1
+        try:
+            async with self.leg(request, prefills=False):
+                yield
+        finally:
+            source.lent -= 1
+            if source.draining and not source.lent:
+                self._returned()
 
     @contextlib.asynccontextmanager
     async def leg(self, request: GenerateRequest, *, prefills: bool) -> AsyncIterator[None]:

@@ -32,6 +32,8 @@ class Member:
     doubted_at: float = 0.0
     draining: bool = False
     running: int = 0
+    lent: int = 0
+    """Requests elsewhere that may still fetch KV from here."""
     work_s: float = 0.0
     clear_at: float = 0.0
     breaker: Breaker = field(default_factory=Breaker)
@@ -40,6 +42,11 @@ class Member:
     @property
     def serves(self) -> bool:
         return self.healthy and not self.doubted and not self.draining
+
+    @property
+    def keeps(self) -> bool:
+        """Whether KV that is computed here now will be of use."""
+        return self.healthy and not self.draining
 
     def expect(self, seconds: float, now: float) -> None:
         """A request with so much predicted work is sent."""

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import deque
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from rollart.errors import RollartError
 from rollart.fleet import DomainWork, EngineKind, Move, MoveKind, Observed, Proposal, Routes
 from rollart.policy.lease import Expiry
-from rollart.policy.rebalancing import news, worth
+from rollart.policy.rebalancing import meanwhile, news, steps, undone, worth
 from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.leases import Leases
 
-__all__ = ["RebalanceSettings", "Rebalancer"]
+__all__ = ["ADOPTED", "RebalanceSettings", "Rebalancer"]
+
+ADOPTED = "plan_adopted"
+"""Event of a plan that runs from now on; a resume starts it. In JSON: `engines`, a list of [id, pool, role, tp], and
+`work`, the measured `DomainWork` that it is for, by domain."""
+
+UNDO_ATTEMPTS = 5
+"""As often as supervision restarts an engine before it gives it up."""
 
 T = TypeVar("T")
 
@@ -30,7 +38,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class RebalanceSettings:
     """Seconds between looks at prices and flows (0: never), the drift of the work that asks for a new plan, and the
-    time over which moving must pay.
+    time over which moving must pay. The planner may take `planner_s` to answer, one drain or start `move_s`.
 
     `measure_s` is the window before and after a change over which its effect is measured, from `settle_s` after it on;
     until then drift alone starts no other change. `gone_s`: a pool without a serving engine for so long is down.
@@ -100,6 +108,10 @@ class Rebalancer:
         """Kinds of engine that served when flows were computed last."""
         self._failing: dict[str, str] = {}
         """What the planner could not answer the last time, and why."""
+
+    def move_by(self, fleet: Fleet) -> None:
+        """From now on drains and starts are made, by this fleet."""
+        self._fleet = fleet
 
     def notify(self, reason: str) -> None:
         """Something happened that the plan did not count on: an engine gone for good, another price. In words."""
@@ -195,9 +207,9 @@ class Rebalancer:
         elif self._fleet is None and not proposal.router_only:
             self._event("rebalance_proposed", trigger, why=why, **_figures(proposal))
         else:
-            await self._apply(trigger, proposal, why)
+            await self._apply(trigger, proposal, why, observed.work)
 
-    async def _apply(self, trigger: str, proposal: Proposal, why: str) -> None:
+    async def _apply(self, trigger: str, proposal: Proposal, why: str, work: Mapping[str, DomainWork]) -> None:
         before = self._rate(self._settings.measure_s)
         flips = [m for m in proposal.moves if m.kind is MoveKind.FLIP]
         async with self._gateway.still():
@@ -213,29 +225,52 @@ class Rebalancer:
         if not proposal.router_only and not await self._move(trigger, proposal):
             return
         self._planner.adopt(proposal)
+        self._adopted(work)
         now = asyncio.get_running_loop().time()
+        self._flowed = self._serving()
         self._event("rebalanced", trigger, why=why, **_figures(proposal))
         if self._change is not None:
             self._event("rebalance_measured", self._change.trigger, superseded=True)
         predicted = proposal.rate_after / proposal.rate_now - 1 if proposal.rate_now > 0 else None
         self._change = _Change(now, trigger, predicted, before)
 
+    def _adopted(self, work: Mapping[str, DomainWork]) -> None:
+        engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self._gateway.seats().items()]
+        measured = {domain: asdict(seen) for domain, seen in work.items()}
+        self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
+
     async def _move(self, trigger: str, proposal: Proposal) -> bool:
         """Drains and starts, one after the other, then the routes. False if one failed: what was done stays done, and
-        the next look plans from there."""
+        the next look plans from there. Only where nothing serves any more what was drained last comes back first."""
         assert self._fleet is not None
-        for move in proposal.moves:
-            if move.kind is MoveKind.FLIP:
-                continue
+        async with self._gateway.still():
+            self._gateway.follow(meanwhile(self._gateway.routes, proposal.routes))
+        drained: Move | None = None
+        for move in steps(proposal.moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
             try:
-                async with self._leases.hold("rebalance", str(move), self._settings.move_s, Expiry.RETRY):
-                    await self._fleet.apply(move)
+                await self._step(move)
             except RollartError as error:
                 self._event("rebalance_failed", trigger, move=str(move), cause=str(error), **_figures(proposal))
+                if drained is not None and not self._gateway.stable():
+                    await self._undo(drained)
                 return False
+            drained = move if move.kind is MoveKind.DRAIN else drained
         async with self._gateway.still():
             self._gateway.follow(proposal.routes)
         return True
+
+    async def _undo(self, drained: Move) -> None:
+        """Nothing serves: the run waits for this engine. Its last error ends the run."""
+        for attempt in range(1, UNDO_ATTEMPTS):
+            with contextlib.suppress(RollartError):
+                return await self._step(undone(drained))
+            await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
+        await self._step(undone(drained))
+
+    async def _step(self, move: Move) -> None:
+        assert self._fleet is not None
+        async with self._leases.hold("rebalance", str(move), self._settings.move_s, Expiry.RETRY):
+            await self._fleet.apply(move)
 
     def _short(self, flips: list[Move]) -> str | None:
         """The first flip that the engines there are cannot make."""

@@ -60,8 +60,7 @@ class Session:
         background: list[asyncio.Task[None]] = []
         async with asyncio.TaskGroup() as tasks:
             if self._supervisor is not None:
-                for part in self._parts:
-                    background.append(tasks.create_task(self._supervisor.watch(part), name=f"watch {part.id}"))
+                background.append(tasks.create_task(self._supervisor.run(self._parts), name="supervision"))
             if self._rebalancer is not None:
                 background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
             await self._body(step, steps, recovered)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, PartDied, RunFailed
+from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares
 from rollart.ledger.intervals import State
 from rollart.model import EngineId, WeightsRef
@@ -47,7 +48,8 @@ class EnginePart(Protocol):
 
 class EngineSupervisor:
     """Owns the start and restart of every engine. `suspect` may be called by anybody, any number of times; one task per
-    engine waits for the process's end or a suspicion, whichever comes first.
+    engine waits for the process's end or a suspicion, whichever comes first. `run` owns those tasks; while it runs, the
+    fleet may `add` engines that it started and `release` those that it stops.
     """
 
     def __init__(
@@ -73,14 +75,38 @@ class EngineSupervisor:
         self._suspicion: dict[str, asyncio.Event] = {}
         self._engines: dict[str, Engine] = {}
         self._starting: dict[str, int] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self, parts: Sequence[EnginePart]) -> None:
+        """Watch these engines and those that are added, for ever. The first that cannot be kept alive ends all."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for part in parts:
+                self.add(part)
+            await asyncio.Event().wait()
+
+    def add(self, part: EnginePart) -> None:
+        """The engine has started: watch it from now on."""
+        assert self._tasks is not None, "engines are added while `run` runs"
+        self._watches[part.id] = self._tasks.create_task(self.watch(part), name=f"watch {part.id}")
+
+    async def release(self, engine_id: EngineId) -> None:
+        """Its end is wanted: from now on nobody brings it back, and it is no failure that it goes."""
+        watch = self._watches.pop(engine_id, None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        self._suspicion.pop(engine_id, None)
+        self._engines.pop(engine_id, None)
 
     def suspect(self, engine_id: EngineId) -> None:
         event = self._suspicion.get(engine_id)
         if event is not None:
             event.set()
 
-    async def start(self, part: EnginePart) -> None:
-        """Start the engine and let it join the gateway."""
+    async def start(self, part: EnginePart, seat: Seat | None = None) -> None:
+        """Start the engine and let it join the gateway, in `seat` if it is new there."""
         shares = self._shares[part.id]
         shares.hold(State.STARTUP)
         self._suspicion[part.id] = asyncio.Event()
@@ -92,7 +118,9 @@ class EngineSupervisor:
         finally:
             del self._starting[part.id]
         self._engines[part.id] = engine
-        version = await self._gateway.bring_in(engine, loaded=weights.version, weights=self._weights, shares=shares)
+        version = await self._gateway.bring_in(
+            engine, loaded=weights.version, weights=self._weights, shares=shares, seat=seat
+        )
         self._event("engine_started", part.id, version=version)
 
     def versions_in_use(self) -> tuple[int, ...]:

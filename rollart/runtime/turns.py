@@ -64,7 +64,7 @@ class Turns:
         self._book = DomainBook(tell)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.pulls = Pulls(leases)
+        self.pulls = Pulls(leases, self.notify)
         self.served = 0
         self.paths: dict[str, int] = {}
 
@@ -82,8 +82,8 @@ class Turns:
             self._book.start_over()
 
     async def quiet(self, member: Member) -> None:
-        """Returns when nothing runs on the engine."""
-        while member.running:
+        """Returns when nothing runs on the engine and nobody fetches KV from it."""
+        while member.running or member.lent:
             await self._changed.wait()
 
     def unhome(self, member: Member) -> None:
@@ -146,7 +146,7 @@ class Turns:
             if source is None:
                 completion = await self._leg(turn, home, request, limit, work, generates=True)
             else:
-                async with self.pulls.leg(request, prefills=False):
+                async with self.pulls.pull(request, source):
                     completion = await self._leg(turn, home, request, limit, work, generates=True)
         except (EngineError, LeaseExpired) as error:
             wasted, way = turn.spent - before, (kv, home, source)
@@ -187,6 +187,8 @@ class Turns:
             await self._drop(source, request)
         if not retryable:
             return error
+        if home.draining:  # it was drained away under a long turn
+            return _Again()
         return _Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
     async def _prefill(
@@ -262,7 +264,7 @@ class Turns:
                 return await member.engine.generate(request)
         finally:
             member.running -= 1
-            if work:
+            if work or member.work_s:  # without work of its own it may still be the last, and rounding be left over
                 member.done(work, asyncio.get_running_loop().time())
             spent = member.shares.end(request.request_id)
             turn.spent += spent
@@ -350,7 +352,7 @@ class Turns:
         if kv.version != self.version:
             kv.expire(self.version)
         kv.was_remote = remote
-        if completion.spans and completion.spans[-1].version == self.version:
+        if home.keeps and completion.spans and completion.spans[-1].version == self.version:
             kv.cached[home.engine.id] = len(turn.token_ids) + max(len(completion.token_ids) - 1, 0)
             kv.returned = completion.kv_transfer
         self._book.answered(turn.domain, len(completion.token_ids))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from rollart.fleet import Seat
+from rollart.fleet import EngineKind, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
@@ -16,12 +16,15 @@ from rollart.policy.routing import Router
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
+from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.scheduler import SchedulerSettings
+from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
+from rollart.sim.fleet import SimulatedSite
 from rollart.sim.world import (
     MemoryWeights,
     SimulatedEngine,
@@ -36,7 +39,11 @@ __all__ = ["SimulatedRun", "make"]
 
 @dataclass
 class SimulatedRun:
-    """Build with `make`, run with `run`; afterwards everything that happened is in the parts."""
+    """Build with `make`, run with `run`; afterwards everything that happened is in the parts.
+
+    With a `site` the run starts the engines of `kinds` there, under supervision, and its rebalancer may drain and start
+    others; `engines` is not used then.
+    """
 
     domains: Sequence[Domain]
     alpha: int
@@ -56,11 +63,15 @@ class SimulatedRun:
     seats: Mapping[str, Seat] = field(default_factory=dict)
     planner: Planner | None = None
     fleet: Fleet | None = None
+    site: SimulatedSite | None = None
+    kinds: Sequence[EngineKind] = ()
+    drain_s: float = 30.0
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     on_step: Callable[[StepDone], None] = lambda _: None
     tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     published: list[int] = field(default_factory=list)
     shares: dict[str, EngineShares] = field(default_factory=dict)
+    supervisor: EngineSupervisor | None = None
 
     async def run(self, recovered: Recovered | None = None) -> None:
         """All steps, from the start or from where a journal's recovery says."""
@@ -86,16 +97,20 @@ class SimulatedRun:
             planner=self.planner,
             fleet=self.fleet,
         )
-        for engine in self.engines:
+        parts: list[EnginePart] = []
+        if self.site is not None:
+            parts = await self._populate(self.site)
+        for engine in () if self.site is not None else self.engines:
             clock = ResourceClock(role="rollout", resource=engine.id, recorder=self.recorder, clock=loop.time)
             clocks.append(clock)
             self.shares[engine.id] = EngineShares(clock, clock=loop.time)
             self.control.gateway.join(engine, version=version, shares=self.shares[engine.id])
         try:
-            await self.control.session().run(
-                step=recovered.step if recovered else 0, steps=self.steps, recovered=recovered
-            )
+            session = self.control.session(supervisor=self.supervisor, parts=parts)
+            await session.run(step=recovered.step if recovered else 0, steps=self.steps, recovered=recovered)
         finally:
+            if self.site is not None:
+                self.site.close()
             for clock in clocks:
                 clock.close()
 
@@ -118,10 +133,39 @@ class SimulatedRun:
             rebalance=self.rebalance,
         )
 
+    async def _populate(self, site: SimulatedSite) -> list[EnginePart]:
+        """The first engines, supervised, and the fleet that changes them."""
+        gateway = self.control.gateway
+        self.supervisor = EngineSupervisor(
+            gateway,
+            self.leases,
+            self.recorder,
+            shares=site.shares,
+            weights=lambda: WeightsRef(gateway.version, ""),
+            start_s=site.start_s + 60.0,
+            on_gone=self._gone,
+        )
+        self.fleet = EngineFleet(gateway, self.supervisor, site, self.recorder, drain_s=self.drain_s)
+        self.control.move_by(self.fleet)
+        parts: list[EnginePart] = []
+        for kind in self.kinds:
+            placed = await site.place(kind)
+            await self.supervisor.start(placed.part, placed.seat)
+            parts.append(placed.part)
+        return parts
+
+    def _gone(self, engine_id: EngineId, cause: str) -> None:
+        assert isinstance(self.fleet, EngineFleet)
+        self.fleet.gone(engine_id)
+        self.control.gone(engine_id, cause)
+
     async def _recover(self) -> None:
         await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))
 
     def _suspect(self, engine_id: EngineId) -> None:
+        if self.supervisor is not None:
+            self.supervisor.suspect(engine_id)
+            return
         loop = asyncio.get_running_loop()
         engine = next(e for e in self.engines if e.id == engine_id)
 

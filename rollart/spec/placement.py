@@ -41,6 +41,11 @@ class RebalanceSpec(Entry):
     )
     horizon_s: float = Field(default=3600.0, gt=0, le=1e9, description="Time over which a move must pay for itself.")
     restart_s: float = Field(default=120.0, ge=0, le=1e9, description="Seconds that a moved device earns nothing.")
+    moves: bool = Field(
+        default=True,
+        description="Whether engines may be stopped and others started while the run goes on; false: such plans are "
+        "only written down. Never where `engines` gives the numbers.",
+    )
     max_changed_devices: int | None = Field(
         default=None, ge=1, le=1_000_000, description="Devices that one change may move; any number if not given."
     )

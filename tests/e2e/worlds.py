@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any, ClassVar
 
 from rollart.model import Observation, Step
 
@@ -39,6 +41,23 @@ class Coin:
 
     def _observation(self) -> Observation:
         return Observation(self._text, WORDS, 1)
+
+
+class Held(Coin):
+    """Of every kind (by its turns) the first `free` games begin at once; later ones wait until the file `gate` is
+    there: a test opens it when what it waits for has happened, however long that took."""
+
+    begun: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, *, free: int, gate: str, turns: int, **more: Any) -> None:
+        super().__init__(turns=turns, **more)
+        self._kind, self._free, self._gate = turns, free, Path(gate)
+
+    async def reset(self, seed: int) -> Observation:
+        Held.begun[self._kind] += 1
+        while Held.begun[self._kind] > self._free and not self._gate.exists():
+            await asyncio.sleep(0.02)
+        return await super().reset(seed)
 
 
 class BrokenReset(Coin):

@@ -9,14 +9,16 @@ import math
 
 import pytest
 
+from placement.architecture import shape_of
 from placement.hardware import device
 from placement.problem import Problem
-from placement.roofline import Roofline
+from placement.roofline import Roofline, RooflinePerformance
 from placement.solve import solve
 from placement.types import KvMode, Link, Placement, Pool, Role
 from placement.workload import DomainProfile, EnvironmentCost, Quantity
 from tests.placement.closed_loop import simulate
 from tests.placement.fleet import PERFORMANCE
+from tests.placement.test_rollart_bands import MODELS
 
 Q = Quantity
 WITHIN = 0.10
@@ -27,6 +29,8 @@ AGENT = DomainProfile(
 MATH = DomainProfile("math", Q(1), Q(300), Q(2000))
 LONG = DomainProfile("long", Q(20), Q(1500), Q(100), environment=EnvironmentCost(wait_s=1.0))
 SLOW = DomainProfile("slow", Q(5), Q(300), Q(60), environment=EnvironmentCost(wait_s=20.0, reset_s=10.0))
+OBSERVANT = DomainProfile("observant", Q(20), Q(700), Q(100))
+EXPERTS = RooflinePerformance(shape_of(MODELS["30B-A3B"], name="Qwen3-30B-A3B"))
 ENGINES, DIVIDED = frozenset({Role.ENGINE}), frozenset({Role.PREFILL, Role.DECODE})
 
 
@@ -35,7 +39,8 @@ def fleet(domains: tuple[DomainProfile, ...], h800: int, h20: int, *, cross: flo
     links = [Link(p.name, p.name, 50.0) for p in pools]
     if len(pools) == 2:
         links.append(Link("h800", "h20", cross))
-    return Problem(pools, domains, PERFORMANCE, tuple(links), tensor_parallel=(1,), **wishes)  # type: ignore[arg-type]
+    given: dict[str, object] = {"performance": PERFORMANCE, "tensor_parallel": (1,)}
+    return Problem(pools, domains, links=tuple(links), **(given | wishes))  # type: ignore[arg-type]
 
 
 def plan(problem: Problem) -> Placement:
@@ -58,7 +63,12 @@ LARGE = {
     "divided, long contexts": fleet((LONG,), 2, 2, roles=DIVIDED),
     "all kinds of path": fleet((LONG, MATH), 4, 8, in_flight=512),
     "KV dropped in waits": fleet((SLOW, MATH), 1, 1),
-}
+    # Short prompts of a mixture of experts: what a step costs before it computes anything counts most.
+    "experts, aggregated": fleet((OBSERVANT,), 8, 8, roles=ENGINES, in_flight=64, performance=EXPERTS,
+                                 tensor_parallel=(4,)),
+    "experts, divided": fleet((OBSERVANT,), 8, 8, roles=DIVIDED, in_flight=64, performance=EXPERTS,
+                              tensor_parallel=(4,)),
+}  # fmt: skip
 
 
 def check(problem: Problem) -> None:

@@ -1,0 +1,136 @@
+"""What a run starts from: its specs' plan, or on a resume the plan that it had moved to."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from placement.types import Assignment, Deployment, Infeasible, Pool, Role
+from rollart.compose.devices import free_devices
+from rollart.compose.planner import measured
+from rollart.compose.routing import SERVING
+from rollart.errors import UsageError
+from rollart.fleet import DomainWork, EngineRole
+from rollart.ledger.clock import RESOURCE_OPENED
+from rollart.ledger.reader import Reader
+from rollart.runtime.rebalance import ADOPTED
+from rollart.spec.fleet import pools_of
+from rollart.spec.resolve import Resolved
+
+__all__ = ["Start", "start_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A resolved run as it starts. `roles` of engines that were given another since they were named; `names` that parts
+    of earlier lives had. `moved`: its plan is one that the run moved to; `why_not`: why it is not, though it did."""
+
+    resolved: Resolved
+    roles: Mapping[str, EngineRole] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    moved: bool = False
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    name: str
+    pool: str
+    role: EngineRole
+    tp: int
+
+
+def start_from(resolved: Resolved, directory: Path) -> Start:
+    """For a resume: the engines of the plan that was adopted last, under their names, if the specs that it came from
+    still hold and their devices are there; else what the specs say."""
+    try:
+        reader = Reader(directory)
+    except UsageError:
+        return Start(resolved)  # it never came to a ledger
+    with reader:
+        names = frozenset(event.subject for event in reader.events(RESOURCE_OPENED))
+        adopted = reader.events(ADOPTED)
+        before = reader.config()
+    start = Start(resolved, names=names)
+    if not adopted or resolved.cluster.engines.fixed or resolved.problem is None:
+        return start
+    changed = _changed(before, resolved.to_dict())
+    if changed:
+        return replace(start, why_not=f"{changed} changed since it was adopted")
+    told = adopted[-1].fields
+    engines = [_Engine(n, pool, EngineRole(role), tp) for n, pool, role, tp in json.loads(str(told["engines"]))]
+    work = {domain: DomainWork(**seen) for domain, seen in json.loads(str(told["work"])).items()}
+    found = _with(resolved, engines, work)
+    if isinstance(found, str):
+        return replace(start, why_not=found)
+    return replace(start, resolved=found, roles={e.name: e.role for e in engines}, moved=True)
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The part of the specs that a plan depends on and that is not as it was; '' if all are."""
+    parts = {"cluster": before.get("cluster") != now["cluster"]}
+    for key in ("placement", "hw_affinity", "model"):
+        parts[key] = before.get("run", {}).get(key) != now["run"][key]
+    return next((part for part, differs in parts.items() if differs), "")
+
+
+def _with(resolved: Resolved, engines: Sequence[_Engine], work: Mapping[str, DomainWork]) -> Resolved | str:
+    """The run with these engines instead of its plan's, for the work that was measured; why not, in words, if they
+    cannot be."""
+    from placement.solve import solve
+
+    plan, problem = resolved.plan, resolved.problem
+    assert problem is not None
+    assert plan.placement is not None
+    pools = {p.name: p for p in pools_of(resolved.cluster, resolved.prices)}
+    others = [a for a in plan.assignments if a.role not in SERVING]
+    placed = _placed(pools, others, engines)
+    if isinstance(placed, str):
+        return placed
+    counts = Counter((e.pool, Role(e.role), e.tp) for e in engines)
+    kept = [d for d in plan.placement.deployments if d.role not in SERVING]
+    fixed = (*(Deployment(*key, n) for key, n in sorted(counts.items())), *kept)
+    train, trainer = problem.train, next((d for d in kept if d.role is Role.TRAINER), None)
+    if train is not None and trainer is not None:
+        train = replace(train, pool=trainer.pool, devices=trainer.devices)
+    problem = replace(problem, domains=measured(problem.domains, work), fixed=fixed, train=train)
+    found = solve(problem)
+    if isinstance(found, Infeasible):
+        return found.message
+    used = Counter(a.pool for a in (*others, *placed) for _ in a.devices)
+    return replace(
+        resolved,
+        problem=problem,
+        plan=replace(
+            plan,
+            assignments=(*placed, *others),
+            idle={name: pool.count - used[name] for name, pool in pools.items()},
+            usd_per_hour=sum((used[n] if p.rented else p.count) * p.usd_per_device_hour for n, p in pools.items()),
+            rates={"trajectories": float(found.rate)},
+            binds="; ".join(found.binds) or plan.binds,
+            placement=found,
+        ),
+    )
+
+
+def _placed(
+    pools: Mapping[str, Pool], others: Sequence[Assignment], engines: Sequence[_Engine]
+) -> list[Assignment] | str:
+    """Devices for engines beside the other parts, the largest first; which one has none, if they do not fit."""
+    taken: dict[str, set[int]] = {name: set() for name in pools}
+    for part in others:
+        taken[part.pool].update(part.devices)
+    placed = []
+    for engine in sorted(engines, key=lambda e: (-e.tp, e.name)):
+        pool = pools.get(engine.pool)
+        devices = None if pool is None else free_devices(pool, taken[engine.pool], engine.tp)
+        if devices is None:
+            return f"{engine.name} does not fit into pool '{engine.pool}'"
+        taken[engine.pool].update(devices)
+        role, _, number = engine.name.rpartition("-")
+        placed.append(Assignment(Role(role), int(number), engine.pool, devices))
+    return placed

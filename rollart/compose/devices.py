@@ -1,0 +1,21 @@
+"""Which devices of a pool a single engine gets, beside what runs there. `placement.assign` places whole plans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from placement.types import Pool
+
+__all__ = ["free_devices"]
+
+
+def free_devices(pool: Pool, taken: Collection[int], count: int) -> tuple[int, ...] | None:
+    """The lowest free devices for one engine, in one host: the fullest that has room, of equal ones the first. An
+    engine larger than a host may span hosts. None if there is no room."""
+    size = min(pool.device.devices_per_host or pool.count, pool.count)
+    starts = range(0, pool.count, size)
+    hosts = [[i for i in range(s, min(s + size, pool.count)) if i not in taken] for s in starts]
+    if count > size:
+        hosts = [[i for host in hosts for i in host]]
+    room = [host for host in hosts if len(host) >= count]
+    return tuple(min(room, key=len)[:count]) if room else None

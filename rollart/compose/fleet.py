@@ -1,0 +1,154 @@
+"""Engines on this machine's devices: who holds which, what that costs, and their processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.types import Assignment, Role
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.compose.actors import engine_actor, part_clock, unused_clock
+from rollart.compose.devices import free_devices
+from rollart.compose.parts import EngineProgram
+from rollart.compose.routing import SERVING, seat
+from rollart.errors import RunFailed
+from rollart.fleet import EngineKind
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.ledger.store import Ledger
+from rollart.model import EngineId
+from rollart.ports import Handle
+from rollart.runtime.fleet import Placed
+from rollart.spec.fleet import pools_of
+from rollart.spec.resolve import Resolved
+
+__all__ = ["LocalSite"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    part: EngineProgram
+    program: Handle
+    clock: ResourceClock
+
+
+class LocalSite:
+    """Implements `EngineSite`. Owns engines, their clocks, and a clock per pool for devices that nothing runs on and
+    that are paid.
+
+    Called by the fleet, which makes one change at a time. Invariant: no two parts hold the same device, and the devices
+    of a pool that is not rented are billed to somebody at any time.
+    """
+
+    def __init__(
+        self, resolved: Resolved, directory: Path, ledger: Ledger, runtime: LocalRuntime, *, names: Iterable[str] = ()
+    ) -> None:
+        """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one."""
+        self._resolved = resolved
+        self._directory = directory
+        self._ledger = ledger
+        self._runtime = runtime
+        self._pools = {pool.name: pool for pool in pools_of(resolved.cluster, resolved.prices)}
+        self._held = {a.name: a for a in resolved.plan.assignments}
+        self._engines: dict[EngineId, _Engine] = {}
+        self._unused: dict[str, ResourceClock] = {}
+        self._next: Counter[Role] = Counter()
+        for name in (*names, *self._held):
+            role, _, number = name.rpartition("-")
+            if role in SERVING and number.isdecimal():
+                self._next[Role(role)] = max(self._next[Role(role)], int(number) + 1)
+        self._usd, self._usd_at = 0.0, asyncio.get_running_loop().time()
+        self.shares: dict[EngineId, EngineShares] = {}
+
+    async def open(self) -> None:
+        """Make the plan's engines, by role; nothing is started yet."""
+        for role in SERVING:
+            for assignment in self._resolved.plan.of(role):
+                await self._make(assignment)
+        for pool in self._pools:
+            self._rebill(pool)
+
+    @property
+    def parts(self) -> list[EngineProgram]:
+        return [engine.part for engine in self._engines.values()]
+
+    @property
+    def clocks(self) -> list[ResourceClock]:
+        """Of engines and of unused devices, those that are open."""
+        return [*(engine.clock for engine in self._engines.values()), *self._unused.values()]
+
+    def free(self) -> Mapping[str, int]:
+        return {name: pool.count - len(self._taken(name)) for name, pool in self._pools.items()}
+
+    async def place(self, kind: EngineKind) -> Placed:
+        taken = self._taken(kind.pool)
+        devices = free_devices(self._pools[kind.pool], taken, kind.tp)
+        if devices is None:
+            free = self._pools[kind.pool].count - len(taken)
+            raise RunFailed(f"pool '{kind.pool}' has {free} free devices, and no {kind.tp} of them in one host")
+        role = Role(kind.role)
+        assignment = Assignment(role, self._next[role], kind.pool, devices)
+        part = await self._make(assignment)
+        self._next[role] += 1
+        self._rebill(kind.pool)
+        return Placed(part, seat(self._resolved, assignment))
+
+    async def clear(self, engine_id: EngineId) -> None:
+        engine = self._engines.pop(engine_id, None)
+        if engine is None:
+            return
+        try:
+            await engine.part.close()
+            await engine.program.kill()
+        finally:
+            engine.clock.close()
+            self._settle()
+            pool = self._held.pop(engine_id).pool
+            self._rebill(pool)
+
+    async def close(self) -> None:
+        """The run is over: let go of the engines, whose processes the runtime stops, and bill nothing any more."""
+        for engine in self._engines.values():
+            await engine.part.close()
+        for clock in self.clocks:
+            clock.close()
+
+    def spent_usd(self) -> float:
+        """Dollars that the cluster's devices have cost since this was made, whatever they did."""
+        now = asyncio.get_running_loop().time()
+        return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
+
+    async def _make(self, assignment: Assignment) -> EngineProgram:
+        actor = engine_actor(self._resolved, self._directory, assignment)
+        program = await self._runtime.spawn(actor)
+        self._settle()
+        self._held[assignment.name] = assignment
+        part = EngineProgram(EngineId(assignment.name), program)
+        clock = part_clock(self._resolved, self._ledger, assignment)
+        self._engines[part.id] = _Engine(part, program, clock)
+        self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
+        return part
+
+    def _taken(self, pool: str) -> set[int]:
+        return {device for a in self._held.values() if a.pool == pool for device in a.devices}
+
+    def _settle(self) -> None:
+        """Count what was spent at the rate of until now: who holds what changes."""
+        self._usd, self._usd_at = self.spent_usd(), asyncio.get_running_loop().time()
+
+    def _usd_per_hour(self) -> float:
+        return sum(
+            (len(self._taken(name)) if pool.rented else pool.count) * pool.usd_per_device_hour
+            for name, pool in self._pools.items()
+        )
+
+    def _rebill(self, pool: str) -> None:
+        """What is unused in the pool has changed."""
+        old = self._unused.pop(pool, None)
+        if old is not None:
+            old.close()
+        unused = self._pools[pool].count - len(self._taken(pool))
+        if unused and not self._pools[pool].rented:
+            self._unused[pool] = unused_clock(self._resolved, self._ledger, pool, unused)

@@ -1,0 +1,123 @@
+"""Engines that come and go while a run goes on: the `Fleet` port over gateway, supervision and a place to run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollart.errors import LeaseExpired, RollartError, RunFailed
+from rollart.fleet import EngineKind, Move, MoveKind, Seat
+from rollart.model import EngineId
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.supervise import EnginePart, EngineSupervisor
+
+__all__ = ["EngineFleet", "EngineSite", "Placed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An engine that has devices and a name of its own, but no process yet."""
+
+    part: EnginePart
+    seat: Seat
+
+
+class EngineSite(Protocol):
+    """The devices that engines run on. It bills them: an engine's from `place` on, until `clear` has ended it."""
+
+    def free(self) -> Mapping[str, int]:
+        """Devices by pool that nothing holds."""
+
+    async def place(self, kind: EngineKind) -> Placed:
+        """Take free devices and a name that no engine of the run ever had. `RollartError` if there are none."""
+
+    async def clear(self, engine_id: EngineId) -> None:
+        """Stop the engine's process for good, if there is one, and give its devices back. Bounded; may be called
+        again."""
+
+
+class EngineFleet:
+    """Implements `Fleet`. Called by the rebalancer; `gone` by supervision.
+
+    `apply` waits for the move before it, for a weight update to end, then for the engine's start or for its last turn.
+    A start that fails leaves nothing behind. A drain is decided once it has begun: whatever interrupts it, the engine
+    goes, because its trajectories have left it already. A turn longer than `drain_s` is generated anew elsewhere.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        supervisor: EngineSupervisor,
+        site: EngineSite,
+        recorder: Recorder,
+        *,
+        drain_s: float,
+    ) -> None:
+        self._gateway = gateway
+        self._supervisor = supervisor
+        self._site = site
+        self._recorder = recorder
+        self._drain_s = drain_s
+        self._moving = asyncio.Lock()
+        self._gone: list[EngineId] = []
+
+    async def apply(self, move: Move) -> None:
+        if move.kind is MoveKind.FLIP or move.replicas != 1:
+            raise RunFailed(f"{move}: not a move of the fleet (rule: one engine is drained or started)")
+        async with self._moving:
+            while self._gone:
+                await self._site.clear(self._gone.pop())
+            if move.kind is MoveKind.DRAIN:
+                assert move.before is not None, "a drain has a role before"
+                await self._drain(EngineKind(move.pool, move.before, move.tp))
+            else:
+                assert move.after is not None, "a start has a role after"
+                await self._start(EngineKind(move.pool, move.after, move.tp))
+
+    def free(self) -> Mapping[str, int]:
+        return self._site.free()
+
+    def gone(self, engine_id: EngineId) -> None:
+        """Supervision gave it up. Its devices are taken back when the next move is made."""
+        self._gone.append(engine_id)
+
+    async def _start(self, kind: EngineKind) -> None:
+        async with self._gateway.still():
+            pass  # not into an update: the engine would load the version that goes
+        placed = await self._site.place(kind)
+        engine_id = placed.part.id
+        try:
+            await self._supervisor.start(placed.part, placed.seat)
+            self._supervisor.add(placed.part)
+        except BaseException as error:
+            await self._supervisor.release(engine_id)
+            await self._site.clear(engine_id)
+            if isinstance(error, Exception) and not isinstance(error, RollartError):
+                raise RunFailed(f"{engine_id} did not start: {type(error).__name__}: {error}") from None
+            raise
+
+    async def _drain(self, kind: EngineKind) -> None:
+        async with self._gateway.still():
+            stable = self._gateway.stable()
+            engine_id = next((e for e in self._gateway.at(kind) if e in stable), None)
+            if engine_id is None:
+                raise RunFailed(f"no {kind.role} of tp {kind.tp} on {kind.pool} serves: none can be drained")
+            self._gateway.retire(engine_id)
+        began, late = asyncio.get_running_loop().time(), False
+        try:
+            # It may die now: nobody would bring it back, and its turns are routed anew.
+            await self._supervisor.release(engine_id)
+            await self._gateway.drain(engine_id, seconds=self._drain_s)
+        except LeaseExpired:
+            late = True
+        finally:
+            async with self._gateway.still():
+                self._gateway.leave(engine_id, cause="drained")
+            await self._site.clear(engine_id)
+        now = asyncio.get_running_loop().time()
+        fields: dict[str, str | int | float | bool | None] = {"pool": kind.pool, "role": str(kind.role), "tp": kind.tp}
+        fields |= {"seconds": round(now - began, 3), "cut_short": late}
+        self._recorder.event(RunEvent(now, "engine_drained", engine_id, fields))

@@ -1,0 +1,158 @@
+"""`EngineFleet` keeps the contract: over simulated devices on virtual time, and over processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollart.compose.adopted import Start
+from rollart.compose.wiring import Parts, wire
+from rollart.ledger.memory import MemoryRecorder
+from rollart.ledger.store import Ledger
+from rollart.model import EngineId, WeightsRef
+from rollart.ports import RunEvent
+from rollart.runtime.fleet import EngineFleet
+from rollart.runtime.gateway import Gateway, GatewayLimits
+from rollart.runtime.leases import Leases
+from rollart.runtime.supervise import EngineSupervisor
+from rollart.sim import loop
+from rollart.sim.fleet import SimulatedSite
+from rollart.sim.world import SimulatedEngine
+from rollart.spec.resolve import resolve_files
+from tests.contracts.fleet_contract import HERE, FleetContract, FleetSubject, Scenario, setting
+from tests.e2e.harness import CLUSTER, processes, tiny
+
+
+class Loading(SimulatedEngine):
+    """Weights take a while to load."""
+
+    async def update_weights(self, weights: WeightsRef) -> None:
+        await asyncio.sleep(2.0)
+        await super().update_weights(weights)
+
+
+class TestSimulated(FleetContract):
+    def run(self, scenario: Scenario) -> None:
+        async def main() -> None:
+            recorder = MemoryRecorder()
+            leases = Leases(recorder)
+
+            def suspect(engine: EngineId) -> None:
+                supervisor.suspect(engine)
+
+            gateway = Gateway(leases, limits=GatewayLimits(), version=0, on_suspect=suspect, recorder=recorder)
+            site = SimulatedSite(
+                {"here": 1, "there": 2},
+                lambda name: Loading(name, version=0, tokens=2, seconds=lambda r: 0.5 + r.random()),
+                recorder,
+            )
+            supervisor = EngineSupervisor(
+                gateway,
+                leases,
+                recorder,
+                shares=site.shares,
+                weights=lambda: WeightsRef(gateway.version, ""),
+                start_s=60.0,
+            )
+            fleet = EngineFleet(gateway, supervisor, site, recorder, drain_s=30.0)
+            first = await site.place(HERE)
+            await supervisor.start(first.part, first.seat)
+
+            async def publish(told: Callable[[], None]) -> None:
+                await gateway.update(WeightsRef(gateway.version + 1, ""), lambda _: told())
+
+            async def kill(engine: EngineId) -> None:
+                site.parts[engine].die()
+
+            async def alive(engine: EngineId) -> bool:
+                return engine in site.parts and site.parts[engine].runs
+
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(supervisor.run([first.part]))
+                await scenario(
+                    FleetSubject(
+                        fleet,
+                        gateway,
+                        lambda: recorder.events,
+                        publish,
+                        lambda: setting(site, "broken", True),
+                        kill,
+                        alive,
+                    )
+                )
+                watch.cancel()
+
+        loop.run(main())
+
+
+TWO_POOLS = {
+    **CLUSTER,
+    "pools": [{"name": "here", "device": "cpu", "count": 4}, {"name": "there", "device": "cpu", "count": 2}],
+}
+"""The engine and the trainer go where most is free."""
+
+
+@pytest.mark.slow  # starts a trainer and up to three engines per test: about 6 s
+class TestLocal(FleetContract):
+    @pytest.fixture(autouse=True)
+    def _prepare(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self.events = tmp_path, []
+        kept: list[RunEvent] = self.events
+
+        class Kept(Ledger):
+            def event(self, event: RunEvent) -> None:
+                kept.append(event)
+                super().event(event)
+
+        monkeypatch.setattr("rollart.compose.wiring.Ledger", Kept)
+
+    def run(self, scenario: Scenario) -> None:
+        run, cluster = self.directory / "run.yaml", self.directory / "cluster.yaml"
+        run.write_text(yaml.safe_dump(tiny()))
+        cluster.write_text(yaml.safe_dump(TWO_POOLS))
+        resolved = resolve_files(run, cluster)
+
+        async def main() -> None:
+            async with asyncio.timeout(120.0), wire(Start(resolved), self.directory / "run", lambda _: None) as parts:
+                await parts.trainer.start()
+                parts.begin(await parts.trainer.publish(0))
+                await parts.supervisor.start(parts.site.parts[0])
+                async with asyncio.TaskGroup() as tasks:
+                    watch = tasks.create_task(parts.supervisor.run(parts.site.parts))
+                    await scenario(self.subject(parts))
+                    watch.cancel()
+
+        asyncio.run(main())
+        assert processes(self.directory) == []
+
+    def subject(self, parts: Parts) -> FleetSubject:
+        gateway = parts.control.gateway
+
+        async def publish(told: Callable[[], None]) -> None:
+            weights = await parts.trainer.publish(gateway.version + 1)
+
+            def moved(version: int) -> None:
+                parts.current = weights
+                told()
+
+            await gateway.update(weights, moved)
+
+        async def kill(engine: EngineId) -> None:
+            os.kill(await parts.site._engines[engine].program.call("pid"), signal.SIGKILL)
+
+        async def alive(engine: EngineId) -> bool:
+            running = [p for p in processes(self.directory) if "rollart.engine" in p.command]
+            assert len(running) == len(parts.site._engines)
+            return engine in parts.site._engines
+
+        def broken() -> contextlib.AbstractContextManager[None]:
+            return setting(parts, "current", WeightsRef(gateway.version, str(self.directory / "nowhere")))
+
+        return FleetSubject(parts.fleet, gateway, lambda: self.events, publish, broken, kill, alive)
