@@ -31,12 +31,18 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles
+test-slow: install $(VENV)/.oracles $(VENV)/.providers
 	$(BIN)/python -m pytest -m slow
 
 # Measured rows that the performance model is held against. Without its dependencies: only its data file is read.
 $(VENV)/.oracles: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps aiconfigurator-core==0.12.0
+	touch $@
+
+# Real clients and runtimes of function providers, and bubblewrap for the sandbox where it can be installed.
+$(VENV)/.providers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[providers]'
+	command -v bwrap >/dev/null || apt-get install -y -qq bubblewrap >/dev/null 2>&1 || true
 	touch $@
 
 test: lint types layers test-fast
