@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 from serverless.errors import SpecInvalid
+from serverless.signatures import OPTIONS
 
 __all__ = ["ATTRIBUTE", "RewardOptions", "declarations", "reward"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ATTRIBUTE = "__rollart_reward__"
+ATTRIBUTE = OPTIONS
 """Where the options of a decorated function are kept."""
 
 
@@ -44,12 +45,19 @@ def reward(
     name: str | None = None,
     takes: str = "auto",
     memory_mb: int = 512,
+    cpu: float = 0.0,
+    gpu: str = "",
     timeout_s: float = 10.0,
     timeout_floor: float | None = None,
+    init_timeout_s: float = 10.0,
     concurrency: int = 4,
+    queue: int = 10_000,
     keep_alive_s: float = 60.0,
     warm: int = 0,
     deterministic: bool = True,
+    trust: str = "trusted",
+    stateless: bool = False,
+    needs: tuple[str, ...] = (),
     batch: dict[str, float] | None = None,
     requirements: tuple[str, ...] = (),
     artefacts: tuple[str, ...] = (),
@@ -58,8 +66,9 @@ def reward(
 def reward(function: Any = None, /, **settings: Any) -> Any:
     """Mark a function, an async function or a class with `__call__` as a reward. Arguments are `FunctionSpec`'s.
 
-    It takes one `Item` and gives a number, `Scored`, `ModelFault` or a dict ({"score", "metrics", "steps"},
-    {"model_fault", "floor"} or the wire form). `TypeError` for an argument that `FunctionSpec` does not have.
+    It takes one `Item`, a list of them, or what another framework gives its rewards (the table in
+    `serverless.signatures`), and gives, for each, a number, `Scored`, `ModelFault` or a dict ({"score", "metrics",
+    "steps"}, {"model_fault", "floor"} or the wire form). `TypeError` for an argument that `FunctionSpec` does not have.
     """
     _known(settings)
 
@@ -95,13 +104,18 @@ def _decorated(node: ast.expr, filename: str) -> dict[str, Any] | None:
     name = target.attr if isinstance(target, ast.Attribute) else target.id if isinstance(target, ast.Name) else ""
     if name != "reward":
         return None
+    if call is not None and call.args:
+        raise SpecInvalid(f"{filename}:{node.lineno}: @reward takes keyword arguments only")
     settings: dict[str, Any] = {}
     for keyword in call.keywords if call else ():
         try:
-            settings[str(keyword.arg)] = ast.literal_eval(keyword.value)
+            if keyword.arg is None:
+                raise ValueError
+            settings[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
+            shown = f"{keyword.arg}=..." if keyword.arg else "**..."
             raise SpecInvalid(
-                f"{filename}:{node.lineno}: @reward({keyword.arg}=...) is not a literal",
+                f"{filename}:{node.lineno}: @reward({shown}) is not a literal",
                 remedy="write the value itself, or set it in the run's spec",
             ) from None
     return settings
@@ -112,17 +126,22 @@ _SETTINGS = frozenset(
         "artefacts",
         "batch",
         "concurrency",
+        "cpu",
         "deterministic",
+        "gpu",
         "init_timeout_s",
         "keep_alive_s",
         "memory_mb",
         "name",
+        "needs",
         "preload",
         "queue",
         "requirements",
+        "stateless",
         "takes",
         "timeout_floor",
         "timeout_s",
+        "trust",
         "warm",
     }
 )

@@ -3,10 +3,12 @@
 ServerlessError
 ├── SpecInvalid        a function's declaration breaks a rule
 ├── PackageError       its source or an artefact cannot be packed
+│   └── NotOffloadable it keeps state between calls, so it must run beside its environment
 ├── UnknownFunction    a call names a function that is not deployed
 ├── BackendFailed      a backend cannot start or was closed
 │   ├── CredentialsMissing  a provider knows no user, or refuses the one it knows
-│   └── ExtraMissing        a provider's client library is not installed
+│   ├── ExtraMissing        a provider's client library is not installed
+│   └── SandboxUnavailable  nothing here isolates programs that nobody has read
 └── PolicyFault        raised *by a reward function*: the policy's own output made scoring impossible
 
 A failed *call* is not an error here: it is an `InfraFault` value (`serverless.types`).
@@ -18,8 +20,10 @@ __all__ = [
     "BackendFailed",
     "CredentialsMissing",
     "ExtraMissing",
+    "NotOffloadable",
     "PackageError",
     "PolicyFault",
+    "SandboxUnavailable",
     "ServerlessError",
     "SpecInvalid",
     "UnknownFunction",
@@ -46,6 +50,14 @@ class PackageError(ServerlessError):
     pass
 
 
+class NotOffloadable(PackageError):
+    """`reasons` say what the state is and where (`file:line: ...`)."""
+
+    def __init__(self, function: str, reasons: tuple[str, ...], *, remedy: str) -> None:
+        super().__init__(f"function {function} is not stateless: {'; '.join(reasons)}", remedy=remedy)
+        self.reasons = reasons
+
+
 class UnknownFunction(ServerlessError):
     pass
 
@@ -61,6 +73,10 @@ class CredentialsMissing(BackendFailed):
 class ExtraMissing(BackendFailed):
     def __init__(self, library: str, extra: str) -> None:
         super().__init__(f"{library} is not installed", remedy=f"pip install 'rollart[{extra}]'")
+
+
+class SandboxUnavailable(BackendFailed):
+    pass
 
 
 class PolicyFault(ServerlessError):

@@ -9,9 +9,13 @@ from collections.abc import Mapping
 __all__ = ["canonical", "content_digest", "sha256"]
 
 
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+"""Made once: `json.dumps` with settings makes one per call."""
+
+
 def canonical(value: object) -> bytes:
     """JSON in one form only: sorted keys, no white space, UTF-8, no NaN. TypeError or ValueError otherwise."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _JSON.encode(value).encode()
 
 
 def sha256(data: bytes) -> str:

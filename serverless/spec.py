@@ -8,8 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["BatchSpec", "FunctionSpec", "Takes", "Trust"]
 
-Takes = Literal["auto", "item", "items", "event"]
-"""What the user's callable is given: one `Item`, the list of wire dicts, or Lambda's (event, context)."""
+Takes = Literal[
+    "auto", "item", "samples", "items", "event", "verl", "verl_batch", "trl", "trl_chat", "slime", "slime_batch",
+    "openrlhf", "areal", "verifiers", "verifiers_text",
+]  # fmt: skip
+"""How the user's callable is called (`serverless.signatures`). "auto": told from its parameters when it is packed."""
 
 Trust = Literal["trusted", "untrusted"]
 """Untrusted: it runs what the policy wrote. It then only runs inside a sandbox."""
@@ -33,7 +36,8 @@ class FunctionSpec(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     source: str = Field(min_length=1)
-    """`path/to/file.py`, or `package.module:attribute`. One self-contained file, beside requirements and artefacts."""
+    """`path/to/file.py`, `path/to/package` (a directory with `__init__.py`) or `package.module`, each with an optional
+    `:attribute`. Relative imports and imports of files beside it are packed along."""
     handler: str = Field(default="", pattern=r"^[A-Za-z_]?\w*$")
     """The attribute of the source to call; empty: the one after ':', else the one with `@reward`, else `handler`."""
     takes: Takes = "auto"
@@ -59,7 +63,13 @@ class FunctionSpec(BaseModel):
     """Workers that are started at deployment and kept."""
     deterministic: bool = True
     """Same item, same answer: a bad answer is then not worth a retry, and results may be cached."""
+    stateless: bool = False
+    """Declares that it keeps nothing between calls, where the check of the source is not sure."""
+    needs: tuple[Literal["environment"], ...] = ()
+    """What it cannot do without, beside its item: "environment" keeps it beside the environment, out of functions."""
     requirements: tuple[str, ...] = ()
+    """`name`, `name>=1` (pinned when packed, with what they require, to what is installed), `name==1.2`, or the path
+    of a requirements file. In a package: the lock, exact pins."""
     artefacts: tuple[str, ...] = ()
     """Files and directories packed with the function, under `artefacts/<basename>`."""
     preload: tuple[str, ...] = ()

@@ -4,12 +4,14 @@ Frames on its socket are a 4-byte big-endian length and msgpack:
   in   [request id, event, time limit in ms]
   out  ["ready", init seconds, error or None] once, then ["ok", run seconds, body] or
        ["fault", run seconds, kind, detail, retryable, keep] per call
-The clock here is the process's own: this is what is billed.
+The clock here is the process's own: this is what is billed. An order with `exec` becomes that program instead, under
+the same limits, and keeps the socket open without using it, so that its end is seen.
 """
 # ruff: noqa: TID251 - a worker process measures its own time; the loop's clock is in another process.
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import os
 import pathlib
@@ -21,23 +23,23 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 
-__all__ = ["run"]
+__all__ = ["LOG_BYTES", "end_line", "run"]
 
 _SCRATCH_BYTES = 512 * 2**20
 """Largest file that a function may write: Lambda's default /tmp."""
 
-_LOG_BYTES = 16 * 2**20
+LOG_BYTES = 16 * 2**20
 """A log that has grown past this starts anew: a function that prints every sample must not fill the disk."""
 
 _OPEN_FILES = 1024
 """Lambda's limit of file descriptors."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made per call, and that would cost as much as the rest of it
 class Context:
     """Lambda's context object: the fields that handlers use."""
 
@@ -59,24 +61,33 @@ class Context:
 
 def run(channel: socket.socket, order: dict[str, Any]) -> None:
     """Serve calls until the other end closes. Leaves by `SystemExit` or return; the caller ends the process."""
+    if "exec" in order:
+        _become(channel, order)
     began = time.perf_counter()
     error = None
     handler = None
     try:
-        _confine(order)
+        _confine(order, _data_bytes())
         module, _, name = str(order["handler"]).rpartition(".")
         handler = getattr(importlib.import_module(module), name)
     except BaseException as failure:
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"[:500]
     _send(channel, ["ready", time.perf_counter() - began, error])
+    frames = _Frames(channel)
     while handler is not None:
-        frame = _receive(channel)
+        frame = frames.next()
         if frame is None:
             return
         answer = _call(handler, order, *msgpack.unpackb(frame))
         if not _send(channel, answer) or (answer[0] == "fault" and not answer[5]):
             return
+
+
+def end_line(request: str) -> bytes:
+    """What follows the output of a call in a log (`backends.logs`)."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return f"END RequestId: {request} Time: {now}\n".encode()
 
 
 def _call(handler: Any, order: dict[str, Any], request: str, event: Any, limit_ms: float) -> list[Any]:
@@ -101,18 +112,48 @@ def _call(handler: Any, order: dict[str, Any], request: str, event: Any, limit_m
         return ["fault", time.monotonic() - began, "crash", detail, False, True]
     finally:
         sys.stdout.flush()
-        if os.fstat(1).st_size > _LOG_BYTES:
-            os.ftruncate(1, 0)
+        _end_log(order, request)
     return ["ok", time.monotonic() - began, body]
 
 
-def _confine(order: dict[str, Any]) -> None:
-    """Limits, environment, log and import path: what Lambda calls the execution environment."""
-    package = order["package"]
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+_logged = 0
+"""Bytes in the log when the last call had ended."""
+
+
+def _end_log(order: dict[str, Any], request: str) -> None:
+    """Date what the call printed, if anything, and start a long log anew."""
+    global _logged
+    size = os.fstat(1).st_size
+    if size == _logged:
+        return
+    os.write(1, end_line(request))
+    if size > LOG_BYTES:
+        os.replace(order["log"], order["log"] + ".1")
+        _open_log(order["log"])
+    _logged = os.fstat(1).st_size
+
+
+def _open_log(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def _become(channel: socket.socket, order: dict[str, Any]) -> NoReturn:
+    """Turn into another program: all of its memory is the function's."""
+    _confine(order, 0)
+    channel.set_inheritable(True)
+    os.execve(order["exec"][0], order["exec"], {**os.environ, **order["environment"]})
+
+
+def _confine(order: dict[str, Any], own_bytes: int) -> None:
+    """Limits, environment, log and import path: what Lambda calls the execution environment. `own_bytes` of private
+    memory are not the function's."""
+    global _logged
+    package = order["package"]
+    _open_log(order["log"])
+    _logged = os.fstat(1).st_size
     scratch = pathlib.Path(order["scratch"])
     scratch.mkdir(parents=True, exist_ok=True)
     os.environ.update(
@@ -128,7 +169,7 @@ def _confine(order: dict[str, Any]) -> None:
     os.chdir(package)
     sys.path.insert(0, package)
     # Private writable memory beyond what the zygote already had: shared library code is not the function's.
-    memory = _data_bytes() + int(order["memory_mb"]) * 2**20
+    memory = own_bytes + int(order["memory_mb"]) * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_SCRATCH_BYTES, _SCRATCH_BYTES))
@@ -156,19 +197,31 @@ def _send(channel: socket.socket, message: list[Any]) -> bool:
     return True
 
 
-def _receive(channel: socket.socket) -> bytes | None:
-    head = _exactly(channel, 4)
-    return _exactly(channel, struct.unpack(">I", head)[0]) if head is not None else None
+class _Frames:
+    """Reads frames; a small one, which a call is, with one system call."""
 
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._buffer = bytearray()
 
-def _exactly(channel: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        try:
-            part = channel.recv(min(count - len(parts), 1 << 20))
-        except OSError:
+    def next(self) -> bytes | None:
+        """One frame, or None at the other end's close."""
+        if not self._fill(4):
             return None
-        if not part:
+        (length,) = struct.unpack_from(">I", self._buffer)
+        if not self._fill(4 + length):
             return None
-        parts += part
-    return bytes(parts)
+        frame = bytes(self._buffer[4 : 4 + length])
+        del self._buffer[: 4 + length]
+        return frame
+
+    def _fill(self, count: int) -> bool:
+        while len(self._buffer) < count:
+            try:
+                part = self._channel.recv(1 << 18)
+            except OSError:
+                return False
+            if not part:
+                return False
+            self._buffer += part
+        return True

@@ -4,11 +4,12 @@
 Control messages are msgpack datagrams (SOCK_SEQPACKET):
   in   ["preload", [modules]]; ["fork", key, order] with the worker's end of a socket pair (SCM_RIGHTS)
   out  ["forked", key, pid] with a pidfd, or ["failed", key, error]; ["exit", key, wait status];
-       ["preloaded", module, error or None]
+       ["preloaded", [[module, error] for those that cannot be imported]]
 It ends, and kills every worker's process group first, when the control socket closes or on SIGTERM, which the
-kernel sends when the parent dies. Workers get SIGKILL from the kernel when the zygote dies. It then removes
-CLEANUP_DIR ('' for none), so that not even a killed parent leaves anything. Processes that functions started and
-left behind become its children (subreaper), and are killed when their worker ends.
+kernel sends when the parent dies. Workers get SIGKILL from the kernel when the zygote dies. If it was the parent
+that ended or closed, it then removes CLEANUP_DIR ('' for none), so that not even a killed parent leaves anything.
+Processes that functions started and left behind become its children (subreaper), and are killed when their worker
+ends.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def main() -> None:
     control_fd, parent, cleanup = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    zygote = _Zygote(socket.socket(fileno=control_fd), cleanup)
+    zygote = _Zygote(socket.socket(fileno=control_fd), parent, cleanup)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent:
+    if zygote.orphaned:
         zygote.stop()
         return
     zygote.serve()
@@ -49,8 +50,10 @@ def main() -> None:
 class _Zygote:
     """Owns the children. Nothing here runs user code: only preloads are imported."""
 
-    def __init__(self, control: socket.socket, cleanup: str) -> None:
+    def __init__(self, control: socket.socket, parent: int, cleanup: str) -> None:
         self._control = control
+        self._parent = parent
+        self._closed = False
         self._cleanup = cleanup
         self._children: dict[int, int] = {}
         self._stopping = False
@@ -59,6 +62,10 @@ class _Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    @property
+    def orphaned(self) -> bool:
+        return os.getppid() != self._parent
 
     def serve(self) -> None:
         while not self._stopping:
@@ -82,7 +89,7 @@ class _Zygote:
                 os.waitpid(pid, 0)
         self._children.clear()
         self._kill_strays()
-        if self._cleanup:
+        if self._cleanup and (self._closed or self.orphaned):
             shutil.rmtree(self._cleanup, ignore_errors=True)
 
     def _terminate(self, *_: Any) -> None:
@@ -91,25 +98,26 @@ class _Zygote:
     def _one_message(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 4)
         if not data:
+            self._closed = True
             return False
         message = msgpack.unpackb(data)
         if message[0] == "preload":
-            for module in message[1]:
-                self._preload(module)
+            failed = [[module, error] for module in message[1] if (error := self._preload(module)) is not None]
             # Workers share these pages: a collection in one of them must not write to all.
             gc.collect()
             gc.freeze()
+            self._tell(["preloaded", failed])
         else:
             self._fork(message[1], message[2], fds)
         return True
 
-    def _preload(self, module: str) -> None:
-        error = None
+    def _preload(self, module: str) -> str | None:
+        """What went wrong, or None."""
         try:
             importlib.import_module(module)
         except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        self._tell(["preloaded", module, error])
+            return f"{type(failure).__name__}: {failure}"
+        return None
 
     def _fork(self, key: int, order: dict[str, Any], fds: list[int]) -> None:
         parent = os.getpid()

@@ -6,47 +6,71 @@ environment without credentials. It contains mistakes, not attackers: untrusted 
 
 from __future__ import annotations
 
+import compileall
+import importlib.util
 import pathlib
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
-from serverless.backends.base import Reply
+from serverless.backends import logs
+from serverless.backends.base import LogLine, Reply
 from serverless.backends.host import PoolHost
-from serverless.backends.pool import WorkerFault
+from serverless.backends.pool import Launcher, Worker, WorkerFault
 from serverless.backends.processes import ForkServer, ProcessWorker
 from serverless.deploy.package import HANDLER, Package
-from serverless.errors import BackendFailed
+from serverless.errors import BackendFailed, ExtraMissing
 from serverless.meter import MeterSink, NullMeter
-from serverless.types import Cause, FaultKind, InfraFault
+from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["LocalBackend"]
+__all__ = ["LocalBackend", "Runtime"]
 
-_PRELOADED = ["asyncio", "importlib.util", "json", "serverless.declare", "serverless.errors", "serverless.types"]
+_PRELOADED = (
+    "asyncio", "importlib.util", "inspect", "json", "serverless.calling", "serverless.declare", "serverless.errors",
+    "serverless.signatures", "serverless.types",
+)  # fmt: skip
 """What the handler file needs."""
+
+Runtime = Literal["rollart", "awslambdaric"]
+"""What runs the handler inside a worker: our own loop, or AWS's runtime client (`backends.runtime_api`)."""
 
 
 class LocalBackend:
-    """Implements `Backend` on this machine. Owns a directory, the zygote and, through it, all workers.
+    """Implements `Backend` on this machine. Owns a directory, the zygotes and, through them, all workers.
 
-    `root` keeps packages and logs (`logs/<function>/<slot>.log`) when given; otherwise both are private and removed
-    at the end, even if this process is killed. Nothing is started before the first call, unless a function is `warm`.
+    There is one zygote for each distinct set of `preload` modules, so that a plain function pays nothing for another's
+    torch. `deploy` starts it, and waits for its imports if the function has any; workers start with the first call,
+    unless the function is `warm`. `root` keeps packages and logs (`logs/<function>/<slot>.log`) when given; otherwise
+    both are private and removed at the end, even if this process is killed. `launcher` wraps the one that starts
+    workers (`backends.rehearsal`). `ExtraMissing` if `runtime` is not installed.
     """
 
     provider = "local"
 
-    def __init__(self, *, meter: MeterSink | None = None, root: pathlib.Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        meter: MeterSink | None = None,
+        root: pathlib.Path | None = None,
+        runtime: Runtime = "rollart",
+        launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
+    ) -> None:
+        if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
+            raise ExtraMissing("awslambdaric", "providers")
         self._given = root
         self._root: pathlib.Path | None = None
-        self._host = PoolHost(self, provider=self.provider, meter=meter or NullMeter())
-        self._server: ForkServer | None = None
+        self._runtime = runtime
+        self._host = PoolHost(launcher(self), provider=self.provider, meter=meter or NullMeter())
+        self._zygotes: dict[frozenset[str], ForkServer] = {}
 
     @property
-    def zygote_pid(self) -> int | None:
-        return self._server.pid if self._server is not None else None
+    def zygote_pids(self) -> tuple[int, ...]:
+        """Of those that run now, the plain one first."""
+        zygotes = sorted(self._zygotes.items(), key=lambda entry: sorted(entry[0]))
+        return tuple(zygote.pid for _, zygote in zygotes if zygote.pid is not None)
 
     def workers(self, function: str) -> int:
         """Workers of a function that exist now."""
@@ -54,14 +78,18 @@ class LocalBackend:
 
     async def deploy(self, package: Package) -> None:
         _installed(package)
-        server, root = self._open()
-        server.preload(list(package.spec.preload))
         directory = self._directory(package)
+        zygote = self._zygote(package)
+        zygote.start()
+        if package.spec.preload:
+            await _imported(zygote, package)
         if not directory.exists():
-            partial = root / "functions" / f"{package.version}.partial"
+            partial = directory.with_name(f"{package.version}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             package.write(partial)
             partial.rename(directory)
+            # Compiled, not run: else each worker would compile it, which is most of a cold start.
+            compileall.compile_dir(directory, quiet=2)
         self._host.deploy(package)
 
     async def invoke(
@@ -69,45 +97,67 @@ class LocalBackend:
     ) -> Reply:
         return await self._host.pool(function).invoke(event, deadline_s, cause)
 
+    def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
+        """What workers printed, oldest first; `source` is the worker's slot."""
+        self._host.pool(function)
+        return logs.read(self._open() / "logs", function, since_s=since_s, limit=limit)
+
+    def tail(self, call: Invocation) -> str:
+        """What one call printed: at most its last 4 KB."""
+        return logs.tail(self._open() / "logs", call.function, call.worker.rpartition("/")[2], call.provider_id)
+
     async def __aenter__(self) -> LocalBackend:
         await self._host.open()
         self._root = (self._given or pathlib.Path(tempfile.mkdtemp(prefix="rollart-functions-"))).resolve()
         self._root.mkdir(parents=True, exist_ok=True)
-        self._server = ForkServer(self._root, preload=list(_PRELOADED), cleanup=self._given is None)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         try:
             await self._host.close()
         finally:
-            server, self._server = self._server, None
-            if server is not None:
-                await server.close()
-            if self._given is None and self._root is not None:
-                shutil.rmtree(self._root, ignore_errors=True)
+            zygotes, self._zygotes = self._zygotes, {}
+            try:
+                for zygote in zygotes.values():
+                    await zygote.close()
+            finally:
+                if self._given is None and self._root is not None:
+                    shutil.rmtree(self._root, ignore_errors=True)
 
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> ProcessWorker:
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
         """Launcher: fork a worker and wait until the function is loaded."""
         try:
+            if self._runtime == "awslambdaric":
+                from serverless.backends.runtime_api import RuntimeApiLauncher
+
+                launcher = RuntimeApiLauncher(self.fork, logs=self._log)
+                return await launcher.start(package, worker, slot, gone)
             return await self._start(package, slot, gone)
         except OSError as error:  # no descriptors, no disk: the machine's state, which may pass
             detail = f"no worker could be started: {error}"
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
 
-    async def _start(self, package: Package, slot: int, gone: Callable[[], None]) -> ProcessWorker:
-        server, root = self._open()
-        logs = root / "logs" / package.spec.name
-        logs.mkdir(parents=True, exist_ok=True)
+    async def fork(
+        self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
+    ) -> ProcessWorker:
+        """A confined process of the function, not ready yet. `become` has the program that it turns into (`exec`) and
+        its `environment`."""
+        log = self._log(package.spec.name, slot)
+        log.parent.mkdir(parents=True, exist_ok=True)
         order = {
             "name": package.spec.name,
             "version": package.version,
             "handler": HANDLER,
             "memory_mb": package.spec.memory_mb,
             "package": str(self._directory(package)),
-            "log": str(logs / f"{slot}.log"),
-            "scratch": str(root / "scratch" / package.spec.name / str(slot)),
+            "log": str(log),
+            "scratch": str(self._open() / "scratch" / package.spec.name / str(slot)),
+            **(become or {}),
         }
-        process = await server.fork(order, gone)
+        return await self._zygote(package).fork(order, gone)
+
+    async def _start(self, package: Package, slot: int, gone: Callable[[], None]) -> ProcessWorker:
+        process = await self.fork(package, slot, gone)
         try:
             await process.ready()
         except BaseException:
@@ -115,13 +165,37 @@ class LocalBackend:
             raise
         return process
 
-    def _open(self) -> tuple[ForkServer, pathlib.Path]:
-        if self._server is None or self._root is None:
+    def _zygote(self, package: Package) -> ForkServer:
+        modules = frozenset(package.spec.preload)
+        if modules not in self._zygotes:
+            preload = (*_PRELOADED, *package.spec.preload)
+            self._zygotes[modules] = ForkServer(self._open(), preload=preload, cleanup=self._given is None)
+        return self._zygotes[modules]
+
+    def _log(self, function: str, slot: int) -> pathlib.Path:
+        return self._open() / "logs" / function / f"{slot}.log"
+
+    def _open(self) -> pathlib.Path:
+        if self._root is None:
             raise BackendFailed("the local backend is not open", remedy="use `async with`")
-        return self._server, self._root
+        return self._root
 
     def _directory(self, package: Package) -> pathlib.Path:
-        return self._open()[1] / "functions" / package.version
+        return self._open() / "functions" / package.version
+
+
+async def _imported(zygote: ForkServer, package: Package) -> None:
+    """Wait for what the function preloads, and refuse it here rather than at its first call if that does not import."""
+    try:
+        failed = await zygote.ready()
+    except WorkerFault as error:
+        raise BackendFailed(f"function {package.spec.name}: {error}", remedy="deploy it again") from None
+    for module in package.spec.preload:
+        if module in failed:
+            raise BackendFailed(
+                f"function {package.spec.name} preloads {module}, which cannot be imported here: {failed[module]}",
+                remedy="install it, or take it out of preload",
+            )
 
 
 def _installed(package: Package) -> None:

@@ -6,12 +6,14 @@ Knows nothing of processes: a `Launcher` starts workers, so the local and the si
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from serverless.backends._limit import Limit
 from serverless.backends.base import Reply
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, WorkerSpan, WorkerState, billed_seconds
@@ -87,6 +89,7 @@ class _Seat:
     cold_s: float = 0.0
     init_s: float = 0.0
     task: asyncio.Task[None] | None = None
+    limit: Limit = field(default_factory=Limit)
 
 
 class Pool:
@@ -160,30 +163,40 @@ class Pool:
         if self._idle and not self._waiters:
             return self._take(self._idle.pop())
         if len(self._waiters) >= self._spec.queue:
-            return InfraFault(FaultKind.THROTTLED, retryable=True, detail=f"{self._spec.queue} calls wait for {name}", throttle=Throttle.QUEUE)
-        future: asyncio.Future[_Seat | InfraFault] = asyncio.get_running_loop().create_future()
+            return InfraFault(
+                FaultKind.THROTTLED,
+                retryable=True,
+                detail=f"{self._spec.queue} calls wait for {name}",
+                throttle=Throttle.QUEUE,
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_Seat | InfraFault] = loop.create_future()
         self._waiters.append(future)
         self._pump()
+        timer = loop.call_later(deadline_s, self._give_up, future, deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
-                return await future
-        except TimeoutError:
-            self._forget(future)
-            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=f"no worker of {name} in {deadline_s:.3f} s")
+            return await future
         except asyncio.CancelledError:
             self._forget(future)
             raise
+        finally:
+            timer.cancel()
+
+    def _give_up(self, future: asyncio.Future[_Seat | InfraFault], deadline_s: float) -> None:
+        if not future.done():
+            self._waiters.remove(future)
+            detail = f"no worker of {self._spec.name} in {deadline_s:.3f} s"
+            future.set_result(InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
 
     def _forget(self, future: asyncio.Future[_Seat | InfraFault]) -> None:
         """A waiter left; if it had just been given a worker, that goes to the next."""
         if future.done() and not future.cancelled() and isinstance(seat := future.result(), _Seat):
             self._release(seat)
-        elif future in self._waiters:
-            self._waiters.remove(future)
+        else:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(future)
 
-    async def _serve(
-        self, seat: _Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
-    ) -> Reply:
+    async def _serve(self, seat: _Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause) -> Reply:
         now = asyncio.get_running_loop().time
         t0 = now()
         limit = min(self._spec.timeout_s, remaining_s)
@@ -196,7 +209,7 @@ class Pool:
         status = "cancelled"
         try:
             try:
-                async with asyncio.timeout(limit):
+                with seat.limit.of(limit):
                     answer = await worker.call(request)
                 fault = answer.fault
             except TimeoutError:
@@ -207,7 +220,7 @@ class Pool:
         finally:
             t1 = now()
             run_s = answer.run_s if answer else t1 - t0
-            bill = self._bill(seat, t0, t1, run_s, len(event), status, cause)
+            bill = self._bill(seat, t0, t1, run_s, len(event), status, cause, request.id)
             if answer is None or not answer.keep:
                 self._retire(seat)
                 self._pump()
@@ -223,7 +236,15 @@ class Pool:
         return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
 
     def _bill(
-        self, seat: _Seat, t0: float, t1: float, run_s: float, items: int, status: str, cause: Cause = Cause.CALL
+        self,
+        seat: _Seat,
+        t0: float,
+        t1: float,
+        run_s: float,
+        items: int,
+        status: str,
+        cause: Cause = Cause.CALL,
+        request: str = "",
     ) -> Invocation:
         bill = Invocation(
             function=self._spec.name,
@@ -237,6 +258,7 @@ class Pool:
             items=items,
             status=status,
             cause=cause,
+            provider_id=request,
         )
         seat.cold_s = seat.init_s = 0.0
         self._meter.invocation(bill)
@@ -328,6 +350,7 @@ class Pool:
     def _retire(self, seat: _Seat) -> None:
         if seat.worker is not None:
             seat.worker.kill()
+        seat.limit.close()
         if seat.state is _State.GONE:
             return
         if seat.state is _State.IDLE:

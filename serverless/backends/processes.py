@@ -14,8 +14,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import msgpack
 
@@ -40,33 +40,36 @@ _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 class ForkServer:
     """Owns the zygote process. Called from one loop.
 
-    `fork` waits for the zygote's answer and is unblocked by it or by the zygote's death. A dead zygote is noticed
-    at once (its socket closes), takes its workers with it, and is replaced by the next `fork`.
+    `fork` waits for the zygote's answer, `ready` for its imports; both are unblocked by them or by its death. A dead
+    zygote is noticed at once (its socket closes), takes its workers with it, and is replaced by the next `fork`.
+    `cleanup`: the zygote removes `root` when this process has ended, however it did, or has called `close`.
     """
 
-    def __init__(self, root: pathlib.Path, *, preload: list[str], cleanup: bool) -> None:
+    def __init__(self, root: pathlib.Path, *, preload: Sequence[str], cleanup: bool) -> None:
         self._root = root
-        self._preload = preload
+        self._preload = list(preload)
         self._cleanup = cleanup
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._keys = 0
         self._forking: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._running: dict[int, asyncio.Future[int]] = {}
-        self.failed_preloads: dict[str, str] = {}
+        self._preloaded: asyncio.Future[dict[str, str]] | None = None
 
     @property
     def pid(self) -> int | None:
         """The zygote's process id, None while there is none."""
         return self._process.pid if self._process is not None else None
 
-    def preload(self, modules: list[str]) -> None:
-        """Have these imported before further forks."""
-        new = [m for m in modules if m not in self._preload]
-        self._preload += new
-        if new and self._control is not None:
-            with contextlib.suppress(WorkerFault):  # a dead zygote: the next one starts with all of them
-                self._send(["preload", new])
+    def start(self) -> None:
+        """Start the zygote if there is none. Returns at once; forks wait until it has imported what it preloads."""
+        self._ensure()
+
+    async def ready(self) -> dict[str, str]:
+        """Wait for the imports. Those that failed, with their errors. `WorkerFault` if the zygote dies meanwhile."""
+        self._ensure()
+        assert self._preloaded is not None
+        return await asyncio.shield(self._preloaded)
 
     async def fork(self, order: dict[str, Any], gone: Callable[[], None]) -> ProcessWorker:
         """A worker process, not yet ready. `WorkerFault` (retryable) if the zygote dies meanwhile."""
@@ -84,7 +87,7 @@ class ForkServer:
         except BaseException:
             ours.close()
             raise
-        worker = ProcessWorker(pid, pidfd, ended, gone)
+        worker = ProcessWorker(pid, pidfd, ended, gone, framed="exec" not in order)
         await loop.create_unix_connection(lambda: worker, sock=ours)
         return worker
 
@@ -132,8 +135,8 @@ class ForkServer:
         ours.setblocking(False)
         self._control = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
-        if self._preload:
-            self._send(["preload", self._preload])
+        self._preloaded = asyncio.get_running_loop().create_future()
+        self._send(["preload", self._preload])
 
     def _order(
         self,
@@ -191,8 +194,8 @@ class ForkServer:
                 future.set_exception(WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)))
         elif message[0] == "exit":
             self._ended(message[1], message[2])
-        elif message[2] is not None:
-            self.failed_preloads[message[1]] = message[2]
+        elif self._preloaded is not None and not self._preloaded.done():
+            self._preloaded.set_result(dict(message[1]))
 
     def _ended(self, key: int, status: int) -> None:
         future = self._running.pop(key, None)
@@ -200,10 +203,11 @@ class ForkServer:
             future.set_result(status)
 
     def _died(self) -> None:
-        process = self._lose()
-        if process is not None:
-            process.kill()
-            process.wait()
+        """Kill what may be left of it before the channel closes, which would tell it that we ended."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._lose()
 
     def _lose(self) -> subprocess.Popen[bytes] | None:
         """Close the channel and tell everyone who waits on this zygote."""
@@ -213,6 +217,9 @@ class ForkServer:
             self._control.close()
             self._control = None
         fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="the zygote ended")
+        if self._preloaded is not None and not self._preloaded.done():
+            self._preloaded.set_exception(WorkerFault(fault))
+            self._preloaded.exception()  # nobody need be waiting
         forking, self._forking = self._forking, {}
         for future in forking.values():
             if not future.done():
@@ -225,18 +232,23 @@ class ForkServer:
 class ProcessWorker(asyncio.Protocol):
     """A worker process and its channel. Implements `pool.Worker`.
 
-    One call at a time; it waits for the worker's frame and is unblocked by it or by the channel's end.
+    One call at a time; it waits for the worker's frame and is unblocked by it or by the channel's end. A worker that is
+    not `framed` says nothing there: only its end is seen. `ended` has its wait status.
     """
 
-    def __init__(self, pid: int, pidfd: int, ended: asyncio.Future[int], gone: Callable[[], None]) -> None:
+    def __init__(
+        self, pid: int, pidfd: int, ended: asyncio.Future[int], gone: Callable[[], None], *, framed: bool = True
+    ) -> None:
         self.pid = pid
         self.init_s = 0.0
         self._pidfd = pidfd
-        self._ended = ended
+        self.ended = ended
         self._gone = gone
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._reply: asyncio.Future[list[Any]] | None = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[list[Any]] | None = None
+        if framed:
+            self._reply = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
@@ -252,7 +264,7 @@ class ProcessWorker(asyncio.Protocol):
     async def call(self, request: Request) -> Answer:
         transport = self._transport
         if transport is None:
-            raise WorkerFault(await self._cause())
+            raise WorkerFault(await self.cause())
         try:
             body = msgpack.packb([request.id, request.event, request.remaining_s * 1000.0])
         except (TypeError, ValueError, OverflowError) as error:
@@ -280,16 +292,16 @@ class ProcessWorker(asyncio.Protocol):
         try:
             return await self._reply
         except ConnectionResetError:
-            raise WorkerFault(await self._cause()) from None
+            raise WorkerFault(await self.cause()) from None
         finally:
             self._reply = None
 
-    async def _cause(self) -> InfraFault:
+    async def cause(self) -> InfraFault:
         """What the process died of. Retryable: a death may have come from outside."""
         detail = "the worker's channel closed"
         try:
             async with asyncio.timeout(_CAUSE_S):
-                status = await asyncio.shield(self._ended)
+                status = await asyncio.shield(self.ended)
             code = os.waitstatus_to_exitcode(status)
             detail = f"the worker exited with code {code}" if code >= 0 else f"the worker was ended by signal {-code}"
         except TimeoutError:
@@ -297,10 +309,9 @@ class ProcessWorker(asyncio.Protocol):
         return InfraFault(FaultKind.CRASH, retryable=True, detail=detail)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = connected = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         # A process that the function left behind may hold the channel open after the worker's death.
-        self._ended.add_done_callback(lambda _: transport.abort())
+        self.ended.add_done_callback(lambda _: connected.abort())
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

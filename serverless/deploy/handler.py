@@ -14,8 +14,8 @@ What an item's code does, and what becomes of it:
 
 from __future__ import annotations
 
-import asyncio
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -25,78 +25,131 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from serverless.errors import PolicyFault
+from serverless.calling import CALLS, Call
+from serverless.errors import PolicyFault, SpecInvalid
+from serverless.signatures import ACCEPTED, OPTIONS, Convention, Shape, Unknown, of_object, recognise
 from serverless.types import InfraFault, Item, ModelFault, Scored
 
 ListHandler = Callable[[list[dict[str, Any]], Any], Any]
 
-OPTIONS = "__rollart_reward__"
-"""Where `serverless.declare.reward` leaves its options."""
-
 
 def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = None) -> ListHandler:
-    """Turn a user's callable into a list handler. A class is instantiated, and `load(artefacts)` called, once."""
-    if takes == "auto":
-        takes = _recognise(target)
+    """Turn a user's callable into a list handler. A class is instantiated, and `load(artefacts)` called, once.
+
+    The handler of an async callable runs it to its end; called inside a running event loop, it gives an awaitable.
+    `SpecInvalid` for parameters of no known convention (`serverless.signatures`).
+    """
+    convention = convention_of(target, takes)
+    shape = of_object(target)
     if inspect.isclass(target):
         target = target()
         if hasattr(target, "load"):
             target.load(artefacts)
-    if takes == "event":
-        return lambda event, context: target(event, context)
-    if takes == "items":
-        return lambda event, context: target(event)
+    call = CALLS.get(convention)
+    if call is None:
+        listed = target if convention is Convention.EVENT else lambda event, context: target(event)
+        return _finished(listed) if is_async(target) else listed
     if is_async(target):
-        runner = asyncio.Runner()
-        return lambda event, context: runner.run(score_concurrently(target, event))
-    return lambda event, context: [_score(target, raw) for raw in event]
+        return _finished(lambda event, _: _score_all(target, call, shape, event))
+    if call.batch:
+        return lambda event, _: _score_batch(target, call, shape, event)
+    return lambda event, _: [_score(target, call, shape, raw) for raw in event]
+
+
+def convention_of(target: Any, takes: str = "auto") -> Convention:
+    """How a callable is called: as told, else as `@reward(takes=)` says, else by its parameters."""
+    if takes == "auto":
+        takes = getattr(getattr(target, OPTIONS, None), "settings", {}).get("takes", "auto")
+    if takes != "auto":
+        return Convention(takes)
+    found = recognise(of_object(target))
+    if isinstance(found, Unknown):
+        name = getattr(target, "__name__", type(target).__name__)
+        raise SpecInvalid(f"{name}: {found.reason}", remedy=f"write it as one of: {'; '.join(ACCEPTED)}")
+    return found
 
 
 def is_async(target: Any) -> bool:
-    """Whether it scores one item as a coroutine; the items of a call then run concurrently."""
-    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(type(target).__call__)
+    """Whether it scores as a coroutine; the items of a call then run concurrently, if it takes one at a time."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(
+        target.__call__ if inspect.isclass(target) else type(target).__call__
+    )
 
 
-def _recognise(target: Any) -> str:
-    """One `Item`, unless the parameters of an undecorated function (of a class's `__call__`) say otherwise: two of them
-    are Lambda's, and a single one called `items` or `event` is the list."""
-    takes = getattr(getattr(target, OPTIONS, None), "settings", {}).get("takes", "auto")
-    if takes != "auto":
-        return str(takes)
-    if hasattr(target, OPTIONS):
-        return "item"
-    call = functools.partial(target.__call__, None) if inspect.isclass(target) else target
-    required = [
-        p
-        for p in inspect.signature(call).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) == 2:
-        return "event"
-    return "items" if len(required) == 1 and required[0].name in ("items", "event") else "item"
+def _finished(handler: ListHandler) -> ListHandler:
+    """Runs an async handler in an event loop that lives as long as the worker: clients and pools stay usable."""
+    import asyncio
+
+    runner = asyncio.Runner()
+
+    def run(event: list[dict[str, Any]], context: Any) -> Any:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return runner.run(handler(event, context))
+        return handler(event, context)
+
+    return run
 
 
-def _score(target: Callable[[Item], Any], raw: dict[str, Any]) -> dict[str, Any]:
+async def score_concurrently(target: Callable[..., Awaitable[Any]], event: list[dict[str, Any]]) -> list[Any]:
+    """What `adapt` runs for a coroutine function, for callers that have a loop already."""
+    answers: list[Any] = await adapt(target)(event, None)
+    return answers
+
+
+def _score(target: Callable[..., Any], call: Call, shape: Shape, raw: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _answer(raw["id"], target(_item(raw)))
+        args, kwargs = call.arguments([_item(raw)], shape)
+        return _answer(raw["id"], call.results(target(*args, **kwargs), 1)[0])
     except Exception as error:
         return _failure(raw["id"], error)
 
 
-async def score_concurrently(target: Callable[[Item], Awaitable[Any]], event: list[dict[str, Any]]) -> list[Any]:
-    """What `adapt` runs for a coroutine function, for callers that have a loop already."""
+def _score_batch(target: Callable[..., Any], call: Call, shape: Shape, event: list[dict[str, Any]]) -> list[Any]:
+    """An error of several items is the call's: the caller finds the guilty one. That of a single one is its own."""
+    if not event:
+        return []
+    try:
+        args, kwargs = call.arguments([_item(raw) for raw in event], shape)
+        return _answers(event, call.results(target(*args, **kwargs), len(event)))
+    except Exception as error:
+        return _failed(event, error)
 
-    async def one(raw: dict[str, Any]) -> dict[str, Any]:
+
+async def _score_all(target: Callable[..., Any], call: Call, shape: Shape, event: list[dict[str, Any]]) -> list[Any]:
+    import asyncio
+
+    async def some(raws: list[dict[str, Any]]) -> list[Any]:
         try:
-            return _answer(raw["id"], await target(_item(raw)))
+            args, kwargs = call.arguments([_item(raw) for raw in raws], shape)
+            return _answers(raws, call.results(await target(*args, **kwargs), len(raws)))
         except Exception as error:
-            return _failure(raw["id"], error)
+            return _failed(raws, error)
 
-    return list(await asyncio.gather(*(one(raw) for raw in event)))
+    if call.batch or len(event) <= 1:  # one alone in the caller's task, which a SystemExit then reaches
+        return await some(event) if event else []
+    return [answers[0] for answers in await asyncio.gather(*(some([raw]) for raw in event))]
+
+
+def _answers(event: list[dict[str, Any]], results: list[Any]) -> list[Any]:
+    return [_answer(raw["id"], result) for raw, result in zip(event, results, strict=True)]
+
+
+def _failed(event: list[dict[str, Any]], error: Exception) -> list[Any]:
+    if len(event) > 1:
+        raise error
+    return [_failure(event[0]["id"], error)]
 
 
 def _item(raw: dict[str, Any]) -> Item:
-    return Item(raw["id"], tuple(raw["messages"]), raw.get("reference_answer"), raw.get("metadata") or {})
+    messages = raw.get("messages")
+    if messages is None:  # Bedrock's handlers have these names
+        messages = [{"role": "assistant", "content": raw["modelResponse"]}]
+    reference = raw.get("reference_answer", raw.get("referenceAnswer"))
+    return Item(raw["id"], tuple(messages), reference, raw.get("metadata") or {})
 
 
 def _answer(key: str, result: Any) -> dict[str, Any]:
@@ -149,18 +202,31 @@ def _failure(key: str, error: Exception) -> dict[str, Any]:
 
 
 def load(root: pathlib.Path) -> ListHandler:
-    """The packed function of a directory: import its source file and adapt the attribute of the manifest."""
+    """The packed function of a directory: import its source and adapt the attribute of the manifest."""
     manifest = json.loads((root / "rollart_manifest.json").read_text())
-    for path in (root / "artefacts", root / "function"):
+    for path in (root / "artefacts", root / "function", root / "shims"):
         if str(path) not in sys.path:
             sys.path.insert(0, str(path))
-    spec = importlib.util.spec_from_file_location("rollart_function", root / "function" / manifest["file"])
+    module = _module(root / "function", manifest)
+    return adapt(getattr(module, manifest["attribute"]), takes=manifest["takes"], artefacts=root / "artefacts")
+
+
+def _module(directory: pathlib.Path, manifest: dict[str, Any]) -> Any:
+    """A file under a name of ours, which is nobody else's; a package under its own, which its imports use."""
+    if manifest.get("package"):
+        name = str(manifest["module"])
+        for known in [n for n in sys.modules if n.partition(".")[0] == name.partition(".")[0]]:
+            if not str(getattr(sys.modules[known], "__file__", "")).startswith(str(directory)):
+                del sys.modules[known]
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("rollart_function", directory / manifest["file"])
     if spec is None or spec.loader is None:
         raise ImportError(f"{manifest['file']} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules["rollart_function"] = module
     spec.loader.exec_module(module)
-    return adapt(getattr(module, manifest["attribute"]), takes=manifest["takes"], artefacts=root / "artefacts")
+    return module
 
 
 if __name__ == "rollart_handler":

@@ -1,17 +1,20 @@
 """What a backend deploys: the function's source, the handler file, its artefacts and a manifest, with a version.
 
     rollart_handler.py      the one handler (`serverless.deploy.handler`), `rollart_handler.handler`
-    rollart_manifest.json   which file and attribute it adapts
-    function/<file>.py      the user's source, as it is
+    rollart_manifest.json   which file and attribute it adapts, how it is called, and the lock
+    requirements.txt        the lock for pip, where there is one
+    serverless/             the parts of this package that the handler needs: standard library only
+    shims/rollart/          what `import rollart` gives a reward: the decorator and the values
+    function/...            the user's source, as it is: a file and what it imports beside it, or a package
     artefacts/...           the declared files and directories
 
-The version is a content digest: no path of this machine and no time enters it, nor what only scales the function.
+Nothing else is needed where it runs but Python 3.11 and the lock. No code travels as a pickle. The version is a
+content digest: no path of this machine and no time enters it, nor what only scales the function.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import io
 import pathlib
 import zipfile
@@ -23,9 +26,12 @@ from pydantic import ValidationError
 
 from serverless import keys
 from serverless.declare import declarations
-from serverless.deploy import handler as handler_file
-from serverless.errors import PackageError, SpecInvalid
+from serverless.deploy.requirements import Lock, lock
+from serverless.deploy.sources import SKIPPED, Definition, Sources, collect
+from serverless.errors import NotOffloadable, PackageError, SpecInvalid
+from serverless.signatures import ACCEPTED, Unknown, definition, of_source, recognise
 from serverless.spec import FunctionSpec
+from serverless.stateless import Stateful, inspect_source
 
 __all__ = ["HANDLER", "Package", "build"]
 
@@ -35,7 +41,37 @@ HANDLER = "rollart_handler.handler"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a zip can hold: archives of equal content are equal bytes."""
 
-_SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store"})
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+_OURS = pathlib.Path(__file__).parents[1]
+
+_VENDORED = ("__init__.py", "calling.py", "declare.py", "errors.py", "signatures.py", "types.py")
+"""Of `serverless`: what the handler and `import rollart` in a reward need."""
+
+_SHIM = '''"""What a reward function needs of rollart. Where rollart is installed, its modules are found below this."""
+
+import os
+import sys
+
+from serverless.declare import reward
+from serverless.errors import PolicyFault
+from serverless.types import InfraFault, Item, ModelFault, Scored
+
+Sample = Item
+
+__all__ = ["InfraFault", "Item", "ModelFault", "PolicyFault", "Sample", "Scored", "reward"]
+
+__path__ += [p for p in (os.path.join(e, "rollart") for e in sys.path) if p not in __path__ and os.path.isdir(p)]
+
+
+def __getattr__(name):
+    if name in ("Observation", "Step"):
+        from rollart import model
+
+        return getattr(model, name)
+    raise AttributeError(f"a packed function has no rollart.{name}: it has {', '.join(__all__)}")
+'''
+"""Light: the worker's cold start does not import the orchestrator, and every host runs the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +81,8 @@ class Package:
     spec: FunctionSpec
     version: str
     files: Mapping[str, bytes]
+    warnings: tuple[str, ...] = ()
+    """What may surprise later: randomness without a seed, requirements without a pin."""
 
     def write(self, directory: pathlib.Path) -> None:
         """Lay the files out under `directory`, which may not exist yet."""
@@ -59,6 +97,7 @@ class Package:
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
             for path in sorted(self.files):
                 entry = zipfile.ZipInfo(path, _EPOCH)
+                entry.create_system = 3  # else it tells Windows from Unix
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, self.files[path])
         return buffer.getvalue()
@@ -68,83 +107,134 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     """Pack a function. Relative paths are of `base`, or of the working directory.
 
     The user's source is read, never run. Settings given in the spec win over those of `@reward`, which win over
-    defaults; a decorator's artefacts are relative to its source file.
-    Errors: `PackageError` for a missing file or a relative import, `SpecInvalid` for a setting out of its range.
+    defaults; a decorator's artefacts and requirements files are relative to its source file. In the package's spec,
+    `requirements` is the lock and `takes` the convention found.
+    Errors: `PackageError` for what is missing or cannot be packed, `NotOffloadable` (one of those) for a reward that
+    keeps state, `SpecInvalid` for a setting out of its range and for parameters of no known convention.
     """
     root = base or pathlib.Path.cwd()
-    path, named = _locate(spec.source, root)
-    text = _read(path, f"source of function {spec.name}")
-    declared = declarations(text.decode(errors="replace"), filename=str(path))
-    _refuse_relative_imports(text, path)
-    attribute = spec.handler or named or _only(declared, spec.name)
-    merged = _merge(spec, declared.get(attribute, {}), root, path.parent)
-    manifest: dict[str, object] = {"file": path.name, "attribute": attribute, "takes": merged.takes}
+    sources = collect(spec.source, root, function=spec.name)
+    declared = _declared(sources)
+    attribute = spec.handler or sources.attribute or _only(declared, spec.name, sources)
+    found = sources.find(attribute)
+    merged, locked = _merge(spec, declared.get(attribute) or _at(found), root, found.path.parent)
+    warnings = _refuse_state(sources, found, merged)
+    warnings += tuple(f"{one} is not installed here, so it is not pinned" for one in locked.unpinned)
+    merged = merged.model_copy(update={"takes": _takes(merged, found)})
     files = {
-        "rollart_handler.py": pathlib.Path(handler_file.__file__).read_bytes(),
-        "rollart_manifest.json": keys.canonical(manifest),
-        f"function/{path.name}": text,
+        "rollart_handler.py": _ours("deploy/handler.py"),
+        "rollart_manifest.json": keys.canonical(_manifest(sources, attribute, merged, locked)),
+        "shims/rollart/__init__.py": _SHIM.encode(),
+        **{f"serverless/{name}": _ours(name) for name in _VENDORED},
+        **{f"function/{name}": path.read_bytes() for name, path in sources.files.items()},
     }
+    if locked.all:
+        files["requirements.txt"] = "".join(f"{line}\n" for line in locked.all).encode()
     for artefact in merged.artefacts:
         for relative, data in _artefact(pathlib.Path(artefact), spec.name).items():
             if relative in files:
                 raise PackageError(f"function {spec.name}: two artefacts are called {relative}", remedy="rename one")
             files[relative] = data
-    return Package(merged, keys.content_digest(merged.identity(), files), files)
+    return Package(merged, keys.content_digest(merged.identity(), files), files, warnings)
 
 
-def _locate(source: str, root: pathlib.Path) -> tuple[pathlib.Path, str]:
-    """The source file and the attribute after ':' ('' if none)."""
-    head, _, attribute = source.partition(":")
-    if head.endswith(".py") or "/" in head:
-        return root / head, attribute
-    try:
-        found = importlib.util.find_spec(head)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
-        raise PackageError(f"no module {head!r} to pack", remedy="give the path of a .py file, or install the module")
-    return pathlib.Path(found.origin), attribute
+def _ours(name: str) -> bytes:
+    return (_OURS / name).read_bytes()
 
 
-def _read(path: pathlib.Path, what: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise PackageError(f"{what}: {path}: {error.strerror}", remedy="check the path in the spec") from None
+def _manifest(sources: Sources, attribute: str, spec: FunctionSpec, locked: Lock) -> dict[str, object]:
+    return {
+        "schema_version": 1,
+        "file": sources.file,
+        "module": sources.module,
+        "package": sources.package,
+        "attribute": attribute,
+        "takes": str(spec.takes),
+        "requirements": list(locked.pins),
+        "unpinned": list(locked.unpinned),
+    }
 
 
-def _only(declared: Mapping[str, object], name: str) -> str:
+def _declared(sources: Sources) -> dict[str, dict[str, Any]]:
+    """The rewards of the entry; those that it imports from its own package, if it has none."""
+    text = sources.entry.read_bytes().decode(errors="replace")
+    own = declarations(text, filename=str(sources.entry))
+    if own or not sources.package:
+        return own
+    found: dict[str, dict[str, Any]] = {}
+    for path, module in sources.modules():
+        if path == sources.entry:
+            names = [a.asname or a.name for n in module.body if isinstance(n, ast.ImportFrom) for a in n.names]
+            found = {name: settings for name in names if (settings := _at(sources.find(name))) is not None}
+    return found
+
+
+def _at(found: Definition) -> dict[str, Any] | None:
+    text = found.path.read_bytes().decode(errors="replace")
+    return declarations(text, filename=str(found.path)).get(found.name)
+
+
+def _only(declared: Mapping[str, object], name: str, sources: Sources) -> str:
+    """The reward of a source that names none: the decorated one, else that of the function's name, else `handler`,
+    else the only public function."""
     if name in declared:
         return name
     if len(declared) > 1:
         raise PackageError(
             f"function {name}: its source has several rewards: {', '.join(declared)}", remedy="name one as `handler`"
         )
-    return next(iter(declared), "handler")
+    if declared:
+        return next(iter(declared))
+    found = sources.find(name)
+    if definition(found.body, found.name) is not None:
+        return name
+    body = next(module.body for path, module in sources.modules() if path == sources.entry)
+    public = [n.name for n in body if isinstance(n, _DEFINITIONS) and not n.name.startswith("_")]
+    return public[0] if len(public) == 1 else "handler"
 
 
-def _merge(spec: FunctionSpec, declared: dict[str, Any], root: pathlib.Path, beside: pathlib.Path) -> FunctionSpec:
-    settings = {k: v for k, v in declared.items() if k != "name" and k not in spec.model_fields_set}
+def _merge(
+    spec: FunctionSpec, declared: dict[str, Any] | None, root: pathlib.Path, beside: pathlib.Path
+) -> tuple[FunctionSpec, Lock]:
+    settings = {k: v for k, v in (declared or {}).items() if k != "name" and k not in spec.model_fields_set}
     chosen = {k: getattr(spec, k) for k in spec.model_fields_set}
     origin = root if "artefacts" in spec.model_fields_set else beside
     artefacts = chosen.get("artefacts", settings.get("artefacts", ()))
     try:
-        return FunctionSpec.model_validate(
+        merged = FunctionSpec.model_validate(
             {**settings, **chosen, "artefacts": tuple(str(origin / a) for a in artefacts)}
         )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "settings"
         raise SpecInvalid(f"function {spec.name}: {where}: {first['msg']} (got {first['input']!r:.60})") from None
+    locked = lock(merged.requirements, root if "requirements" in spec.model_fields_set else beside)
+    return merged.model_copy(update={"requirements": locked.all}), locked
 
 
-def _refuse_relative_imports(text: bytes, path: pathlib.Path) -> None:
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            raise PackageError(
-                f"{path}:{node.lineno}: a function's source is one file and cannot import relatively",
-                remedy="put helpers into artefacts (they are importable) or requirements",
-            )
+def _refuse_state(sources: Sources, found: Definition, spec: FunctionSpec) -> tuple[str, ...]:
+    """The warnings of a reward that keeps no state."""
+    verdict = inspect_source(
+        found, [(path, module) for path, module in sources.modules() if path != found.path],
+        deterministic=spec.deterministic, stateless=spec.stateless, needs=spec.needs,
+    )  # fmt: skip
+    if isinstance(verdict, Stateful):
+        raise NotOffloadable(spec.name, tuple(map(str, verdict.reasons)), remedy=verdict.remedy)
+    return tuple(map(str, verdict.warnings))
+
+
+def _takes(spec: FunctionSpec, found: Definition) -> str:
+    if spec.takes != "auto":
+        return spec.takes
+    shape = of_source(found.body, found.name)
+    convention = recognise(shape) if shape is not None else Unknown("its definition is not in the source")
+    if isinstance(convention, Unknown):
+        shown = f"{found.name}{shape}" if shape is not None else found.name
+        raise SpecInvalid(
+            f"function {spec.name}: {shown} in {found.path.name}: {convention.reason}",
+            remedy=f"write it as one of these, or set `takes`: {'; '.join(ACCEPTED)}",
+        )
+    return str(convention)
 
 
 def _artefact(path: pathlib.Path, name: str) -> dict[str, bytes]:
@@ -153,5 +243,12 @@ def _artefact(path: pathlib.Path, name: str) -> dict[str, bytes]:
     return {
         f"artefacts/{path.name}/{file.relative_to(path).as_posix()}": file.read_bytes()
         for file in sorted(path.rglob("*"))
-        if file.is_file() and not _SKIPPED.intersection(file.relative_to(path).parts)
+        if file.is_file() and not SKIPPED.intersection(file.relative_to(path).parts)
     }
+
+
+def _read(path: pathlib.Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PackageError(f"{what}: {path}: {error.strerror}", remedy="check the path in the spec") from None

@@ -14,15 +14,15 @@ __all__ = ["RetryBudget", "RetryPolicy"]
 class RetryPolicy:
     """Exponential back-off with full jitter, uniform in [0, min(cap, base * 2^(attempt-1))] (AWS's recommendation).
 
-    Bound: one item is called at most `max_attempts` times (once more if its first call was in a batch that failed
-    as a whole), and a run makes at most `reserve + budget * items` retries.
+    Bound: one item is called at most `max_attempts` times (calls that find the guilty one of a batch, and calls that
+    were throttled, apart), and a run makes at most `reserve + budget * items` retries.
     """
 
     max_attempts: int = 3
     base_s: float = 0.05
     cap_s: float = 2.0
-    budget: float = 0.2
-    """Retries earned per submitted item: under an outage, load grows by at most a fifth."""
+    budget: float = 0.1
+    """Retries earned per submitted item: under an outage, load grows by at most a tenth."""
     reserve: float = 20.0
     """Retries that a quiet function may make before it has earned any."""
 
@@ -30,11 +30,12 @@ class RetryPolicy:
         """Seconds to wait after attempt number `attempt` (from 1) failed, or None: do not try again.
 
         None for a fault that is not retryable, after the last attempt, and when the deadline would pass first.
+        What the provider asked for (`retry_after_s`) is the least.
         """
         if not fault.retryable or attempt >= self.max_attempts:
             return None
         ceiling: float = min(self.cap_s, self.base_s * 2.0 ** (attempt - 1))
-        wait = rng.uniform(0.0, ceiling)
+        wait = max(rng.uniform(0.0, ceiling), fault.retry_after_s or 0.0)
         return wait if wait < remaining_s else None
 
 

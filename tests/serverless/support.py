@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
+import importlib.util
 import os
 import pathlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -11,6 +13,8 @@ from typing import Any, TypeVar
 
 from rollart.sim import loop as virtual
 from serverless.backends.base import Backend
+from serverless.backends.front import Front
+from serverless.backends.http import Endpoint, HttpBackend, Signed
 from serverless.backends.local import LocalBackend
 from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.deploy.package import Package, build
@@ -81,13 +85,37 @@ class Books(Meter):
         self.spans.append(span)
 
 
-class Local:
-    """The local backend on a real loop."""
+class Provider(abc.ABC):
+    """A backend under the conformance suite. To add one: a subclass, and its line in `PROVIDERS`.
 
-    name = "local"
+    `missing` is why it cannot run here ('' if it can): the suite then skips with that. `real` providers wait on the
+    clock and start processes, so their tests are slow ones. `workers` is None where a caller cannot count them, and
+    `spans` False where the provider does not report its workers' time: the tests about these are then skipped.
+    """
+
+    name: str
+    real = True
+    spans = True
+    missing = ""
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(main)
+
+    @abc.abstractmethod
+    def open(
+        self, packages: Sequence[Package], meter: MeterSink | None = None
+    ) -> contextlib.AbstractAsyncContextManager[Backend]:
+        """The backend with these deployed."""
+
+    def workers(self, backend: Backend, function: str) -> int | None:
+        count: int = backend.workers(function)  # type: ignore[attr-defined]
+        return count
+
+
+class Local(Provider):
+    """The local backend on a real loop."""
+
+    name = "local"
 
     @contextlib.asynccontextmanager
     async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
@@ -97,10 +125,58 @@ class Local:
             yield backend
 
 
-class Simulated:
+class Http(Provider):
+    """The http backend against our own front over the local backend, on real sockets."""
+
+    name = "http"
+    spans = False
+
+    @contextlib.asynccontextmanager
+    async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
+        secrets = {"k": "not a secret"}
+        async with LocalBackend() as local, Front(local, secrets=secrets) as front:
+            auth = Signed("k", secrets["k"])
+            endpoints = {p.spec.name: Endpoint(f"{front.url}/functions/{p.spec.name}", auth) for p in packages}
+            async with _Hosted(endpoints, local, meter) as backend:
+                for one in packages:
+                    await backend.deploy(one)
+                yield backend
+
+    def workers(self, backend: Backend, function: str) -> int | None:
+        return None
+
+
+class _Hosted(HttpBackend):
+    """A test deploys at the caller's side and at the host."""
+
+    def __init__(self, endpoints: dict[str, Endpoint], host: Backend, meter: MeterSink | None) -> None:
+        super().__init__(endpoints, meter=meter)
+        self._host = host
+
+    async def deploy(self, package: Package) -> None:
+        await self._host.deploy(package)
+        await super().deploy(package)
+
+
+class RuntimeApi(Provider):
+    """The local backend with AWS's own runtime client in its workers."""
+
+    name = "awslambdaric"
+    missing = "" if importlib.util.find_spec("awslambdaric") else "awslambdaric is not installed"
+
+    @contextlib.asynccontextmanager
+    async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
+        async with LocalBackend(meter=meter, runtime="awslambdaric") as backend:
+            for one in packages:
+                await backend.deploy(one)
+            yield backend
+
+
+class Simulated(Provider):
     """The simulated backend on virtual time, with the functions' code inline."""
 
     name = "simulated"
+    real = False
 
     def __init__(self, seed: int | None = None, **profile: Any) -> None:
         self.seed = seed
@@ -127,3 +203,7 @@ def _callable(one: Package) -> Any:
     scope: dict[str, Any] = {"__name__": "rollart_function"}
     exec(one.files[f"function/{manifest['file']}"], scope)
     return scope[manifest["attribute"]]
+
+
+PROVIDERS: dict[str, type[Provider]] = {one.name: one for one in (Local, Http, RuntimeApi, Simulated)}
+"""Everything that the conformance suite runs on."""

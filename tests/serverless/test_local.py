@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from serverless.backends.base import LogLine
 from serverless.backends.local import LocalBackend
-from serverless.errors import BackendFailed
+from serverless.errors import BackendFailed, UnknownFunction
 from serverless.pipeline import Offload
 from serverless.policy.retry import RetryPolicy
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
@@ -113,11 +114,10 @@ def test_a_killed_zygote_takes_its_workers_along_and_the_next_call_works() -> No
         one = package()
         async with LocalBackend() as backend, Offload([one], backend) as offload:
             worker = int((await offload.submit("behave", item(do="pid"), 10.0)).value)  # type: ignore[union-attr]
-            first = backend.zygote_pid
-            assert first is not None
+            [first] = backend.zygote_pids
             os.kill(first, signal.SIGKILL)
             outcome = await offload.submit("behave", item(), 10.0)
-            assert backend.zygote_pid != first
+            assert first not in backend.zygote_pids
             await until(lambda: not alive(worker))
             return outcome
 
@@ -132,7 +132,7 @@ def test_a_zygote_killed_under_a_call_costs_a_retry() -> None:
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(offload.submit("behave", item(do="sleep", seconds=0.3), 10.0))
                 await asyncio.sleep(0.1)
-                os.kill(backend.zygote_pid or 0, signal.SIGKILL)
+                os.kill(*backend.zygote_pids, signal.SIGKILL)
             return task.result()
 
     assert run(main()) == Scored(1.0)
@@ -265,6 +265,97 @@ def test_logs_are_kept_per_worker_in_a_given_directory(tmp_path: pathlib.Path) -
 
     run(main())
     assert "ValueError: no such a" in (tmp_path / "logs" / "behave" / "0.log").read_text()
+
+
+def test_logs_say_who_printed_what_and_when(tmp_path: pathlib.Path) -> None:
+    async def main() -> None:
+        one = package(concurrency=1)
+        async with LocalBackend(root=tmp_path) as backend:
+            await backend.deploy(one)
+            calls = {}
+            for key, do in (("a", "raise"), ("quiet", "score"), ("b", "raise")):
+                reply = await backend.invoke("behave", [encode(item(key, do=do))], deadline_s=10.0)
+                assert reply.invocation is not None
+                calls[key] = reply.invocation
+            tails = {key: backend.tail(call) for key, call in calls.items()}
+            assert tails["quiet"] == ""
+            assert "no such a" in tails["a"]
+            assert "no such b" not in tails["a"]
+            assert "no such b" in tails["b"]
+            await backend.invoke("behave", [encode(item("c", do="whisper"))], deadline_s=10.0)
+            lines = backend.logs("behave")
+            assert [line.text for line in lines if line.text.startswith("ValueError")] == [
+                "ValueError: no such a",
+                "ValueError: no such b",
+            ]
+            assert all(line.t and line.source == "0" for line in lines)
+            assert [line.t for line in lines] == sorted(line.t for line in lines)
+            assert [line.text for line in backend.logs("behave", limit=1)] == [lines[-1].text]
+            assert backend.logs("behave", since_s=-3600.0) == []
+            with pytest.raises(UnknownFunction):
+                backend.logs("nobody")
+
+    run(main())
+
+
+def test_a_worker_that_died_left_its_last_words(tmp_path: pathlib.Path) -> None:
+    async def main() -> list[LogLine]:
+        one = package(concurrency=1)
+        async with LocalBackend(root=tmp_path) as backend:
+            await backend.deploy(one)
+            await backend.invoke("behave", [encode(item("a", do="last words"))], deadline_s=10.0)
+            return backend.logs("behave")
+
+    assert [(line.t, line.text) for line in run(main())] == [("", "about to die")]
+
+
+def test_a_function_that_preloads_has_a_zygote_of_its_own() -> None:
+    async def main() -> None:
+        plain, preloading = package(), package("lambdas:imported", preload=("fractions",))
+        other = package("lambdas:imported", name="other")
+        async with LocalBackend() as backend:
+            for one in (plain, preloading, other):
+                await backend.deploy(one)
+            assert len(backend.zygote_pids) == 2
+            bodies = []
+            for name in ("imported", "other"):
+                reply = await backend.invoke(name, [encode(item())], deadline_s=10.0)
+                assert isinstance(reply.body, list)
+                bodies.append(reply.body[0]["aggregate_reward_score"])
+            assert bodies == [1.0, 0.0]
+            assert len(backend.zygote_pids) == 2
+
+    run(main())
+
+
+def test_a_preload_that_cannot_be_imported_is_refused_at_deployment() -> None:
+    async def main() -> None:
+        async with LocalBackend() as backend:
+            with pytest.raises(BackendFailed, match="preloads no_such_module, which cannot be imported here"):
+                await backend.deploy(package(preload=("no_such_module",)))
+
+    run(main())
+
+
+def test_a_zygote_that_is_asked_to_end_takes_no_packages_along() -> None:
+    async def main() -> Outcome:
+        one = package()
+        async with LocalBackend() as backend, Offload([one], backend) as offload:
+            await offload.submit("behave", item(), 10.0)
+            [first] = backend.zygote_pids
+            os.kill(first, signal.SIGTERM)
+            await until(lambda: not alive(first))
+            return await offload.submit("behave", item("again", value=0.5), 10.0)
+
+    assert run(main()) == Scored(0.5)
+
+
+def test_it_runs_on_uvloop() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    before = set(descendants())
+    outcomes = uvloop.run(submit_all([item("a"), item("b", do="exit")], retry=RetryPolicy(max_attempts=1)))
+    assert only_fault(outcomes, 1).detail == "the worker exited with code 3"
+    assert set(descendants()) <= before
 
 
 def test_a_missing_requirement_is_refused_at_deployment() -> None:

@@ -32,6 +32,9 @@ def behave(sample: Item):
         os._exit(3)
     elif what == "print":
         print("x" * 2**20 * 17, flush=True)
+    elif what == "last words":
+        print("about to die", flush=True)
+        os._exit(3)
     elif what == "environ":
         return {"score": 1.0, "metrics": {"leaked": float("ROLLART_SECRET" in os.environ)}}
     elif what == "pid":
@@ -50,6 +53,7 @@ def _policy(sample):
 RESULTS = {
     "score": lambda s: s.metadata.get("value", 1.0),
     "sleep": lambda s: 1.0,
+    "whisper": lambda s: 1.0,
     "print": lambda s: 1.0,
     "raise": _raise,
     "policy": _policy,

@@ -1,6 +1,7 @@
 """Handlers as people have them: Lambda's two arguments, a list, async, and answers that break the contract."""
 
 import asyncio
+import sys
 
 
 def lambda_handler(event, context):
@@ -34,3 +35,11 @@ def unserialisable(items):
 async def concurrent(sample):
     await asyncio.sleep(sample.metadata.get("seconds", 0.05))
     return 1.0
+
+
+def imported(items):
+    return [{"id": e["id"], "aggregate_reward_score": float("fractions" in sys.modules)} for e in items]
+
+
+def chatty(items):
+    return "hello"

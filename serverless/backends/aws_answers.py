@@ -1,0 +1,157 @@
+"""What Lambda says of a call, read: throttles, errors of the function and of the service, the REPORT line. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serverless.types import FaultKind, InfraFault, Throttle
+
+__all__ = ["NOT_ALLOWED", "Report", "function_fault", "last_words", "report", "service_fault"]
+
+NOT_ALLOWED = frozenset(
+    {
+        "AccessDenied",
+        "AccessDeniedException",
+        "AuthFailure",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "IncompleteSignature",
+        "InvalidClientTokenId",
+        "InvalidSignatureException",
+        "MissingAuthenticationToken",
+        "MissingAuthenticationTokenException",
+        "OptInRequired",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClientException",
+    }
+)
+"""Error codes that no repetition cures: the user is unknown or may not do this."""
+
+_THROTTLES = {
+    "ConcurrentInvocationLimitExceeded": Throttle.CONCURRENCY,
+    "ReservedFunctionConcurrentInvocationLimitExceeded": Throttle.RESERVED,
+    "FunctionInvocationRateLimitExceeded": Throttle.RATE,
+    "ReservedFunctionInvocationRateLimitExceeded": Throttle.RATE,
+    "CallerRateLimitExceeded": Throttle.RATE,
+    "ConcurrentSnapshotCreateLimitExceeded": Throttle.SCALING,
+}
+"""ThrottleReason of the Lambda API; a reserved function's rate limit passes with time like any other rate."""
+
+_BUSY = {"ResourceConflictException", "SnapStartNotReadyException", "ResourceNotReadyException", "SnapStartException"}
+"""The function is being changed or prepared: it passes."""
+
+_REPORT = re.compile(
+    r"REPORT RequestId: (?P<id>\S+)\s+Duration: (?P<run>[\d.]+) ms\s+Billed Duration: (?P<billed>\d+) ms\s+"
+    r"Memory Size: (?P<memory>\d+) MB\s+Max Memory Used: (?P<used>\d+) MB"
+    r"(?:\s+Init Duration: (?P<init>[\d.]+) ms)?"
+    r"(?:\s+Restore Duration: (?P<restore>[\d.]+) ms)?(?:\s+Billed Restore Duration: (?P<rebilled>\d+) ms)?"
+)
+
+
+_LAMBDAS = ("START RequestId", "END RequestId", "REPORT RequestId", "INIT_START", "INIT_REPORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Lambda's own account of one call. Seconds and MB; `init_s` is 0 for a warm call."""
+
+    request_id: str
+    run_s: float
+    billed_s: float
+    memory_mb: int
+    used_mb: int
+    init_s: float
+
+
+def report(log_result: str) -> Report | None:
+    """The last REPORT line of an invoke's `LogResult` (base64, the log's last 4 KB), or None."""
+    found = next(reversed(list(_REPORT.finditer(_text(log_result)))), None)
+    if found is None:
+        return None
+    return Report(
+        request_id=found["id"],
+        run_s=float(found["run"]) / 1000.0,
+        billed_s=(int(found["billed"]) + int(found["rebilled"] or 0)) / 1000.0,
+        memory_mb=int(found["memory"]),
+        used_mb=int(found["used"]),
+        init_s=float(found["init"] or found["restore"] or 0.0) / 1000.0,
+    )
+
+
+def last_words(log_result: str, lines: int = 3) -> str:
+    """The end of what the function itself wrote, on one line."""
+    own = [line.strip() for line in _text(log_result).splitlines() if line.strip() and not line.startswith(_LAMBDAS)]
+    return " | ".join(own[-lines:])[-600:]
+
+
+def function_fault(payload: bytes, used: Report | None) -> InfraFault:
+    """What a call with `FunctionError` means. The environment's end is worth another call; code that raised is not."""
+    kind, message = _error(payload)
+    detail = f"{kind}: {message}"[:500]
+    if kind == "Sandbox.Timedout" or "Task timed out after" in message:
+        return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=detail)
+    full = used is not None and used.used_mb >= used.memory_mb
+    if kind in ("Runtime.OutOfMemory", "MemoryError") or (kind == "Runtime.ExitError" and full):
+        return InfraFault(FaultKind.OUT_OF_MEMORY, retryable=True, detail=detail)
+    if kind == "Runtime.ExitError":
+        return InfraFault(FaultKind.CRASH, retryable=True, detail=detail)
+    if kind in ("Runtime.MarshalError", "Function.ResponseSizeTooLarge"):
+        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
+    if kind.startswith(("Sandbox.", "Extension.", "Runtime.Unknown")):
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
+    return InfraFault(FaultKind.CRASH, retryable=False, detail=detail)
+
+
+def service_fault(response: Mapping[str, Any]) -> InfraFault | None:
+    """What an error response of the Lambda service (botocore's `ClientError.response`) means, or None if the caller
+    made a mistake that no other call mends. Nothing has been executed."""
+    error = response.get("Error", {})
+    meta = response.get("ResponseMetadata", {})
+    code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
+    detail = f"{code}: {error.get('Message', '')}"[:500]
+    if code == "EC2ThrottledException":
+        return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.SCALING)
+    if status == 429 or code in ("TooManyRequestsException", "ThrottlingException", "Throttling"):
+        reason = str(response.get("Reason") or error.get("Reason") or "")
+        return InfraFault(
+            FaultKind.THROTTLED,
+            retryable=True,
+            detail=f"{detail} {reason}".strip(),
+            throttle=_THROTTLES.get(reason, Throttle.RATE),
+            retry_after_s=_seconds(response.get("retryAfterSeconds") or meta.get("HTTPHeaders", {}).get("retry-after")),
+        )
+    if status in (408, 413):
+        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
+    if status >= 500 or code in _BUSY:
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
+    return None
+
+
+def _text(log_result: str) -> str:
+    try:
+        return base64.b64decode(log_result).decode(errors="replace")
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def _error(payload: bytes) -> tuple[str, str]:
+    try:
+        error = json.loads(payload)
+    except ValueError:
+        return "Error", payload[:400].decode(errors="replace")
+    if not isinstance(error, dict):
+        return "Error", str(error)[:400]
+    return str(error.get("errorType", "Error")), str(error.get("errorMessage", ""))
+
+
+def _seconds(value: object) -> float | None:
+    try:
+        return max(0.0, float(str(value)))
+    except ValueError:
+        return None

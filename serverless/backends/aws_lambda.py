@@ -1,0 +1,294 @@
+"""Functions on AWS Lambda: deployed by `AwsDeployer`, called by their alias over aiobotocore.
+
+Retries are the caller's: with boto's defaults one call of a function slower than the read time-out is executed, and
+billed, five times. Lambda cannot end a call: one that nobody waits for any more runs on, and its bill is awaited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serverless.backends.aws_answers import Report, function_fault, report, service_fault
+from serverless.backends.base import Reply
+from serverless.deploy.aws import PROVIDER, AwsDeployer
+from serverless.deploy.aws_control import ALIAS
+from serverless.deploy.aws_session import library, translation
+from serverless.deploy.aws_settings import AwsSettings
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, ServerlessError, UnknownFunction
+from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.spec import FunctionSpec
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
+
+__all__ = ["AwsLambdaBackend"]
+
+_MAX_BYTES = 6_291_456
+"""Lambda's limit of a synchronous request, 6 MiB."""
+
+_GRACE_S = 10.0
+"""How much longer than the function's own limit an answer may take: the start of an environment, and the network."""
+
+_LONGEST_S = 900.0 + _GRACE_S
+
+
+@dataclass(slots=True, eq=False)
+class _Gate:
+    """Admission of one function: `slots` calls run at Lambda, in order of arrival; `waiting` counts those before."""
+
+    spec: FunctionSpec
+    slots: asyncio.Semaphore
+    waiting: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call on its way. `left` is why its caller went, '' while it waits."""
+
+    function: str
+    gate: _Gate
+    payload: bytes
+    items: int
+    cause: Cause
+    sent: bool = False
+    left: str = ""
+
+    @property
+    def spec(self) -> FunctionSpec:
+        return self.gate.spec
+
+    def forgotten(self) -> None:
+        """It ended; if before it was sent, it waits no more."""
+        if not self.sent:
+            self.gate.waiting -= 1
+
+
+class AwsLambdaBackend:
+    """Implements `Backend`. Owns `deployer`, one client with its connections, and a task per call in flight.
+
+    `invoke` may be called by any number of tasks; each is unblocked by Lambda's answer, its deadline, the function's
+    limit and some grace, or its cancellation. Invariants: one request per `invoke`, sent once; at most `concurrency`
+    calls of a function at Lambda, those whose caller has gone included, and `queue` before them; one record to the
+    meter per request that Lambda took, with what its REPORT line says, also for a call whose caller has gone (its
+    status is then `cancelled` or `deadline`). Without a REPORT line (a connection that broke, a backend closed before
+    the answer) the record holds the seconds until then, as an estimate, and no `provider_id`.
+    """
+
+    provider = PROVIDER
+
+    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None) -> None:
+        self.settings = settings or AwsSettings()
+        self._meter = meter or NullMeter()
+        self.deployer = AwsDeployer(self.settings, meter=self._meter)
+        self._gates: dict[str, _Gate] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._context: Any = None
+        self._client: Any = None
+        self._left: set[asyncio.Task[Reply | ServerlessError]] = set()
+
+    async def deploy(self, package: Package) -> None:
+        """Nothing but a look where the current version already is this one."""
+        await self.deployer.deploy(package)
+        gate = self._gates.get(package.spec.name)
+        if gate is None or gate.spec != package.spec:
+            self._gates[package.spec.name] = _Gate(package.spec, asyncio.Semaphore(package.spec.concurrency))
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        gate = self._gates.get(function)
+        if gate is None:
+            known = ", ".join(self._gates) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        if self._group is None:
+            raise BackendFailed("the AWS Lambda backend is not open", remedy="use `async with`")
+        payload = _encode(event)
+        if isinstance(payload, InfraFault):
+            return Reply(fault=payload)
+        if gate.waiting >= gate.spec.queue:
+            detail = f"{gate.spec.queue} calls wait for {function}"
+            return Reply(fault=InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE))
+        call = _Call(function, gate, payload, len(event), cause)
+        gate.waiting += 1
+        task = self._group.create_task(self._call(call))
+        # Not a `finally` of the task: one that is cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda _: call.forgotten())
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = await asyncio.shield(task)
+        except TimeoutError:
+            self._leave(call, task, "deadline")
+            detail = f"no answer of {function} in the {deadline_s:.3f} s that were left"
+            return Reply(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
+        except asyncio.CancelledError:
+            self._leave(call, task, "cancelled")
+            raise
+        if isinstance(reply, ServerlessError):
+            raise reply
+        return reply
+
+    async def __aenter__(self) -> AwsLambdaBackend:
+        await self.deployer.__aenter__()
+        try:
+            session = await asyncio.to_thread(library, "aiobotocore.session")
+            settings = self.settings
+            config = library("aiobotocore.config").AioConfig(
+                max_pool_connections=settings.connections,
+                connect_timeout=3,
+                read_timeout=settings.read_timeout_s or _LONGEST_S,
+                tcp_keepalive=True,
+                retries={"mode": "standard", "total_max_attempts": 1},
+            )
+            self._context = session.AioSession(profile=settings.profile or None).create_client(
+                "lambda", region_name=settings.region or None, endpoint_url=settings.endpoint_url, config=config
+            )
+            self._client = await self._context.__aenter__()
+        except BaseException as error:
+            await self.deployer.__aexit__()
+            ours = translation(error, "opening the AWS Lambda client")
+            if ours is None:
+                raise
+            raise ours from error
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Waits at most `drain_s` for the bills of calls whose callers have gone."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        try:
+            try:
+                async with asyncio.timeout(self.settings.drain_s):
+                    await asyncio.gather(*self._left, return_exceptions=True)
+            except TimeoutError:
+                pass
+        finally:
+            for task in self._left:
+                task.cancel()
+            await group.__aexit__(None, None, None)
+            await self._context.__aexit__(None, None, None)
+            await self.deployer.__aexit__()
+
+    def _leave(self, call: _Call, task: asyncio.Task[Reply | ServerlessError], why: str) -> None:
+        """The caller goes. What Lambda has runs to its end there; what waits is forgotten."""
+        call.left = why
+        if not call.sent:
+            task.cancel()
+        elif not task.done():
+            self._left.add(task)
+            task.add_done_callback(self._left.discard)
+
+    async def _call(self, call: _Call) -> Reply | ServerlessError:
+        gate = call.gate
+        await gate.slots.acquire()
+        call.sent = True
+        gate.waiting -= 1
+        try:
+            return await self._send(call)
+        finally:
+            gate.slots.release()
+
+    async def _send(self, call: _Call) -> Reply | ServerlessError:
+        """One request and its answer. A mistake of the caller is returned, not raised: the group stays whole."""
+        now = asyncio.get_running_loop().time
+        t0 = now()
+        told: Report | None = None
+        fault: InfraFault | None = None
+        body: object = None
+        taken = True
+        version = ""
+        try:
+            async with asyncio.timeout(call.spec.timeout_s + _GRACE_S):
+                answer = await self._client.invoke(
+                    FunctionName=self.settings.function_name(call.function),
+                    Qualifier=ALIAS,
+                    LogType="Tail",
+                    Payload=call.payload,
+                )
+                async with answer["Payload"] as stream:
+                    data = await stream.read()
+            told = report(answer.get("LogResult", ""))
+            version = str(answer.get("ExecutedVersion", ""))
+            fault, body = (function_fault(data, told), None) if "FunctionError" in answer else _body(data)
+        except asyncio.CancelledError:
+            call.left = call.left or "cancelled"
+            raise
+        except Exception as error:
+            found = _transport(error, call.function)
+            if isinstance(found, ServerlessError):
+                taken = False
+                return found
+            fault, taken = found
+        finally:
+            bill = self._bill(call, t0, now(), told, version, fault) if taken else None
+        return Reply(body if fault is None else None, fault, bill)
+
+    def _bill(
+        self, call: _Call, t0: float, t1: float, told: Report | None, version: str, fault: InfraFault | None
+    ) -> Invocation:
+        bill = Invocation(
+            function=call.function,
+            provider=self.provider,
+            worker=f"{self.provider}/{call.function}" + (f"/{version}" if version else ""),
+            t0=t0,
+            t1=t1,
+            cold_start_s=told.init_s if told else 0.0,
+            billed_s=told.billed_s if told else billed_seconds(t1 - t0),
+            memory_mb=told.memory_mb if told else call.spec.memory_mb,
+            items=call.items,
+            status=call.left or (str(fault.kind) if fault else "ok"),
+            cause=call.cause,
+            provider_id=told.request_id if told else "",
+        )
+        self._meter.invocation(bill)
+        return bill
+
+
+def _encode(event: Sequence[dict[str, Any]]) -> bytes | InfraFault:
+    try:
+        payload = json.dumps(list(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        detail = f"the event has no JSON form: {error}"
+        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
+    if len(payload) > _MAX_BYTES:
+        detail = f"{len(event)} items are {len(payload)} bytes, Lambda takes {_MAX_BYTES}: lower batch.max_bytes"
+        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
+    return payload
+
+
+def _body(data: bytes) -> tuple[InfraFault | None, object]:
+    try:
+        return None, json.loads(data)
+    except ValueError as error:
+        detail = f"the answer is not JSON: {error}"
+        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail), None
+
+
+def _transport(error: Exception, function: str) -> tuple[InfraFault, bool] | ServerlessError:
+    """What an error on the way means, and whether Lambda may have taken the call; or the caller's mistake.
+
+    A silence past the limit is not retryable: the call may still run, and the next would be as slow.
+    """
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        if response.get("Error", {}).get("Code") == "ResourceNotFoundException":
+            return UnknownFunction(f"{function} is gone from AWS: {error}", remedy="deploy it again")
+        fault = service_fault(response)
+        if fault is not None:
+            return fault, False
+    names = {one.__name__ for one in type(error).__mro__}
+    if names.intersection(("ConnectTimeoutError", "EndpointConnectionError", "SSLError", "ProxyConnectionError")):
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no way to Lambda: {error}"[:500]), False
+    if isinstance(error, TimeoutError) or "ReadTimeoutError" in names:
+        detail = f"no answer of {function}: it may still run ({type(error).__name__})"
+        return InfraFault(FaultKind.TIMEOUT, retryable=False, detail=detail), True
+    if names.intersection(("HTTPClientError", "ClientError", "OSError")) and not isinstance(response, dict):
+        detail = f"the connection to Lambda broke: {type(error).__name__}: {error}"[:500]
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail), True
+    ours = translation(error, f"calling {function}")
+    return ours or BackendFailed(f"calling {function}: {type(error).__name__}: {error}")

@@ -1,0 +1,296 @@
+"""An HTTP front over any backend, so that AWS's clients and plain HTTP callers reach functions that run here.
+
+    POST /functions/{name}                             the list form in and out (`backends.http`)
+    POST /2015-03-31/functions/{name}/invocations      Lambda's Invoke: X-Amz-Invocation-Type, X-Amz-Log-Type,
+                                                       ?Qualifier=, X-Amz-Function-Error, X-Amz-Log-Result,
+                                                       429 with Reason
+    GET  /health                                       200
+
+`name` may be an ARN, or carry its qualifier (`name:live`). A plain caller who hangs up ends the call; one of Lambda's
+API does not, as there: the call goes on and is billed.
+Source: the service model of Lambda's API 2015-03-31 (botocore).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime
+import hmac
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from serverless.backends import faults, signing
+from serverless.backends.base import Backend, Reply
+from serverless.errors import ServerlessError, UnknownFunction
+from serverless.types import FaultKind, InfraFault, Invocation
+
+__all__ = ["Front", "current_only"]
+
+_PLAIN = "/functions/"
+_LAMBDA = "/2015-03-31/functions/"
+
+_LONGEST_S = 900.0
+"""Lambda's longest time limit: what a caller has who sets no deadline."""
+
+_STOP_S = 1.0
+"""How long calls in flight may take to end at closing."""
+
+
+def current_only(function: str, qualifier: str) -> str:
+    """The default `resolve`: a backend has one version of a function, which any of these names."""
+    if qualifier not in ("", "$LATEST", "live"):
+        raise UnknownFunction(f"Function not found: {function}:{qualifier}")
+    return function
+
+
+class Front:
+    """Owns the listening socket and the calls of Lambda's API in flight. Use `async with`; `url` is then where it is.
+
+    With a `token` or `secrets` (by key id: `backends.signing`) every call needs one of them. `resolve` gives the
+    backend's name of a function and a qualifier. `tail` gives what a call printed, for `X-Amz-Log-Type: Tail`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        secrets: Mapping[str, str] | None = None,
+        resolve: Callable[[str, str], str] = current_only,
+        tail: Callable[[Invocation], str] = lambda call: "",
+        max_bytes: int = 6 * 2**20,
+        clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
+    ) -> None:
+        self._backend = backend
+        self._address = host, port
+        self._token = token
+        self._secrets = secrets or {}
+        self._resolve = resolve
+        self._tail = tail
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._group: asyncio.TaskGroup | None = None
+        self._handler: web.Server | None = None
+        self._server: asyncio.Server | None = None
+        self._calls = 0
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def __aenter__(self) -> Front:
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        self._handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        self._server = await asyncio.get_running_loop().create_server(self._handler, *self._address, backlog=1024)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        group, self._group = self._group, None
+        if self._server is not None:
+            self._server.close()
+        if self._handler is not None:
+            await self._handler.shutdown(_STOP_S)
+        if group is not None:
+            # Calls that nobody waits for any more end with the front.
+            group.create_task(_end(group))
+            try:
+                await group.__aexit__(None, None, None)
+            except* _Ended:
+                pass
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if request.method == "GET" and path == "/health":
+            return web.Response(text="ok")
+        if request.method != "POST":
+            return _error(404, "ResourceNotFoundException", f"nothing at {request.method} {path}")
+        body = await self._body(request)
+        if body is None:
+            message = f"Request must be smaller than {self._max_bytes} bytes for the InvokeFunction operation"
+            return _error(413, "RequestTooLargeException", message)
+        refused = self._refuse(request, body)
+        if refused is not None:
+            return _error(403, "AccessDeniedException", refused)
+        try:
+            if path.startswith(_PLAIN):
+                return await self._plain(request, path.removeprefix(_PLAIN), body)
+            if path.startswith(_LAMBDA) and path.endswith("/invocations"):
+                return await self._lambda(request, path.removeprefix(_LAMBDA).removesuffix("/invocations"), body)
+        except UnknownFunction as error:
+            return _error(404, "ResourceNotFoundException", str(error))
+        except ServerlessError as error:
+            return _error(500, "ServiceException", str(error))
+        return _error(404, "ResourceNotFoundException", f"nothing at POST {path}")
+
+    async def _body(self, request: web.BaseRequest) -> bytes | None:
+        """All of it, or None if it is too large."""
+        if (request.content_length or 0) > self._max_bytes:
+            return None
+        body = bytearray()
+        async for chunk in request.content.iter_any():
+            body += chunk
+            if len(body) > self._max_bytes:
+                return None
+        return bytes(body)
+
+    def _refuse(self, request: web.BaseRequest, body: bytes) -> str | None:
+        """Why this caller may not, or None."""
+        if not self._token and not self._secrets:
+            return None
+        header = request.headers.get("Authorization", "")
+        if self._token and hmac.compare_digest(header.encode(), f"Bearer {self._token}".encode()):
+            return None
+        if not self._secrets:
+            return "no valid bearer token"
+        now = self._clock().timestamp()
+        return signing.verify(header, self._secrets, method=request.method, path=request.raw_path, body=body, now=now)
+
+    async def _plain(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
+        function = self._resolve(*_named(name, request.query.get("Qualifier", "")))
+        event = _event(body)
+        if event is None:
+            return _error(400, "InvalidRequestContentException", "the body is not a JSON list of objects")
+        reply = await self._backend.invoke(function, event, deadline_s=_deadline_s(request))
+        headers = _bill_headers(reply.invocation)
+        fault = reply.fault
+        if fault is None:
+            return _answer(reply, headers)
+        if fault.retry_after_s is not None:
+            headers["Retry-After"] = f"{fault.retry_after_s:g}"
+        status = faults.STATUS.get(fault.kind, 500)
+        return web.Response(status=status, body=faults.encode(fault), headers=headers, content_type="application/json")
+
+    async def _lambda(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
+        function = self._resolve(*_named(urllib.parse.unquote(name), request.query.get("Qualifier", "")))
+        event = _event(body)
+        if event is None:
+            return _error(400, "InvalidRequestContentException", "Could not parse request body into json: a list")
+        how = request.headers.get("X-Amz-Invocation-Type", "RequestResponse")
+        if how == "DryRun":
+            return web.Response(status=204)
+        assert self._group is not None
+        call = self._group.create_task(self._run(function, event, _deadline_s(request)))
+        if how == "Event":
+            self._calls += 1
+            return web.Response(status=202, headers={"X-Amzn-RequestId": f"event-{self._calls:012d}"})
+        reply = await asyncio.shield(call)
+        if isinstance(reply, ServerlessError):
+            raise reply
+        return self._lambda_answer(reply, tail=request.headers.get("X-Amz-Log-Type") == "Tail")
+
+    async def _run(self, function: str, event: list[dict[str, Any]], deadline_s: float) -> Reply | ServerlessError:
+        """For the task group, which an error of one call may not end."""
+        try:
+            return await self._backend.invoke(function, event, deadline_s=deadline_s)
+        except ServerlessError as error:
+            return error
+
+    def _lambda_answer(self, reply: Reply, *, tail: bool) -> web.Response:
+        call, fault = reply.invocation, reply.fault
+        headers = {"X-Amz-Executed-Version": "$LATEST", "X-Amzn-RequestId": call.provider_id if call else "-"}
+        if call is not None and tail:
+            log = (self._tail(call) + _report(call))[-4096:]
+            headers["X-Amz-Log-Result"] = base64.b64encode(log.encode()).decode()
+        if fault is None:
+            return _answer(reply, headers)
+        run_s = call.t1 - call.t0 if call else 0.0
+        payload = faults.function_error(fault, headers["X-Amzn-RequestId"], run_s)
+        if payload is None:
+            return _service_error(fault)
+        headers["X-Amz-Function-Error"] = "Unhandled"
+        return web.Response(body=json.dumps(payload).encode(), headers=headers, content_type="application/json")
+
+
+class _Ended(Exception):
+    pass
+
+
+async def _end(group: asyncio.TaskGroup) -> None:
+    """In a task group: end its other tasks."""
+    raise _Ended
+
+
+def _named(name: str, qualifier: str) -> tuple[str, str]:
+    """A function and its qualifier, from any of Lambda's forms: name, name:qualifier, account:function:name, ARN."""
+    parts = name.split(":")
+    if "function" in parts[:-1]:
+        parts = parts[parts.index("function") + 1 :]
+    return parts[0], qualifier or (parts[1] if len(parts) > 1 else "")
+
+
+def _event(body: bytes) -> list[dict[str, Any]] | None:
+    try:
+        event = json.loads(body)
+    except ValueError:
+        return None
+    return event if isinstance(event, list) and all(isinstance(one, dict) for one in event) else None
+
+
+def _deadline_s(request: web.BaseRequest) -> float:
+    try:
+        return min(_LONGEST_S, max(0.0, float(request.headers["X-Rollart-Deadline-Ms"]) / 1000.0))
+    except (KeyError, ValueError):
+        return _LONGEST_S
+
+
+def _bill_headers(call: Invocation | None) -> dict[str, str]:
+    if call is None:
+        return {}
+    return {
+        "X-Rollart-Billed-Ms": f"{call.billed_s * 1000.0:.0f}",
+        "X-Rollart-Cold-Ms": f"{call.cold_start_s * 1000.0:.3f}",
+        "X-Rollart-Memory-Mb": str(call.memory_mb),
+        "X-Rollart-Worker": call.worker,
+        "X-Rollart-Request-Id": call.provider_id,
+    }
+
+
+def _answer(reply: Reply, headers: dict[str, str]) -> web.Response:
+    return web.Response(body=json.dumps(reply.body).encode(), headers=headers, content_type="application/json")
+
+
+def _report(call: Invocation) -> str:
+    """Lambda's REPORT line. How much memory was used is not measured here: it says the limit when that was passed."""
+    used = call.memory_mb if call.status == FaultKind.OUT_OF_MEMORY else 0
+    init = f"\tInit Duration: {call.cold_start_s * 1000.0:.2f} ms" if call.cold_start_s else ""
+    return (
+        f"REPORT RequestId: {call.provider_id}\tDuration: {(call.t1 - call.t0) * 1000.0:.2f} ms\t"
+        f"Billed Duration: {call.billed_s * 1000.0:.0f} ms\tMemory Size: {call.memory_mb} MB\t"
+        f"Max Memory Used: {used} MB{init}\n"
+    )
+
+
+def _service_error(fault: InfraFault) -> web.Response:
+    if fault.kind is FaultKind.THROTTLED and fault.throttle is not None:
+        headers = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s:g}"}
+        reason = {"Reason": faults.REASONS[fault.throttle], "Type": "User"}
+        return _error(429, "TooManyRequestsException", f"Rate Exceeded. {fault.detail}", extra=reason, headers=headers)
+    if fault.kind is FaultKind.THROTTLED:
+        return _error(429, "TooManyRequestsException", f"Rate Exceeded. {fault.detail}", extra={"Type": "User"})
+    if fault.kind is FaultKind.ENVIRONMENT:
+        return _error(400, "InvalidRequestContentException", fault.detail)
+    return _error(500, "ServiceException", fault.detail, extra={"Type": "Service"})
+
+
+def _error(
+    status: int,
+    kind: str,
+    message: str,
+    *,
+    extra: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    """An error in the form of AWS's REST services."""
+    body = {**(extra or {}), "message": message, "Message": message}
+    given = {"x-amzn-ErrorType": kind, **(headers or {})}
+    return web.Response(status=status, body=json.dumps(body).encode(), headers=given, content_type="application/json")

@@ -1,0 +1,243 @@
+"""Functions behind any URL: one endpoint each, called with the list form as JSON.
+
+    POST <url>          [{id, messages, reference_answer, metadata}]
+    200                 [{id, aggregate_reward_score, metrics_list}]
+
+Request headers  Authorization (bearer, or signed: `backends.signing`), X-Rollart-Deadline-Ms: what is left for the call
+Answer headers   X-Rollart-Billed-Ms, X-Rollart-Cold-Ms, X-Rollart-Memory-Mb, X-Rollart-Worker, X-Rollart-Request-Id, or
+                 Lambda's X-Amz-Log-Result with a REPORT line; without either the bill is the wall time
+Errors           `backends.faults`; 429 with Retry-After throttles, 408 and 5xx are worth another call, 4xx are not
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import aiohttp
+
+from serverless.backends import faults, signing
+from serverless.backends.aws_answers import Report, function_fault, report
+from serverless.backends.base import Reply
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, UnknownFunction
+from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.spec import FunctionSpec
+from serverless.types import Cause, FaultKind, InfraFault, Invocation
+
+__all__ = ["Bearer", "Endpoint", "HttpBackend", "Signed"]
+
+_NEVER_SENT = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+"""No connection was made, so nothing has been executed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bearer:
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """An HMAC under a shared secret (`backends.signing`)."""
+
+    key: str
+    secret: str = field(repr=False)
+
+
+Auth: TypeAlias = Bearer | Signed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a function is. `headers` go with every call."""
+
+    url: str
+    auth: Auth = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint {self.url!r} is not an http or https URL")
+
+
+class HttpBackend:
+    """Implements `Backend` over endpoints by function name.
+
+    Any number of tasks may call `invoke`; each waits for a connection (at most `connections`) and its answer, and is
+    unblocked by them or by its deadline. A call is sent once: no redirect is followed, no lost connection tried again.
+    A cancelled one closes its connection, which ends it where the host looks. `deploy` installs nothing at the host: it
+    tells the limits to this side.
+    """
+
+    provider = "http"
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        *,
+        meter: MeterSink | None = None,
+        connections: int = 256,
+        clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
+    ) -> None:
+        self._endpoints = dict(endpoints)
+        self._meter = meter or NullMeter()
+        self._connections = connections
+        self._clock = clock
+        self._packages: dict[str, Package] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def deploy(self, package: Package) -> None:
+        name = package.spec.name
+        if name not in self._endpoints:
+            known = ", ".join(self._endpoints) or "none"
+            raise UnknownFunction(f"function {name} has no URL", remedy=f"give it one; with a URL: {known}")
+        self._packages[name] = package
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        package = self._packages.get(function)
+        if package is None:
+            known = ", ".join(self._packages) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        if self._session is None:
+            raise BackendFailed("the http backend is not open", remedy="use `async with`")
+        try:
+            body = json.dumps(event).encode()
+        except (TypeError, ValueError) as error:
+            detail = f"the event has no wire form: {error}"
+            return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        now = asyncio.get_running_loop().time
+        t0 = now()
+        answer: _Answer | None = None
+        status = "cancelled"
+        bill: Invocation | None = None
+        try:
+            answer = await self._call(self._session, self._endpoints[function], package.spec, body, deadline_s)
+            status = str(answer.fault.kind) if answer.fault else "ok"
+        finally:
+            if answer is None or answer.reached:
+                bill = _bill(package.spec, self.provider, answer, t0, now(), len(event), status, cause)
+                self._meter.invocation(bill)
+        return Reply(answer.body, answer.fault, bill)
+
+    async def __aenter__(self) -> HttpBackend:
+        connector = aiohttp.TCPConnector(limit=self._connections)
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _call(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, spec: FunctionSpec, body: bytes, deadline_s: float
+    ) -> _Answer:
+        headers = self._headers(endpoint, body, deadline_s)
+        limit = min(deadline_s, spec.init_timeout_s + spec.timeout_s)
+        try:
+            async with (
+                asyncio.timeout(limit),
+                session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response,
+            ):
+                return _read(spec, response.status, response.headers, await response.read(), self._clock())
+        except TimeoutError:
+            # It may go on over there: a second call would be a second execution.
+            kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
+            return _Answer(None, InfraFault(kind, retryable=False, detail=f"no answer in {limit:.3f} s"), {}, None)
+        except _NEVER_SENT as error:
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no connection: {error}")
+            return _Answer(None, fault, {}, None, reached=False)
+        except (aiohttp.ClientError, OSError) as error:
+            detail = f"the connection was lost: {type(error).__name__}: {error}"
+            return _Answer(None, InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail), {}, None)
+
+    def _headers(self, endpoint: Endpoint, body: bytes, deadline_s: float) -> dict[str, str]:
+        headers = {
+            "Content-Type": "application/json",
+            "X-Rollart-Deadline-Ms": str(int(deadline_s * 1000.0)),
+            **endpoint.headers,
+        }
+        if isinstance(endpoint.auth, Bearer):
+            headers["Authorization"] = f"Bearer {endpoint.auth.token}"
+        elif isinstance(endpoint.auth, Signed):
+            auth, parts = endpoint.auth, urllib.parse.urlsplit(endpoint.url)
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            now = self._clock().timestamp()
+            headers["Authorization"] = signing.sign(auth.key, auth.secret, method="POST", path=path, body=body, now=now)
+        return headers
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`reached` False: no worker has seen the call, so there is no bill."""
+
+    body: object
+    fault: InfraFault | None
+    headers: Mapping[str, str]
+    used: Report | None
+    reached: bool = True
+
+
+def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes, now: datetime.datetime) -> _Answer:
+    used = report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
+    if status != 200:
+        fault = faults.decode(body) or faults.of_status(status, body, headers, now)
+        billed = used is not None or "X-Rollart-Billed-Ms" in headers
+        return _Answer(None, fault, headers, used, reached=billed)
+    if "X-Amz-Function-Error" in headers:
+        return _Answer(None, function_fault(body, used), headers, used)
+    try:
+        return _Answer(json.loads(body), None, headers, used)
+    except ValueError as error:
+        detail = f"the answer is not JSON: {error}"
+        fault = InfraFault(FaultKind.BAD_ANSWER, retryable=not spec.deterministic, detail=detail)
+        return _Answer(None, fault, headers, used)
+
+
+def _bill(
+    spec: FunctionSpec,
+    provider: str,
+    answer: _Answer | None,
+    t0: float,
+    t1: float,
+    items: int,
+    status: str,
+    cause: Cause,
+) -> Invocation:
+    headers: Mapping[str, str] = answer.headers if answer else {}
+    used = answer.used if answer else None
+    billed_ms = _number(headers, "X-Rollart-Billed-Ms", 1000.0 * (used.billed_s if used else billed_seconds(t1 - t0)))
+    cold_ms = _number(headers, "X-Rollart-Cold-Ms", 1000.0 * used.init_s if used else 0.0)
+    memory_mb = _number(headers, "X-Rollart-Memory-Mb", used.memory_mb if used else spec.memory_mb)
+    request = used.request_id if used else headers.get("X-Amzn-RequestId", "")
+    return Invocation(
+        function=spec.name,
+        provider=provider,
+        worker=headers.get("X-Rollart-Worker", f"{provider}/{spec.name}"),
+        t0=t0,
+        t1=t1,
+        cold_start_s=cold_ms / 1000.0,
+        billed_s=billed_ms / 1000.0,
+        memory_mb=int(memory_mb),
+        items=items,
+        status=status,
+        cause=cause,
+        provider_id=headers.get("X-Rollart-Request-Id", request),
+    )
+
+
+def _number(headers: Mapping[str, str], name: str, otherwise: float) -> float:
+    """A header, or what is to be used without it."""
+    try:
+        return max(0.0, float(headers[name]))
+    except (KeyError, ValueError):
+        return otherwise

@@ -1,0 +1,149 @@
+"""One call on Modal: a pinned deployment, the payload, and the container's answer read with care.
+
+Payloads and answers are JSON as bytes in CBOR, see `serverless.deploy.modal_entry`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serverless.backends import modal_client
+from serverless.backends.modal_versions import Place
+from serverless.errors import UnknownFunction
+from serverless.types import FaultKind, InfraFault
+
+__all__ = ["Answered", "Pinned", "call_pinned", "pin"]
+
+_CANCEL_S = 5.0
+"""What a cancelled call waits at most for its cancellation to be heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """One deployment of a function, ready to be called. `version` is the package's digest."""
+
+    name: str
+    number: int
+    version: str
+    handle: Any
+    memory_mb: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a call gave: a body or a fault, and the container's own account of it (`worker` '' if there is none)."""
+
+    body: object = None
+    fault: InfraFault | None = None
+    worker: str = ""
+    call: str = ""
+    run_s: float = 0.0
+    init_s: float = 0.0
+
+
+async def pin(place: Place, function: str, number: int, version: str) -> Pinned:
+    """Look up one deployment: its handle, memory and time limit."""
+    handle = place.function(function, number)
+    info = await handle.info.aio()
+    memory = info.memory_mib
+    size = memory[-1] if isinstance(memory, tuple) else memory or 0
+    return Pinned(function, number, version, handle, size, float(info.timeout))
+
+
+async def call_pinned(
+    target: Pinned, event: Sequence[dict[str, Any]], request: str, *, cancellable: bool = False
+) -> Answered:
+    """One call, at most as long as its caller waits. Faults are values; `UnknownFunction`, `CredentialsMissing` and
+    `BackendFailed` are raised."""
+    asked = {
+        "id": f"{target.version[:8]}-{request}",
+        "name": target.name,
+        "version": target.version,
+        "memory_mb": target.memory_mb,
+        "timeout_s": target.timeout_s,
+        "event": list(event),
+    }
+    try:
+        payload = json.dumps(asked).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        detail = f"the event has no wire form: {error}"[:500]
+        return Answered(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+    try:
+        given = await (_cancellable(target.handle, payload) if cancellable else target.handle.remote.aio(payload))
+    except modal_client.library().exception.NotFoundError as error:
+        raise UnknownFunction(f"{target.name!r} is gone from Modal: {error}", remedy="deploy it again") from None
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return Answered(fault=modal_client.fault_of(error))
+    return _read(given)
+
+
+async def _cancellable(handle: Any, payload: bytes) -> object:
+    """A call that ends on Modal when its caller is cancelled, also while it is being handed over."""
+    async with asyncio.TaskGroup() as group:
+        spawning = group.create_task(_settled(handle.spawn.aio(payload)))
+        try:
+            call = await asyncio.shield(spawning)
+            given = call if isinstance(call, Exception) else await _settled(call.get.aio())
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_CANCEL_S):
+                    await (await spawning).cancel.aio()
+            raise
+    if isinstance(given, Exception):
+        raise given
+    return given
+
+
+async def _settled(work: Awaitable[Any]) -> Any:
+    """What it gives or raises, as a value: a task group would wrap the exception."""
+    try:
+        return await work
+    except Exception as error:
+        return error
+
+
+def _read(given: object) -> Answered:
+    """The container's envelope. Its code may be a policy's: every part of it is checked."""
+    answer = _envelope(given)
+    if answer is None:
+        detail = f"the container's answer is not the handler's: {given!r:.80}"
+        return Answered(fault=InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
+    measured = Answered(
+        worker=str(answer.get("worker"))[:100],
+        call=str(answer.get("call") or "")[:100],
+        run_s=_seconds(answer.get("run_s")),
+        init_s=_seconds(answer.get("init_s")),
+    )
+    if "fault" not in answer:
+        return replace(measured, body=answer["body"])
+    fault = answer["fault"]
+    kind = str(fault.get("kind"))
+    known = FaultKind(kind) if kind in set(FaultKind) else FaultKind.CRASH
+    retryable = fault.get("retryable") is True
+    return replace(measured, fault=InfraFault(known, retryable=retryable, detail=str(fault.get("detail"))[:500]))
+
+
+def _envelope(given: object) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(given) if isinstance(given, bytes) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(answer, dict):
+        return None
+    sound = isinstance(answer["fault"], dict) if "fault" in answer else "body" in answer
+    return answer if sound else None
+
+
+def _seconds(value: object) -> float:
+    """A length of time that a container claims: finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
+        return 0.0
+    return float(value)

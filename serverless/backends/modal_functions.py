@@ -1,0 +1,164 @@
+"""Calls functions on Modal: `Backend` over the public Modal client.
+
+A function's version is looked up once and pinned: a deployment that others make meanwhile changes nothing in a run.
+See `modal_client` for what keeps pickles out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serverless.backends import modal_client
+from serverless.backends.base import Reply
+from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
+from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
+from serverless.deploy.modal_app import ModalDeployer
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, UnknownFunction
+from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.types import Cause, FaultKind, InfraFault, Invocation
+
+__all__ = ["ModalBackend"]
+
+_UNREACHED = frozenset({FaultKind.THROTTLED, FaultKind.ENVIRONMENT, FaultKind.UNAVAILABLE})
+"""Of a call that failed so no container is known to have run it."""
+
+
+class ModalBackend:
+    """Implements `Backend` for functions that it or a `ModalDeployer` deployed.
+
+    Owns a client connection. `invoke` may be called by any number of tasks; each waits for its own call, and the first
+    of a function also for its look-up. Modal bounds containers (`concurrency`) and what waits for them.
+
+    A call is executed at most once as far as a caller can say: no retry is asked of Modal, but Modal itself may run an
+    input again that it lost with a preempted container. With `cancellable`, a call that is cancelled or past its
+    deadline ends on Modal too; this costs an upload for every event over 8 KiB. Without, it runs on to its end or
+    its time limit, unheard and billed.
+
+    What a call is billed (`Invocation.billed_s`) is the container's own measure of the run, with its start where the
+    call caused one; of a call that no container answered, the time that it took. Idle time of containers is Modal's
+    to bill and not seen here.
+    """
+
+    provider = PROVIDER
+
+    def __init__(
+        self,
+        settings: ModalSettings | None = None,
+        *,
+        versions: Mapping[str, str] | None = None,
+        cancellable: bool = False,
+        meter: MeterSink | None = None,
+    ) -> None:
+        """`versions` pins functions to digests (or their first characters) that are kept on Modal: they are called and
+        not deployed."""
+        self._versions = dict(versions or {})
+        self._cancellable = cancellable
+        self._meter = meter or NullMeter()
+        self._deployer = ModalDeployer(settings, meter=meter)
+        self._place: Place | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self._pinned: dict[str, Pinned] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._ids = itertools.count(1)
+
+    async def deploy(self, package: Package) -> None:
+        """A look where the live version already is this one. The errors are those of `Deployer`."""
+        name = package.spec.name
+        self._open()
+        if name in self._versions:
+            await self._target(name)
+            return
+        deployed = await self._deployer.deploy(package)
+        if (known := self._pinned.get(name)) is not None and str(known.number) != deployed.provider_version:
+            del self._pinned[name]
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        """See `Backend`. Also `CredentialsMissing`, when Modal takes a token back."""
+        now = asyncio.get_running_loop().time
+        t0 = now()
+        number = next(self._ids)
+        target: Pinned | None = None
+        answer: Answered | None = None
+        try:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    target = await self._target(function)
+                    answer = await call_pinned(target, event, f"{number:012d}", cancellable=self._cancellable)
+            except TimeoutError:
+                detail = f"no answer of {function} in {deadline_s:.3f} s"
+                answer = Answered(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
+        finally:
+            bill = self._bill(target, answer, t0, now(), len(event), cause) if target else None
+        assert answer is not None
+        return Reply(answer.body if answer.fault is None else None, answer.fault, bill)
+
+    async def __aenter__(self) -> ModalBackend:
+        deployer = await self._stack.enter_async_context(self._deployer)
+        self._place = deployer.place
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._place = None
+        self._pinned.clear()
+        await self._stack.aclose()
+
+    def _open(self) -> Place:
+        if self._place is None:
+            raise BackendFailed("the modal backend is not open", remedy="use `async with`")
+        return self._place
+
+    async def _target(self, function: str) -> Pinned:
+        place = self._open()
+        if (known := self._pinned.get(function)) is not None:
+            return known
+        async with self._locks.setdefault(function, asyncio.Lock()):
+            if function not in self._pinned:
+                with modal_client.translated():
+                    _, ledger = await place.get(function)
+                    number = self._number(function, ledger)
+                    self._pinned[function] = await pin(place, function, number, ledger.versions[number])
+            return self._pinned[function]
+
+    def _number(self, function: str, ledger: Ledger) -> int:
+        wanted = self._versions.get(function)
+        if not wanted:
+            return ledger.live
+        found = [n for n, digest in ledger.versions.items() if digest.startswith(wanted)]
+        if not found:
+            known = ", ".join(digest[:12] for digest in ledger.versions.values())
+            raise UnknownFunction(f"{function!r} has no version {wanted!r} on Modal", remedy=f"it has {known}")
+        return max(found)
+
+    def _bill(
+        self, target: Pinned, answer: Answered | None, t0: float, t1: float, items: int, cause: Cause
+    ) -> Invocation | None:
+        """Report the call; None if no container was reached."""
+        fault = answer.fault if answer else None
+        if fault is not None and fault.kind in _UNREACHED:
+            return None
+        measured = answer is not None and answer.worker != ""
+        run_s = answer.run_s if answer is not None and measured else min(t1 - t0, target.timeout_s)
+        init_s = answer.init_s if answer is not None else 0.0
+        bill = Invocation(
+            function=target.name,
+            provider=self.provider,
+            worker=answer.worker if answer is not None else "",
+            t0=t0,
+            t1=t1,
+            cold_start_s=init_s,
+            billed_s=billed_seconds(run_s + init_s),
+            memory_mb=target.memory_mb,
+            items=items,
+            status="cancelled" if answer is None else str(fault.kind) if fault else "ok",
+            cause=cause,
+            provider_id=answer.call if answer is not None else "",
+        )
+        self._meter.invocation(bill)
+        return bill

@@ -1,0 +1,310 @@
+"""Deploys functions to AWS Lambda: `Deployer` over boto3.
+
+A function is `<prefix><name>`; each package is a published version, whose description holds the package's digest, and
+the alias `live` names the current one. Versions are immutable, so a rollback moves the alias and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from serverless.backends.aws_answers import Report
+from serverless.backends.base import Change, Deployed, LogLine
+from serverless.deploy.aws_bundle import bundle
+from serverless.deploy.aws_control import ALIAS, Control, SmokeFailed, Version
+from serverless.deploy.aws_session import library
+from serverless.deploy.aws_settings import AwsSettings, configuration
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, SpecInvalid, UnknownFunction
+from serverless.meter import MeterSink, NullMeter
+from serverless.types import Cause, Invocation
+
+__all__ = ["AwsDeployer", "AwsSettings"]
+
+T = TypeVar("T")
+
+PROVIDER = "aws_lambda"
+
+_SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)", "Timeout": "time limit (s)"}
+
+
+class AwsDeployer:
+    """Implements `Deployer`. Owns the boto3 clients; its methods may be called by any number of tasks and run one at a
+    time, each in a thread. A cancelled one ends with its present step, which it waits for.
+
+    `warm` of a package becomes provisioned concurrency; `concurrency` is reserved only if the settings say so. What
+    `scale` set stays across deployments of a package that says nothing of it.
+    """
+
+    provider = PROVIDER
+
+    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None) -> None:
+        self.settings = settings or AwsSettings()
+        self._meter = meter or NullMeter()
+        self._control: Control | None = None
+        self._turn = asyncio.Lock()
+
+    async def plan(self, package: Package) -> Change:
+        """What a deployment would do, without building the archive."""
+        name, wanted = self._named(package.spec.name), configuration(package.spec, self.settings)
+        lines = await self._run(lambda control: self._difference(control, name, package, wanted))
+        return Change(package.spec.name, self.provider, tuple(lines))
+
+    async def deploy(self, package: Package) -> Deployed:
+        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
+        name, wanted = self._named(package.spec.name), configuration(package.spec, self.settings)
+        trials: list[Report] = []
+        loop = asyncio.get_running_loop()
+        t0 = loop.time()
+        try:
+            return await self._run(lambda control: self._deploy(control, name, package, wanted, trials))
+        finally:
+            for trial in trials:
+                self._bill(package, trial, t0, loop.time())
+
+    async def functions(self) -> Sequence[Deployed]:
+        def read(control: Control) -> list[Deployed]:
+            found = [(name, control.live(name)) for name in control.names()]
+            return [self._deployed(control, name, v, v) for name, v in found if v is not None and v.digest]
+
+        return await self._run(read)
+
+    async def versions(self, function: str) -> Sequence[Deployed]:
+        name = self._named(function)
+
+        def read(control: Control) -> list[Deployed]:
+            live = control.live(name)
+            found = control.versions(name)
+            if not found:
+                raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
+            return [self._deployed(control, name, version, live) for version in found]
+
+        return await self._run(read)
+
+    async def rollback(self, function: str, version: str = "") -> Deployed:
+        name = self._named(function)
+
+        def move(control: Control) -> Deployed:
+            chosen = _choose(function, control.versions(name), control.live(name), version)
+            control.point(name, chosen)
+            return self._deployed(control, name, chosen, chosen)
+
+        return await self._run(move)
+
+    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed:
+        """`warm` is provisioned concurrency, `concurrency` the reserved one; 0 takes either away."""
+        for value in (warm, concurrency):
+            if value is not None and value < 0:
+                raise SpecInvalid(f"{function}: {value} environments: not less than 0")
+        name = self._named(function)
+
+        def change(control: Control) -> Deployed:
+            live = self._live(control, function)
+            if concurrency is not None:
+                control.reserve(name, concurrency)
+            if warm is not None and (warm or control.warm(name)):
+                control.set_warm(name, warm)
+            return self._deployed(control, name, live, live)
+
+        return await self._run(change)
+
+    async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
+        name = self._named(function)
+        since = datetime.datetime.now(datetime.UTC).timestamp() - since_s
+
+        def read(control: Control) -> list[dict[str, Any]]:
+            self._live(control, function)
+            return control.log_events(name, max(0, round(since * 1000.0)))
+
+        events = sorted(await self._run(read), key=lambda event: int(event["timestamp"]))
+        return [_line(event) for event in events[-limit:]] if limit > 0 else []
+
+    async def delete(self, function: str) -> None:
+        """The function with its versions; its logs stay until their retention ends them."""
+        name = self._named(function)
+
+        def remove(control: Control) -> None:
+            if not control.ours(name):
+                raise UnknownFunction(f"{function} is not deployed on AWS")
+            control.remove(name)
+
+        await self._run(remove)
+
+    async def __aenter__(self) -> AwsDeployer:
+        await asyncio.to_thread(library, "boto3")
+        self._control = Control(self.settings)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        control = self._control
+        if control is None:
+            return
+        control.stop()
+        async with self._turn:
+            self._control = None
+            await asyncio.to_thread(control.close)
+
+    def _named(self, function: str) -> str:
+        return self.settings.function_name(function)
+
+    async def _run(self, step: Callable[[Control], T]) -> T:
+        if self._control is None:
+            raise BackendFailed("the AWS deployer is not open", remedy="use `async with`")
+        async with self._turn:
+            control = self._control
+            thread = asyncio.get_running_loop().run_in_executor(None, step, control)
+            try:
+                return await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                control.stop()
+                await asyncio.gather(thread, return_exceptions=True)
+                control.resume()
+                raise
+
+    def _difference(self, control: Control, name: str, package: Package, wanted: dict[str, Any]) -> list[str]:
+        spec, settings = package.spec, self.settings
+        lines: list[str] = []
+        exists, live = control.ours(name), control.live(name)
+        if live is None:
+            made = "publish the first version of" if exists else "create"
+            lines.append(
+                f"{made} the Lambda function {name}: {settings.runtime} on {settings.architecture}, "
+                f"{wanted['MemorySize']} MB, {wanted['Timeout']} s, digest {package.version[:12]}"
+            )
+            if spec.requirements:
+                lines.append(f"install {', '.join(spec.requirements)} into its archive")
+            lines.append(f"keep its logs for {settings.log_retention_days} days")
+        elif not live.runs(package.version, wanted, settings):
+            if live.digest != package.version:
+                lines.append(f"digest: {live.digest[:12]} -> {package.version[:12]}")
+            changed = (key for key in _SHOWN if live.settings[key] != wanted[key])
+            lines += [f"{_SHOWN[key]}: {live.settings[key]} -> {wanted[key]}" for key in changed]
+            if live.architecture != settings.architecture:
+                lines.append(f"architecture: {live.architecture} -> {settings.architecture}")
+            if settings.role_arn not in ("", live.role):
+                lines.append(f"role: {live.role} -> {settings.role_arn}")
+        warm = control.warm(name) if exists and spec.warm else 0
+        if spec.warm != warm and spec.warm:
+            lines.append(f"warm environments (provisioned concurrency, billed while idle): {warm} -> {spec.warm}")
+        reserved = control.reserved(name) if exists and settings.reserve_concurrency else 0
+        if settings.reserve_concurrency and reserved != spec.concurrency:
+            lines.append(f"reserved concurrency: {reserved or 'none'} -> {spec.concurrency}")
+        return lines
+
+    def _deploy(
+        self, control: Control, name: str, package: Package, wanted: dict[str, Any], trials: list[Report]
+    ) -> Deployed:
+        exists, live = control.ours(name), control.live(name)
+        if live is None or not live.runs(package.version, wanted, self.settings):
+            live = self._advance(control, name, package, wanted, trials, exists=exists)
+        spec = package.spec
+        if self.settings.reserve_concurrency and control.reserved(name) != spec.concurrency:
+            control.reserve(name, spec.concurrency)
+        if spec.warm and control.warm(name) != spec.warm:
+            control.set_warm(name, spec.warm)
+        return self._deployed(control, name, live, live)
+
+    def _advance(
+        self,
+        control: Control,
+        name: str,
+        package: Package,
+        wanted: dict[str, Any],
+        trials: list[Report],
+        *,
+        exists: bool,
+    ) -> Version:
+        """Publish the package (or find it among the versions kept), try it, make it current, prune."""
+        kept = control.versions(name) if exists else []
+        known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
+        if known is not None:
+            number = known.number
+        else:
+            archive = bundle(package, self.settings)
+            control.upload(name, archive, package.version, wanted, create=not exists)
+            control.retain_logs(name)
+            number = control.publish(name, archive, package.version)
+        try:
+            trial = control.smoke(name, number, float(wanted["Timeout"]))
+        except BackendFailed as error:
+            control.remove(name, number if exists else "")
+            if not isinstance(error, SmokeFailed):
+                raise
+            if error.report is not None:
+                trials.append(error.report)
+            raise BackendFailed(
+                f"function {package.spec.name}: the new version does not work: {error.message}",
+                remedy="`rollart rewards test` runs it here; what was current before stays current",
+            ) from None
+        if trial is not None:
+            trials.append(trial)
+        version = next(v for v in control.versions(name) if v.number == number)
+        control.point(name, version)
+        for old in control.versions(name)[self.settings.keep_versions :]:
+            if old.number != number:
+                control.remove(name, old.number)
+        return version
+
+    def _live(self, control: Control, function: str) -> Version:
+        live = control.live(self._named(function))
+        if live is None:
+            raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
+        return live
+
+    def _deployed(self, control: Control, name: str, version: Version, live: Version | None) -> Deployed:
+        current = live is not None and version.number == live.number
+        return Deployed(
+            function=name.removeprefix(self.settings.prefix),
+            provider=self.provider,
+            version=version.digest,
+            provider_version=version.number,
+            current=current,
+            created=version.created,
+            memory_mb=int(version.settings["MemorySize"]),
+            endpoint=f"{version.unqualified}:{ALIAS if current else version.number}",
+            warm=control.warm(name) if current else 0,
+            concurrency=control.reserved(name) if current else 0,
+        )
+
+    def _bill(self, package: Package, trial: Report, t0: float, t1: float) -> None:
+        self._meter.invocation(
+            Invocation(
+                function=package.spec.name,
+                provider=self.provider,
+                worker=f"{self.provider}/{package.spec.name}",
+                t0=t0,
+                t1=t1,
+                cold_start_s=trial.init_s,
+                billed_s=trial.billed_s,
+                memory_mb=trial.memory_mb,
+                items=0,
+                status="ok",
+                cause=Cause.SMOKE,
+                provider_id=trial.request_id,
+            )
+        )
+
+
+def _choose(function: str, kept: list[Version], live: Version | None, wanted: str) -> Version:
+    """The version to go back to: the newest one older than the current, or that whose digest starts so."""
+    if not kept:
+        raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
+    known = ", ".join(f"{v.digest[:12]} (version {v.number})" for v in kept)
+    if wanted:
+        found = {v.digest: v for v in reversed(kept) if v.digest.startswith(wanted)}
+        if len(found) != 1:
+            what = "no" if not found else "more than one"
+            raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
+        return next(iter(found.values()))
+    older = [v for v in kept if live is None or int(v.number) < int(live.number)]
+    if not older:
+        raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
+    return older[0]
+
+
+def _line(event: dict[str, Any]) -> LogLine:
+    t = datetime.datetime.fromtimestamp(event["timestamp"] / 1000.0, datetime.UTC)
+    return LogLine(t.isoformat(timespec="milliseconds"), str(event.get("logStreamName", "")), event["message"].rstrip())

@@ -1,0 +1,121 @@
+"""The archive that Lambda runs: a package, and its requirements as wheels of Lambda's Linux and interpreter."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from importlib import metadata
+
+from serverless.deploy.aws_settings import AwsSettings
+from serverless.deploy.package import Package
+from serverless.errors import PackageError
+
+__all__ = ["DIRECT_BYTES", "bundle"]
+
+DIRECT_BYTES = 50_000_000
+"""A larger archive goes through S3 (Lambda: 50 MB for a direct upload)."""
+
+_UNZIPPED_BYTES = 262_144_000
+"""Lambda's limit of 250 MB, layers included."""
+
+_LOCK = "rollart_installed.lock"
+"""What was installed; the package's own lock says what was asked for."""
+
+_VERSION = "rollart_version"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_INSTALL_S = 600.0
+_LEFT_OUT = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
+"""Of a wheel's metadata: what differs by the machine that installed it."""
+
+
+def bundle(package: Package, settings: AwsSettings) -> bytes:
+    """A zip, the same bytes for the same content. `PackageError` with a remedy where it cannot be built or is too big.
+
+    Entries are stored, not deflated (deflated bytes differ between zlib builds), unless only deflated they are small
+    enough to upload directly. The package's version is one of them: versions never share a `CodeSha256`.
+    """
+    files = dict(package.files)
+    if package.spec.requirements:
+        for path, data in _wheels(package, settings).items():
+            files.setdefault(path, data)
+    files[_VERSION] = package.version.encode()
+    unzipped = sum(map(len, files.values()))
+    if unzipped > _UNZIPPED_BYTES:
+        largest = max(files, key=lambda path: len(files[path]))
+        raise PackageError(
+            f"function {package.spec.name} is {unzipped / 1e6:.0f} MB unpacked, Lambda takes "
+            f"{_UNZIPPED_BYTES / 1e6:.0f} MB (largest: {largest}, {len(files[largest]) / 1e6:.0f} MB)",
+            remedy="drop requirements or artefacts, load weights from object storage in load(), or deploy it on Modal",
+        )
+    stored = _zip(files, zipfile.ZIP_STORED)
+    return stored if len(stored) <= DIRECT_BYTES else _zip(files, zipfile.ZIP_DEFLATED)
+
+
+def _zip(files: Mapping[str, bytes], method: int) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for path in sorted(files):
+            entry = zipfile.ZipInfo(path, _EPOCH)
+            entry.external_attr = (0o755 if path.endswith(".so") or ".so." in path else 0o644) << 16
+            entry.compress_type = method
+            archive.writestr(entry, files[path])
+    return buffer.getvalue()
+
+
+def _wheels(package: Package, settings: AwsSettings) -> dict[str, bytes]:
+    """The requirements, installed for Lambda's interpreter and machine, with a lock of their exact versions."""
+    unpinned = json.loads(package.files["rollart_manifest.json"]).get("unpinned")
+    if unpinned:
+        raise PackageError(
+            f"function {package.spec.name}: not pinned: {', '.join(unpinned)}",
+            remedy="write name==version, or install it here: its version is then the pin",
+        )
+    with tempfile.TemporaryDirectory(prefix="rollart-wheels-") as directory:
+        root = pathlib.Path(directory)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        command += ["--no-compile", "--only-binary=:all:", "--implementation", "cp"]
+        command += ["--python-version", settings.runtime.removeprefix("python"), "--target", str(root)]
+        for platform in _platforms(settings):
+            command += ["--platform", platform]
+        _run([*command, "--", *package.spec.requirements], package.spec.name)
+        found = {(d.metadata["Name"], d.version) for d in metadata.distributions(path=[directory])}
+        files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+        wheels = {name: path.read_bytes() for name, path in files.items() if _wanted(name)}
+    lock = "".join(f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}\n" for name, version in sorted(found))
+    return {**wheels, _LOCK: lock.encode()}
+
+
+def _platforms(settings: AwsSettings) -> list[str]:
+    """Wheel tags that run there: Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc 2.26)."""
+    machine = "aarch64" if settings.architecture == "arm64" else "x86_64"
+    modern = int(settings.runtime.rpartition(".")[2]) >= 12
+    minors = (34, 31, 28, 27, 26, 24, 17) if modern else (26, 24, 17)
+    return [f"manylinux_2_{minor}_{machine}" for minor in minors] + [f"manylinux2014_{machine}"]
+
+
+def _wanted(path: str) -> bool:
+    """Scripts name this machine's interpreter, and Lambda's compiled bytecode is its own."""
+    head, _, _ = path.partition("/")
+    dropped = head == "bin" or "__pycache__" in path
+    return not dropped and not (head.endswith(".dist-info") and path.rpartition("/")[2] in _LEFT_OUT)
+
+
+def _run(command: list[str], name: str) -> None:
+    remedy = "use packages with wheels for Lambda's Linux, or pure Python ones; pin versions that exist"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_INSTALL_S, env={**os.environ, "PIP_USER": "0"}
+        )
+    except subprocess.TimeoutExpired:
+        raise PackageError(f"function {name}: requirements took over {_INSTALL_S:g} s", remedy=remedy) from None
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["pip failed"]
+        raise PackageError(f"function {name}: requirements: {last[0][:300]}", remedy=remedy)

@@ -1,0 +1,368 @@
+"""The steps of a deployment on AWS Lambda, each a few calls of boto3. The deployer runs them in threads."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from serverless.backends.aws_answers import Report, function_fault, last_words, report
+from serverless.deploy.aws_bundle import DIRECT_BYTES
+from serverless.deploy.aws_session import Clients, code, translated
+from serverless.deploy.aws_settings import AwsSettings
+from serverless.errors import BackendFailed, PackageError, UnknownFunction
+
+__all__ = ["ALIAS", "Control", "Version"]
+
+T = TypeVar("T")
+
+ALIAS = "live"
+"""Calls go to this alias; deployments and rollbacks move it."""
+
+_MARK = "rollart:"
+_DIGEST_TAG = "rollart:digest"
+_COMPARED = ("Runtime", "Handler", "MemorySize", "Timeout")
+_CONFLICTS = 30
+"""Attempts while another change of the function is under way: together with the waits about a minute."""
+_POLL_S = 0.5
+_WAIT_POLLS = 360
+_ROLE_S = 60.0
+"""A new role is not known everywhere at once (IAM is eventually consistent, seconds as a rule)."""
+_SMOKE_THROTTLES = 20
+
+_TRUST = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"},
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A published version. `number` is Lambda's, `digest` the package's."""
+
+    number: str
+    digest: str
+    settings: Mapping[str, Any]
+    architecture: str
+    role: str
+    arn: str
+    created: str
+
+    def runs(self, digest: str, wanted: Mapping[str, Any], settings: AwsSettings) -> bool:
+        """Whether it is this package, set up so."""
+        placed = self.architecture == settings.architecture and settings.role_arn in ("", self.role)
+        return placed and self.digest == digest and dict(self.settings) == dict(wanted)
+
+    @property
+    def unqualified(self) -> str:
+        """The function's own ARN, `arn:aws:lambda:REGION:ACCOUNT:function:NAME`."""
+        return ":".join(self.arn.split(":")[:7])
+
+
+class Control:
+    """Owns the boto3 clients. Used from one thread at a time; `stop`, from any, ends its waits."""
+
+    def __init__(self, settings: AwsSettings) -> None:
+        self._settings = settings
+        self._clients = Clients(settings)
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """From now until `resume`, whatever would wait raises `BackendFailed`."""
+        self._stop.set()
+
+    def resume(self) -> None:
+        self._stop.clear()
+
+    def close(self) -> None:
+        self._clients.close()
+
+    def live(self, name: str) -> Version | None:
+        """The version that the alias names, None if there is no function or no alias."""
+        with translated(f"looking for {name}"):
+            try:
+                return _version(self._lambda.get_function_configuration(FunctionName=name, Qualifier=ALIAS))
+            except self._lambda.exceptions.ResourceNotFoundException:
+                return None
+
+    def versions(self, name: str) -> list[Version]:
+        """Published versions, newest first; none if there is no such function."""
+        found: list[Version] = []
+        with translated(f"listing versions of {name}"):
+            try:
+                for page in self._lambda.get_paginator("list_versions_by_function").paginate(FunctionName=name):
+                    found += [_version(one) for one in page["Versions"] if one["Version"] != "$LATEST"]
+            except self._lambda.exceptions.ResourceNotFoundException:
+                return []
+        return sorted((v for v in found if v.digest), key=lambda v: -int(v.number))
+
+    def names(self) -> list[str]:
+        """Lambda functions with the prefix."""
+        with translated("listing functions"):
+            pages = self._lambda.get_paginator("list_functions").paginate()
+            found = [one["FunctionName"] for page in pages for one in page["Functions"]]
+        return sorted(name for name in found if name.startswith(self._settings.prefix))
+
+    def ours(self, name: str) -> bool:
+        """Whether a function exists, `BackendFailed` if it does and is not rollart's."""
+        with translated(f"looking for {name}"):
+            try:
+                found = self._lambda.get_function(FunctionName=name)
+            except self._lambda.exceptions.ResourceNotFoundException:
+                return False
+        if _DIGEST_TAG not in found.get("Tags", {}):
+            raise BackendFailed(
+                f"a Lambda function {name} exists that rollart did not deploy", remedy="choose another name or prefix"
+            )
+        return True
+
+    def role(self) -> str:
+        """The execution role's ARN; made if it is missing and none was given."""
+        if self._settings.role_arn:
+            return self._settings.role_arn
+        name = self._settings.role_name
+        with translated(f"looking for the role {name}"):
+            iam = self._clients.of("iam")
+            try:
+                return str(iam.get_role(RoleName=name)["Role"]["Arn"])
+            except iam.exceptions.NoSuchEntityException:
+                pass
+        with translated(f"making the role {name}"):
+            made = iam.create_role(
+                RoleName=name,
+                AssumeRolePolicyDocument=json.dumps(_TRUST),
+                Description="Functions deployed by rollart: they may write their own logs, and nothing else.",
+            )
+            arn = str(made["Role"]["Arn"])
+            _, partition, _, _, account, _ = arn.split(":", 5)
+            groups = f"arn:{partition}:logs:*:{account}:log-group:/aws/lambda/{self._settings.prefix}*"
+            statement = {
+                "Effect": "Allow",
+                "Action": ["logs:CreateLogStream", "logs:PutLogEvents"],
+                "Resource": [groups, f"{groups}:log-stream:*"],
+            }
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+            iam.put_role_policy(RoleName=name, PolicyName="own-logs", PolicyDocument=policy)
+        return arn
+
+    def upload(self, name: str, archive: bytes, digest: str, wanted: Mapping[str, Any], *, create: bool) -> None:
+        """Code and configuration, with the waits that Lambda wants between."""
+        function = self._lambda
+        role = self.role()
+        where, forget = self._place(name, archive)
+        described = {"Description": _MARK + digest, **wanted, "Role": role}
+        architectures = [self._settings.architecture]
+        try:
+            with translated(f"uploading {name}"):
+                if create:
+                    tags = {_DIGEST_TAG: digest}
+                    made = {"Code": where, "Architectures": architectures, "Tags": tags, "PackageType": "Zip"}
+                    self._assumable(lambda: function.create_function(FunctionName=name, **described, **made))
+                    self._wait("function_active_v2", FunctionName=name)
+                    return
+                self._wait("function_updated_v2", FunctionName=name)
+                self._unconflicted(
+                    lambda: function.update_function_code(FunctionName=name, Architectures=architectures, **where)
+                )
+                self._wait("function_updated_v2", FunctionName=name)
+                self._unconflicted(
+                    lambda: self._assumable(
+                        lambda: function.update_function_configuration(FunctionName=name, **described)
+                    )
+                )
+                self._wait("function_updated_v2", FunctionName=name)
+        finally:
+            forget()
+
+    def publish(self, name: str, archive: bytes, digest: str) -> str:
+        """A new version's number. `BackendFailed` if someone else's code got in between."""
+        sha = base64.b64encode(hashlib.sha256(archive).digest()).decode()
+        with translated(f"publishing {name}"):
+            made = self._unconflicted(
+                lambda: self._lambda.publish_version(FunctionName=name, CodeSha256=sha, Description=_MARK + digest)
+            )
+            number = str(made["Version"])
+            self._wait("published_version_active", FunctionName=name, Qualifier=number)
+        return number
+
+    def smoke(self, name: str, number: str, timeout_s: float) -> Report | None:
+        """Call a version with the empty list: its answer must be one, or `BackendFailed` with the function's error."""
+        client = self._clients.of("lambda", once_s=timeout_s + 20.0)
+        with translated(f"trying {name}:{number}"):
+            answer = self._unthrottled(
+                lambda: client.invoke(FunctionName=name, Qualifier=number, Payload=b"[]", LogType="Tail")
+            )
+            payload = answer["Payload"].read()
+        told = report(answer.get("LogResult", ""))
+        if "FunctionError" in answer:
+            words = last_words(answer.get("LogResult", ""))
+            detail = function_fault(payload, told).detail
+            raise SmokeFailed(f"{detail}; its log ends: {words}" if words else detail, told)
+        try:
+            body = json.loads(payload)
+        except ValueError:
+            body = payload
+        if not isinstance(body, list):
+            raise SmokeFailed(f"it answered an empty list with {body!r:.200}, not with a list", told)
+        return told
+
+    def point(self, name: str, version: Version) -> None:
+        """Make a version current."""
+        function = self._lambda
+        target = {"FunctionName": name, "Name": ALIAS, "FunctionVersion": version.number}
+        with translated(f"moving {name}:{ALIAS} to {version.number}"):
+            try:
+                self._unconflicted(lambda: function.update_alias(**target, RoutingConfig={}))
+            except function.exceptions.ResourceNotFoundException:
+                function.create_alias(**target)
+            function.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
+
+    def remove(self, name: str, number: str = "") -> None:
+        """A version, or with none given the function with all of them. One that is gone or still used is left."""
+        function = self._lambda
+        chosen = {"Qualifier": number} if number else {}
+        with translated(f"deleting {name} {number}".rstrip()):
+            try:
+                self._unconflicted(lambda: function.delete_function(FunctionName=name, **chosen), 3 if number else 30)
+            except function.exceptions.ResourceNotFoundException:
+                if not number:
+                    raise UnknownFunction(f"there is no Lambda function {name}") from None
+            except function.exceptions.ResourceConflictException:
+                if not number:
+                    raise
+
+    def retain_logs(self, name: str) -> None:
+        logs = self._clients.of("logs")
+        group = f"/aws/lambda/{name}"
+        with translated(f"setting up logs of {name}"):
+            try:
+                logs.create_log_group(logGroupName=group)
+            except logs.exceptions.ResourceAlreadyExistsException:
+                pass
+            logs.put_retention_policy(logGroupName=group, retentionInDays=self._settings.log_retention_days)
+
+    def log_events(self, name: str, since_ms: int) -> list[dict[str, Any]]:
+        logs = self._clients.of("logs")
+        with translated(f"reading logs of {name}"):
+            try:
+                pages = logs.get_paginator("filter_log_events").paginate(
+                    logGroupName=f"/aws/lambda/{name}", startTime=since_ms
+                )
+                return [event for page in pages for event in page["events"]]
+            except logs.exceptions.ResourceNotFoundException:
+                return []
+
+    def warm(self, name: str) -> int:
+        """Provisioned concurrency of the alias."""
+        with translated(f"reading the provisioned concurrency of {name}"):
+            try:
+                found = self._lambda.get_provisioned_concurrency_config(FunctionName=name, Qualifier=ALIAS)
+                return int(found["RequestedProvisionedConcurrentExecutions"])
+            except self._lambda.exceptions.ProvisionedConcurrencyConfigNotFoundException:
+                return 0
+
+    def set_warm(self, name: str, count: int) -> None:
+        """Keep so many environments ready, and wait until they are; 0 gives them back."""
+        chosen = {"FunctionName": name, "Qualifier": ALIAS}
+        with translated(f"keeping {count} environments of {name} warm"):
+            if count == 0:
+                self._lambda.delete_provisioned_concurrency_config(**chosen)
+                return
+            self._lambda.put_provisioned_concurrency_config(**chosen, ProvisionedConcurrentExecutions=count)
+            for _ in range(_WAIT_POLLS):
+                state = self._lambda.get_provisioned_concurrency_config(**chosen)
+                if state["Status"] == "READY":
+                    return
+                if state["Status"] == "FAILED":
+                    raise BackendFailed(f"{name}: {count} warm environments: {state.get('StatusReason', 'refused')}")
+                self._pause(_POLL_S)
+        raise BackendFailed(f"{name}: {count} warm environments are not ready in {_WAIT_POLLS * _POLL_S:.0f} s")
+
+    def reserved(self, name: str) -> int:
+        """Reserved concurrency, 0 if none."""
+        with translated(f"reading the reserved concurrency of {name}"):
+            found = self._lambda.get_function_concurrency(FunctionName=name)
+        return int(found.get("ReservedConcurrentExecutions") or 0)
+
+    def reserve(self, name: str, count: int) -> None:
+        with translated(f"reserving {count} concurrent calls for {name}"):
+            if count:
+                self._lambda.put_function_concurrency(FunctionName=name, ReservedConcurrentExecutions=count)
+            else:
+                self._lambda.delete_function_concurrency(FunctionName=name)
+
+    @property
+    def _lambda(self) -> Any:
+        return self._clients.of("lambda")
+
+    def _place(self, name: str, archive: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Where Lambda finds the archive, and what removes it from there."""
+        if len(archive) <= DIRECT_BYTES:
+            return {"ZipFile": archive}, lambda: None
+        bucket = self._settings.bucket
+        if not bucket:
+            raise PackageError(
+                f"the archive of {name} is {len(archive) / 1e6:.0f} MB, above Lambda's {DIRECT_BYTES / 1e6:.0f} MB",
+                remedy="name an S3 bucket of the region as `bucket`, or drop requirements or artefacts",
+            )
+        key = f"rollart/{name}/{hashlib.sha256(archive).hexdigest()}.zip"
+        with translated(f"uploading {name} to s3://{bucket}"):
+            s3 = self._clients.of("s3")
+            s3.put_object(Bucket=bucket, Key=key, Body=archive)
+        return {"S3Bucket": bucket, "S3Key": key}, lambda: s3.delete_object(Bucket=bucket, Key=key)
+
+    def _wait(self, waiter: str, **chosen: str) -> None:
+        self._lambda.get_waiter(waiter).wait(**chosen, WaiterConfig={"Delay": _POLL_S, "MaxAttempts": _WAIT_POLLS})
+
+    def _unconflicted(self, call: Callable[[], T], attempts: int = _CONFLICTS) -> T:
+        """Again while another change of the function is under way."""
+        return self._again(call, lambda e: code(e) == "ResourceConflictException", attempts, 2.0)
+
+    def _assumable(self, call: Callable[[], T]) -> T:
+        """Again while Lambda does not know a new role yet."""
+        return self._again(call, lambda e: "cannot be assumed" in str(e), int(_ROLE_S), 1.0)
+
+    def _unthrottled(self, call: Callable[[], T]) -> T:
+        """Again while throttled: nothing has been executed then."""
+        return self._again(call, lambda e: code(e) == "TooManyRequestsException", _SMOKE_THROTTLES, _POLL_S)
+
+    def _again(self, call: Callable[[], T], passing: Callable[[Exception], bool], attempts: int, pause_s: float) -> T:
+        for _ in range(attempts - 1):
+            try:
+                return call()
+            except Exception as error:
+                if not passing(error):
+                    raise
+            self._pause(pause_s)
+        return call()
+
+    def _pause(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise BackendFailed("the deployer was closed while it waited for AWS")
+
+
+class SmokeFailed(BackendFailed):
+    """A new version did not answer as it must. `report` is the bill of the trial, if there is one."""
+
+    def __init__(self, message: str, told: Report | None) -> None:
+        super().__init__(message)
+        self.report = told
+
+
+def _version(found: Mapping[str, Any]) -> Version:
+    described = str(found.get("Description", ""))
+    return Version(
+        number=str(found["Version"]),
+        digest=described.removeprefix(_MARK) if described.startswith(_MARK) else "",
+        settings={key: found.get(key) for key in _COMPARED},
+        architecture=str(next(iter(found.get("Architectures", ())), "x86_64")),
+        role=str(found["Role"]),
+        arn=str(found["FunctionArn"]),
+        created=str(found["LastModified"]).replace("+0000", "Z"),
+    )

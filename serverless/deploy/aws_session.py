@@ -1,0 +1,110 @@
+"""The boto3 clients of one account and region, and the one place where its errors become ours."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from serverless.backends.aws_answers import NOT_ALLOWED
+from serverless.deploy.aws_settings import AwsSettings
+from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, ServerlessError
+
+__all__ = ["Clients", "code", "library", "translated", "translation"]
+
+_SIGN_IN = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or sign in: `aws configure` or `aws sso login`"
+
+_NOT_SIGNED_IN = (
+    "CredentialRetrievalError",
+    "NoAuthTokenError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "SSOError",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+)
+"""Of botocore.exceptions."""
+
+
+def library(name: str) -> Any:
+    """A provider library, imported now; `ExtraMissing` if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ExtraMissing(name.partition(".")[0], "aws") from None
+
+
+def code(error: BaseException) -> str:
+    """The error code of a botocore `ClientError`, '' of anything else."""
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def translation(error: BaseException, doing: str) -> ServerlessError | None:
+    """Ours for an error of botocore or aiobotocore; None for any other."""
+    names = {one.__name__ for one in type(error).__mro__}
+    if names.intersection(_NOT_SIGNED_IN):
+        return CredentialsMissing(f"{doing}: AWS knows no user: {error}", remedy=_SIGN_IN)
+    if "NoRegionError" in names:
+        return BackendFailed(f"{doing}: no AWS region is set", remedy="set `region` in the settings, or AWS_REGION")
+    if found := code(error):
+        if found in NOT_ALLOWED:
+            remedy = "grant it to this user" if found.startswith("AccessDenied") else _SIGN_IN
+            return CredentialsMissing(f"{doing}: AWS refuses the user: {error}", remedy=remedy)
+        return BackendFailed(f"{doing}: {error}")
+    if names.intersection(("EndpointConnectionError", "ConnectionError", "HTTPClientError")):
+        return BackendFailed(f"{doing}: {error}", remedy="check the network and the region")
+    if names.intersection(("BotoCoreError", "WaiterError", "Boto3Error")):
+        return BackendFailed(f"{doing}: {error}")
+    return None
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Errors of boto3 within leave as ours."""
+    try:
+        yield
+    except ServerlessError:
+        raise
+    except Exception as error:
+        ours = translation(error, doing)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+class Clients:
+    """boto3 clients by service, made at first use. Boto's clients may be shared by threads, its session may not: use
+    `of` from one thread at a time."""
+
+    def __init__(self, settings: AwsSettings) -> None:
+        self._settings = settings
+        self._made: dict[tuple[str, float], Any] = {}
+        self._session: Any = None
+
+    def of(self, service: str, *, once_s: float = 0.0) -> Any:
+        """A client that repeats failed requests, as the control plane wants; with `once_s`, one that sends each
+        request once and waits so long for its answer."""
+        if (service, once_s) not in self._made:
+            config = library("botocore.config").Config(
+                connect_timeout=5,
+                read_timeout=once_s or 60,
+                tcp_keepalive=True,
+                retries={"mode": "standard", "total_max_attempts": 1 if once_s else 5},
+            )
+            settings = self._settings
+            if self._session is None:
+                self._session = library("boto3").session.Session(
+                    region_name=settings.region or None, profile_name=settings.profile or None
+                )
+            self._made[service, once_s] = self._session.client(
+                service, endpoint_url=settings.endpoint_url, config=config
+            )
+        return self._made[service, once_s]
+
+    def close(self) -> None:
+        for client in self._made.values():
+            client.close()
+        self._made.clear()

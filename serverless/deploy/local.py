@@ -1,0 +1,278 @@
+"""The control plane of this machine: functions kept under a directory, with versions, a current one, and a way back.
+
+    <root>/deployed/<function>/state.json            which version is current, and all that are kept, newest first
+    <root>/deployed/<function>/<digest>/             a version's files
+    <root>/logs/<function>/<slot>.log                what its workers printed (`LocalBackend(root=root)`)
+
+Processes may share a root: changes happen under a lock, and `state.json` is replaced whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from serverless import keys
+from serverless.backends import logs
+from serverless.backends.base import Change, Deployed, LogLine
+from serverless.backends.local import LocalBackend
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, PackageError, UnknownFunction
+from serverless.spec import FunctionSpec
+from serverless.types import Cause
+
+__all__ = ["KEPT", "LocalDeployer"]
+
+KEPT = 5
+"""Versions that stay after a deployment, the current one included: ways back, at a few KB each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """`number` counts up and is the provider's own name of a version."""
+
+    version: str
+    number: int
+    created: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    current: str = ""
+    versions: tuple[_Version, ...] = ()
+    warm: int | None = None
+    concurrency: int | None = None
+
+    def find(self, function: str, version: str) -> _Version:
+        """The newest whose digest starts so."""
+        for one in self.versions:
+            if one.version.startswith(version) or str(one.number) == version:
+                return one
+        known = ", ".join(one.version[:12] for one in self.versions) or "none"
+        raise UnknownFunction(f"function {function} has no version {version}", remedy=f"it has {known}")
+
+
+class LocalDeployer:
+    """Implements `Deployer`. A package of it (`package`) is what `LocalBackend.deploy` takes.
+
+    A deployment is tried in a worker of its own before it becomes current.
+    """
+
+    provider = "local"
+
+    def __init__(
+        self,
+        root: pathlib.Path,
+        *,
+        clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
+    ) -> None:
+        self._root = root.resolve()
+        self._clock = clock
+
+    async def plan(self, package: Package) -> Change:
+        name = package.spec.name
+        state = self._read(name)
+        if not state.current:
+            return Change(name, self.provider, (f"create {name} at version {package.version[:12]}",))
+        if state.current == package.version:
+            return Change(name, self.provider, ())
+        lines = [f"version {state.current[:12]} becomes {package.version[:12]}"]
+        before = FunctionSpec.model_validate(state.find(name, state.current).spec).identity()
+        after = package.spec.identity()
+        lines += [f"{key}: {before[key]} becomes {after[key]}" for key in after if before[key] != after[key]]
+        return Change(name, self.provider, tuple(lines))
+
+    async def deploy(self, package: Package) -> Deployed:
+        name = package.spec.name
+        with self._locked():
+            state = self._read(name)
+            if state.current == package.version:
+                return self._deployed(name, state, state.find(name, state.current))
+            await _try(package)
+            directory = self._directory(name) / package.version
+            if not directory.exists():
+                partial = directory.with_name(f"{package.version}.partial")
+                shutil.rmtree(partial, ignore_errors=True)
+                package.write(partial)
+                partial.rename(directory)
+            made = _Version(
+                version=package.version,
+                number=1 + max((one.number for one in state.versions), default=0),
+                created=self._clock().isoformat(timespec="seconds"),
+                spec=package.spec.model_dump(mode="json"),
+            )
+            others = tuple(one for one in state.versions if one.version != package.version)
+            state = replace(state, current=package.version, versions=(made, *others)[:KEPT])
+            self._write(name, state)
+            self._prune(name, state)
+            return self._deployed(name, state, made)
+
+    async def functions(self) -> Sequence[Deployed]:
+        found = []
+        for directory in sorted((self._root / "deployed").glob("*/")):
+            state = self._read(directory.name)
+            if state.current:
+                found.append(self._deployed(directory.name, state, state.find(directory.name, state.current)))
+        return found
+
+    async def versions(self, function: str) -> Sequence[Deployed]:
+        state = self._known(function)
+        return [self._deployed(function, state, one) for one in state.versions]
+
+    async def rollback(self, function: str, version: str = "") -> Deployed:
+        with self._locked():
+            state = self._known(function)
+            if version:
+                chosen = state.find(function, version)
+            else:
+                order = [one.version for one in state.versions]
+                older = state.versions[order.index(state.current) + 1 :]
+                if not older:
+                    raise UnknownFunction(f"function {function} has no version before its current one")
+                chosen = older[0]
+            state = replace(state, current=chosen.version)
+            self._write(function, state)
+            return self._deployed(function, state, chosen)
+
+    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed:
+        with self._locked():
+            state = self._known(function)
+            state = replace(
+                state,
+                warm=state.warm if warm is None else warm,
+                concurrency=state.concurrency if concurrency is None else concurrency,
+            )
+            chosen = state.find(function, state.current)
+            deployed = self._deployed(function, state, chosen)
+            if not 0 <= deployed.warm <= deployed.concurrency or deployed.concurrency < 1:
+                raise BackendFailed(
+                    f"function {function}: warm={deployed.warm} and concurrency={deployed.concurrency} do not fit",
+                    remedy="keep 0 <= warm <= concurrency, and concurrency at least 1",
+                )
+            self._write(function, state)
+            return deployed
+
+    async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
+        self._known(function)
+        return logs.read(self._root / "logs", function, since_s=since_s, limit=limit)
+
+    async def delete(self, function: str) -> None:
+        with self._locked():
+            self._known(function)
+            shutil.rmtree(self._directory(function))
+            shutil.rmtree(self._root / "logs" / function, ignore_errors=True)
+
+    def package(self, function: str, version: str = "") -> Package:
+        """A deployed version, the current one unless named, as it was packed and as it is scaled now.
+
+        `PackageError` if its files are not those that were deployed.
+        """
+        state = self._known(function)
+        chosen = state.find(function, version or state.current)
+        directory = self._directory(function) / chosen.version
+        files = {
+            path.relative_to(directory).as_posix(): path.read_bytes()
+            for path in sorted(directory.rglob("*"))
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+        spec = FunctionSpec.model_validate(chosen.spec)
+        if keys.content_digest(spec.identity(), files) != chosen.version:
+            raise PackageError(
+                f"the files of {function} {chosen.version[:12]} were changed after it was deployed",
+                remedy="deploy it again",
+            )
+        deployed = self._deployed(function, state, chosen)
+        scaled = {"warm": deployed.warm, "concurrency": deployed.concurrency}
+        return Package(spec.model_copy(update=scaled), chosen.version, files)
+
+    async def __aenter__(self) -> LocalDeployer:
+        self._root.mkdir(parents=True, exist_ok=True)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One change at a time, over all processes; a second one is refused rather than made to wait."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (self._root / "deploy.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BackendFailed(
+                    f"another deployment changes {self._root}", remedy="try again when it has ended"
+                ) from None
+            yield
+
+    def _directory(self, function: str) -> pathlib.Path:
+        return self._root / "deployed" / function
+
+    def _known(self, function: str) -> _State:
+        state = self._read(function)
+        if not state.current:
+            known = ", ".join(d.parent.name for d in sorted((self._root / "deployed").glob("*/state.json"))) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        return state
+
+    def _read(self, function: str) -> _State:
+        try:
+            raw = json.loads((self._directory(function) / "state.json").read_text())
+        except FileNotFoundError:
+            return _State()
+        return _State(**{**raw, "versions": tuple(_Version(**one) for one in raw["versions"])})
+
+    def _write(self, function: str, state: _State) -> None:
+        path = self._directory(function) / "state.json"
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as file:
+            json.dump(asdict(state), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    def _prune(self, function: str, state: _State) -> None:
+        kept = {one.version for one in state.versions}
+        for directory in self._directory(function).glob("*/"):
+            if directory.name not in kept:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _deployed(self, function: str, state: _State, one: _Version) -> Deployed:
+        return Deployed(
+            function=function,
+            provider=self.provider,
+            version=one.version,
+            provider_version=str(one.number),
+            current=one.version == state.current,
+            created=one.created,
+            memory_mb=one.spec["memory_mb"],
+            endpoint=str(self._directory(function) / one.version),
+            warm=one.spec["warm"] if state.warm is None else state.warm,
+            concurrency=one.spec["concurrency"] if state.concurrency is None else state.concurrency,
+        )
+
+
+async def _try(package: Package) -> None:
+    """Load it and call it with an empty list: its answer must be one."""
+    async with LocalBackend() as backend:
+        await backend.deploy(package)
+        deadline_s = package.spec.init_timeout_s + package.spec.timeout_s
+        reply = await backend.invoke(package.spec.name, [], deadline_s=deadline_s, cause=Cause.SMOKE)
+    if reply.fault is not None:
+        raise BackendFailed(
+            f"function {package.spec.name} failed its trial call: {reply.fault.detail}",
+            remedy="the version before it stays current; run `rollart rewards test` on its source",
+        )
+    if reply.body != []:
+        raise BackendFailed(
+            f"function {package.spec.name} answered an empty list with {reply.body!r:.60}",
+            remedy="an answer is a list with one entry per item",
+        )

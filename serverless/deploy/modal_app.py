@@ -1,0 +1,362 @@
+"""Deploys functions to Modal: `Deployer` over the public Modal client.
+
+A function is the app `<prefix><name>` with one Modal function; each package is a deployment of it. The app's tags say
+which deployment is live (`backends.modal_versions`); callers pin that one, so a new deployment is tried before anything
+goes to it, and a rollback moves the tag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import decimal
+import importlib
+import json
+import math
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serverless.backends import modal_client
+from serverless.backends.base import Change, Deployed, LogLine
+from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
+from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, PackageError, SpecInvalid
+from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.spec import FunctionSpec
+from serverless.types import Cause, FaultKind, InfraFault, Invocation
+
+__all__ = ["ModalDeployer", "ModalSettings"]
+
+_ENTRY = "serverless.deploy.modal_entry"
+
+_SHIPPED = ("deploy/__init__.py", "deploy/modal_entry.py")
+"""Of `serverless`, beside what every package has."""
+
+_START_S = 60.0
+"""What a container may take to start beside the function's own `init_timeout_s`: Modal loads its image first."""
+
+_WINDOW_S = (2, 3600)
+"""Modal's bounds of `scaledown_window`."""
+
+
+class ModalDeployer:
+    """Implements `Deployer`. Owns a client connection; its methods may be called by any number of tasks, and what
+    changes something runs one at a time.
+
+    `warm` becomes `min_containers` and `concurrency` `max_containers`, `keep_alive_s` the `scaledown_window`. What
+    `scale` set stays across deployments of a package that says nothing of it. A time limit is whole seconds on Modal
+    and rounded up. Untrusted functions get no network and a container per call.
+    """
+
+    provider = PROVIDER
+
+    def __init__(self, settings: ModalSettings | None = None, *, meter: MeterSink | None = None) -> None:
+        self.settings = settings or ModalSettings()
+        self._meter = meter or NullMeter()
+        self._stack = contextlib.AsyncExitStack()
+        self._at: Place | None = None
+        self._turn = asyncio.Lock()
+
+    async def plan(self, package: Package) -> Change:
+        name = package.spec.name
+        place = self.place
+        with modal_client.translated():
+            found = await place.find(name)
+            ledger = found[1] if found else Ledger()
+            if not ledger.live:
+                lines = [f"create app {place.app(name)} at version {package.version[:12]}"]
+            elif ledger.versions[ledger.live] != package.version:
+                lines = [f"version {ledger.versions[ledger.live][:12]} -> {package.version[:12]}"]
+                if package.version in ledger.versions.values():
+                    lines = [f"{lines[0]} (kept, no upload)"]
+            else:
+                changes = await self._scaling(name, ledger.live, package.spec)
+                lines = [f"{key} -> {value}" for key, value in changes.items()]
+        return Change(name, self.provider, tuple(lines))
+
+    async def deploy(self, package: Package) -> Deployed:
+        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
+        _check(package)
+        name, place = package.spec.name, self.place
+        async with self._turn:
+            with modal_client.translated():
+                found = await place.find(name)
+                ledger = found[1] if found else Ledger()
+                kept = [n for n, digest in ledger.versions.items() if digest == package.version]
+                if found is not None and kept:
+                    number = ledger.live if ledger.live in kept else max(kept)
+                    ledger = await self._point(name, found[0], ledger, number)
+                    changes = await self._scaling(name, number, package.spec)
+                    if changes:
+                        await place.function(name, number).autoscaler.update.aio(**changes)
+                    return await self._deployed(name, ledger, number)
+            return await self._new(package, ledger)
+
+    async def functions(self) -> Sequence[Deployed]:
+        place = self.place
+        with modal_client.translated():
+            names = await place.functions()
+            found = [(name, await place.get(name)) for name in names]
+            return [await self._deployed(name, ledger, ledger.live) for name, (_, ledger) in found]
+
+    async def versions(self, function: str) -> Sequence[Deployed]:
+        with modal_client.translated():
+            _, ledger = await self.place.get(function)
+            return [await self._deployed(function, ledger, n) for n in sorted(ledger.versions, reverse=True)]
+
+    async def rollback(self, function: str, version: str = "") -> Deployed:
+        async with self._turn:
+            with modal_client.translated():
+                app, ledger = await self.place.get(function)
+                number = _choose(function, ledger, version)
+                return await self._deployed(function, await self._point(function, app, ledger, number), number)
+
+    async def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> Deployed:
+        """Of the live version, until the next deployment of a package that says otherwise."""
+        if (warm or 0) < 0 or (concurrency is not None and concurrency < 1):
+            raise SpecInvalid(f"{function}: warm={warm}, concurrency={concurrency}: not less than 0 and 1")
+        wanted = {"min_containers": warm, "max_containers": concurrency}
+        async with self._turn:
+            with modal_client.translated():
+                _, ledger = await self.place.get(function)
+                handle = self.place.function(function, ledger.live)
+                await handle.autoscaler.update.aio(**{k: v for k, v in wanted.items() if v is not None})
+                return await self._deployed(function, ledger, ledger.live)
+
+    async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
+        since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
+        with modal_client.translated():
+            app, _ = await self.place.get(function)
+            entries = [entry async for entry in app.logs.fetch.aio(since=since)]
+        entries.sort(key=lambda entry: entry.timestamp)
+        return [
+            LogLine(entry.timestamp.isoformat(timespec="milliseconds"), str(entry.source), entry.message.rstrip("\n"))
+            for entry in entries[-limit:]
+        ]
+
+    async def delete(self, function: str) -> None:
+        async with self._turn:
+            with modal_client.translated():
+                app, _ = await self.place.get(function)
+                await app.stop.aio(client=self.place.client)
+
+    async def rates(self) -> Mapping[str, decimal.Decimal]:
+        """The workspace's price list: dollars per unit, by Modal's names."""
+        with modal_client.translated():
+            workspace = modal_client.library().Workspace.from_context(client=self.place.client)
+            return dict(await workspace.billing.rates.aio())
+
+    async def __aenter__(self) -> ModalDeployer:
+        client = await self._stack.enter_async_context(modal_client.opened())
+        self._at = Place(client, self.settings.prefix, self.settings.environment)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._at = None
+        await self._stack.aclose()
+
+    @property
+    def place(self) -> Place:
+        """Where it looks things up, while it is open."""
+        if self._at is None:
+            raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
+        return self._at
+
+    async def _new(self, package: Package, ledger: Ledger) -> Deployed:
+        """Deploy, try, and make it live; on failure the live version stays, and an app without one is stopped."""
+        name, place = package.spec.name, self.place
+        with modal_client.translated():
+            app = await self._publish(package, ledger)
+            number = (await app.info.aio(refresh=True)).lifecycle.version
+        try:
+            if number is None:
+                raise BackendFailed(f"Modal does not say which deployment of {place.app(name)} this is")
+            with modal_client.translated():
+                target = await pin(place, name, number, package.version)
+                await self._try(target, package)
+                now = datetime.datetime.now(datetime.UTC).timestamp()
+                fresh = ledger.added(number, package.version, now, keep=self.settings.keep)
+                bounds = {**await self._set(name, ledger.live), **_bounds(package.spec)}
+                if bounds:
+                    await target.handle.autoscaler.update.aio(**bounds)
+                await app.set_tags.aio(fresh.tags(), client=place.client)
+                await self._cool(name, ledger.live)
+                return await self._deployed(name, fresh, number)
+        except BaseException:
+            if not ledger.live:
+                with contextlib.suppress(Exception):
+                    await app.stop.aio(client=place.client)
+            raise
+
+    async def _publish(self, package: Package, ledger: Ledger) -> Any:
+        """Upload and build. The app keeps its tags: nothing goes to the new deployment yet."""
+        modal = modal_client.library()
+        name, place = package.spec.name, self.place
+        entry = importlib.import_module(_ENTRY)
+        with tempfile.TemporaryDirectory(prefix="rollart-modal-") as directory:
+            root = pathlib.Path(directory)
+            package.write(root)
+            ours = pathlib.Path(__file__).parents[1]
+            for shipped in _SHIPPED:
+                (root / "serverless" / shipped).parent.mkdir(exist_ok=True)
+                (root / "serverless" / shipped).write_bytes((ours / shipped).read_bytes())
+            app = modal.App(place.app(name), tags=ledger.tags(), include_source=False)
+            image = modal.Image.debian_slim(python_version=self.settings.python or _python())
+            if package.spec.requirements:
+                image = image.uv_pip_install(*package.spec.requirements)
+            options = _options(package.spec)
+            app.function(image=image.add_local_dir(directory, "/root"), **options)(entry.call)
+            await app.deploy.aio(
+                client=place.client, environment_name=place.environment or None, tag=package.version[:12]
+            )
+        return app
+
+    async def _try(self, target: Pinned, package: Package) -> None:
+        """Invoke with an empty list, whose answer must be one."""
+        loop = asyncio.get_running_loop()
+        t0 = loop.time()
+        limit = package.spec.init_timeout_s + package.spec.timeout_s + 2 * _START_S
+        answer = Answered(fault=InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"no answer in {limit:g} s"))
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    answer = await call_pinned(target, [], "smoke")
+        finally:
+            self._bill(target, answer, t0, loop.time())
+        what = answer.fault.detail if answer.fault else f"it answered {answer.body!r:.80}"
+        if answer.fault is not None or not isinstance(answer.body, list):
+            raise BackendFailed(
+                f"the new version of {target.name} failed its trial: {what}",
+                remedy="the version before it stays; `rollart rewards test` runs it here",
+            )
+
+    def _bill(self, target: Pinned, answer: Answered, t0: float, t1: float) -> None:
+        run_s = answer.run_s if answer.worker else t1 - t0
+        status = str(answer.fault.kind) if answer.fault else "ok"
+        self._meter.invocation(
+            Invocation(
+                function=target.name, provider=self.provider, worker=answer.worker, t0=t0, t1=t1,
+                cold_start_s=answer.init_s, billed_s=billed_seconds(run_s + answer.init_s),
+                memory_mb=target.memory_mb, items=0, status=status, cause=Cause.SMOKE, provider_id=answer.call,
+            )
+        )  # fmt: skip
+
+    async def _point(self, name: str, app: Any, ledger: Ledger, number: int) -> Ledger:
+        """Make a kept version live, as warm as the one before it."""
+        if number == ledger.live:
+            return ledger
+        warm = (await self._set(name, ledger.live)).get("min_containers", 0)
+        await self.place.function(name, number).autoscaler.update.aio(min_containers=warm)
+        await app.set_tags.aio(ledger.pointed(number).tags(), client=self.place.client)
+        await self._cool(name, ledger.live)
+        return ledger.pointed(number)
+
+    async def _set(self, name: str, number: int) -> dict[str, int]:
+        """The bounds of a version's containers, as they are now."""
+        if not number:
+            return {}
+        now = await self.place.function(name, number).autoscaler.settings.aio()
+        bounds = {"min_containers": now.min_containers, "max_containers": now.max_containers}
+        return {key: value for key, value in bounds.items() if value}
+
+    async def _cool(self, name: str, number: int) -> None:
+        """A version that is no longer live keeps no container warm."""
+        if number:
+            with contextlib.suppress(modal_client.library().exception.NotFoundError):
+                await self.place.function(name, number).autoscaler.update.aio(min_containers=0)
+
+    async def _scaling(self, name: str, number: int, spec: FunctionSpec) -> dict[str, int]:
+        """What of the autoscaler's settings differs from what a spec asks for in words."""
+        now = await self.place.function(name, number).autoscaler.settings.aio()
+        asked = {
+            "warm": ("min_containers", now.min_containers or 0, spec.warm),
+            "concurrency": ("max_containers", now.max_containers, spec.concurrency),
+            "keep_alive_s": ("scaledown_window", now.scaledown_window, _window(spec)),
+        }
+        return {
+            key: wanted
+            for option, (key, current, wanted) in asked.items()
+            if option in spec.model_fields_set and current != wanted
+        }
+
+    async def _deployed(self, name: str, ledger: Ledger, number: int) -> Deployed:
+        place = self.place
+        target = await pin(place, name, number, ledger.versions[number])
+        settings = await target.handle.autoscaler.settings.aio()
+        return Deployed(
+            function=name,
+            provider=self.provider,
+            version=target.version,
+            provider_version=str(number),
+            current=number == ledger.live,
+            created=ledger.created(number),
+            memory_mb=target.memory_mb,
+            endpoint=f"{place.app(name)}@{number}",
+            warm=settings.min_containers or 0,
+            concurrency=settings.max_containers or 0,
+        )
+
+
+def _options(spec: FunctionSpec) -> dict[str, Any]:
+    """`app.function`'s arguments. Nothing is kept warm before a version has passed its trial."""
+    untrusted = spec.trust == "untrusted"
+    return {
+        "cpu": spec.cpu or None,
+        "memory": (spec.memory_mb, spec.memory_mb),
+        "gpu": spec.gpu or None,
+        "timeout": math.ceil(spec.timeout_s),
+        "startup_timeout": math.ceil(spec.init_timeout_s + _START_S),
+        "min_containers": 0,
+        "max_containers": spec.concurrency,
+        "scaledown_window": _window(spec),
+        "retries": None,
+        "block_network": untrusted,
+        "single_use_containers": untrusted,
+        "restrict_modal_access": True,
+        "include_source": False,
+        "_experimental_restrict_output": True,
+    }
+
+
+def _bounds(spec: FunctionSpec) -> dict[str, int]:
+    """What a spec says in words of its containers' bounds; what it does not say stays as `scale` left it."""
+    said = {"min_containers": ("warm", spec.warm), "max_containers": ("concurrency", spec.concurrency)}
+    return {key: value for key, (option, value) in said.items() if option in spec.model_fields_set}
+
+
+def _window(spec: FunctionSpec) -> int:
+    low, high = _WINDOW_S
+    return min(high, max(low, math.ceil(spec.keep_alive_s)))
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _check(package: Package) -> None:
+    unpinned = json.loads(package.files["rollart_manifest.json"]).get("unpinned", [])
+    if unpinned:
+        raise PackageError(
+            f"function {package.spec.name} requires {', '.join(unpinned)}, in no exact version",
+            remedy="install it here before packing, or pin it with ==",
+        )
+
+
+def _choose(function: str, ledger: Ledger, wanted: str) -> int:
+    """The deployment to go back to: the newest one before the live, or that whose digest starts so."""
+    known = ", ".join(f"{ledger.versions[n][:12]} (deployment {n})" for n in sorted(ledger.versions, reverse=True))
+    if wanted:
+        found = {digest: n for n, digest in sorted(ledger.versions.items()) if digest.startswith(wanted)}
+        if len(found) != 1:
+            what = "no" if not found else "more than one"
+            raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
+        return next(iter(found.values()))
+    older = [n for n in ledger.versions if n < ledger.live]
+    if not older:
+        raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
+    return max(older)

@@ -1,0 +1,245 @@
+"""Finds what a function's source consists of, by reading it: user code is not run.
+
+A source is a file, a module or a package directory. What it imports from files beside it or from its own package,
+relatively or by name, comes along; a directory comes whole, with its data files. Anything else is a requirement.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from serverless.errors import PackageError, SpecInvalid
+
+__all__ = ["SKIPPED", "Definition", "Sources", "collect", "tree"]
+
+SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
+"""Never packed."""
+
+_OURS = frozenset({"rollart", "serverless", "rollart_handler", "rollart_function"})
+"""Top-level names that a package already holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """Where an attribute is really defined: imports are followed. `name` is its name there."""
+
+    path: pathlib.Path
+    body: tuple[ast.stmt, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """`files` are archive path -> file (below `function/`); `module` is the dotted name of the entry, `package`
+    whether it is one of a package's modules. `attribute` is what the source named after ':'."""
+
+    entry: pathlib.Path
+    files: Mapping[str, pathlib.Path]
+    module: str
+    package: bool
+    attribute: str
+
+    @property
+    def file(self) -> str:
+        """The entry's archive path."""
+        return next(name for name, path in self.files.items() if path == self.entry)
+
+    def modules(self) -> Iterator[tuple[pathlib.Path, ast.Module]]:
+        """Python files with their syntax trees, the entry first."""
+        yield self.entry, tree(self.entry)
+        for path in self.files.values():
+            if path.suffix == ".py" and path != self.entry:
+                yield path, tree(path)
+
+    def find(self, attribute: str) -> Definition:
+        """Follow `from .x import attribute` through the packed files to the definition."""
+        path, name = self.entry, attribute
+        for _ in range(8):
+            body = tuple(tree(path).body)
+            link = _imported(body, name)
+            if link is None:
+                return Definition(path, body, name)
+            node, original = link
+            targets = _targets(node, path, self.entry)
+            known = set(self.files.values())
+            step = next((t for t in targets if t in known and _binds(t, original)), None)
+            if step is None:
+                return Definition(path, body, name)
+            path, name = step, original
+        return Definition(path, tuple(tree(path).body), name)
+
+
+def collect(source: str, root: pathlib.Path, *, function: str = "") -> Sources:
+    """All files of a source; relative paths are of `root`. `PackageError` for what is missing or cannot be packed."""
+    path, attribute = _locate(source, root)
+    if path.is_dir():
+        return _directory(path, attribute)
+    if not path.is_file():
+        raise PackageError(
+            f"source of function {function}: {path}: No such file or directory", remedy="check the path in the spec"
+        )
+    top = _top(path)
+    found = _closure(path)
+    if top is not None and len(found) > 1:
+        files = {p.relative_to(top.parent).as_posix(): p for p in sorted(found)}
+        _refuse_reserved(top.name)
+        return Sources(path, files, _dotted(path, top), package=True, attribute=attribute)
+    files = {path.name: path}
+    for other in sorted(found - {path}):
+        files[other.relative_to(path.parent).as_posix()] = other
+    return Sources(path, files, path.stem, package=False, attribute=attribute)
+
+
+def tree(path: pathlib.Path) -> ast.Module:
+    """`SpecInvalid` if it is not Python."""
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise SpecInvalid(f"{path}:{error.lineno}: not Python: {error.msg}") from None
+    except ValueError as error:
+        raise SpecInvalid(f"{path}: not Python: {error}") from None
+
+
+def _locate(source: str, root: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """The source file or directory and the attribute after ':' ('' if none)."""
+    head, _, attribute = source.partition(":")
+    if head.endswith(".py") or "/" in head or (root / head).is_dir():
+        return root / head, attribute
+    try:
+        found = importlib.util.find_spec(head)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        raise PackageError(f"no module {head!r} to pack", remedy="give the path of a .py file, or install the module")
+    origin = pathlib.Path(found.origin)
+    return (origin.parent if origin.name == "__init__.py" else origin), attribute
+
+
+def _directory(path: pathlib.Path, attribute: str) -> Sources:
+    path = path.resolve()
+    entry = path / "__init__.py"
+    if not entry.is_file():
+        raise PackageError(f"{path} is a directory without __init__.py", remedy="add one that names the reward")
+    _refuse_reserved(path.name)
+    files = {
+        file.relative_to(path.parent).as_posix(): file
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and not SKIPPED.intersection(file.relative_to(path).parts)
+    }
+    return Sources(entry, files, path.name, package=True, attribute=attribute)
+
+
+def _refuse_reserved(name: str) -> None:
+    if name in _OURS or name in sys.stdlib_module_names or not name.isidentifier():
+        raise PackageError(f"a package cannot be called {name!r} in a function", remedy="rename the directory")
+
+
+def _top(path: pathlib.Path) -> pathlib.Path | None:
+    """The outermost package directory that holds a file, None for a file in no package."""
+    top = None
+    directory = path.parent
+    while (directory / "__init__.py").is_file():
+        top, directory = directory, directory.parent
+    return top
+
+
+def _dotted(path: pathlib.Path, top: pathlib.Path) -> str:
+    parts = path.relative_to(top.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _closure(entry: pathlib.Path) -> set[pathlib.Path]:
+    """The entry and what it imports of its own package, or beside it, with the packages on the way."""
+    found: set[pathlib.Path] = set()
+    pending = [entry]
+    while pending:
+        path = pending.pop()
+        if path in found:
+            continue
+        found.add(path)
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                pending += _targets(node, path, entry)
+        top = _top(path)
+        if top is not None and (path != entry or pending):
+            pending += _parents(path, top)
+    return found
+
+
+def _parents(path: pathlib.Path, top: pathlib.Path) -> list[pathlib.Path]:
+    directory, inits = path.parent, []
+    while True:
+        inits.append(directory / "__init__.py")
+        if directory == top:
+            return inits
+        directory = directory.parent
+
+
+def _targets(node: ast.Import | ast.ImportFrom, path: pathlib.Path, entry: pathlib.Path) -> list[pathlib.Path]:
+    """The files of our own that an import in `path` means: below the entry's package, or beside the entry."""
+    if isinstance(node, ast.ImportFrom) and node.level:
+        own = _top(path)
+        if own is None or node.level > len(path.relative_to(own).parts):
+            raise PackageError(
+                f"{path}:{node.lineno}: a file outside a package cannot import relatively",
+                remedy="add __init__.py to its directory, or import the file beside it by name",
+            )
+        return _of_dotted(path.parents[node.level - 1], node.module or "", [a.name for a in node.names])
+    top = _top(entry)
+    home = top.parent if top is not None else entry.parent
+    if isinstance(node, ast.ImportFrom):
+        names = [(node.module or "", [a.name for a in node.names])]
+    else:
+        names = [(a.name, []) for a in node.names]
+    out: list[pathlib.Path] = []
+    for dotted, members in names:
+        first = dotted.partition(".")[0]
+        foreign = first in _OURS or first in sys.stdlib_module_names or (top is not None and first != top.name)
+        if not foreign:
+            out += _of_dotted(home, dotted, members)
+    return out
+
+
+def _of_dotted(base: pathlib.Path, dotted: str, members: list[str]) -> list[pathlib.Path]:
+    """Files below `base` for `import a.b` or `from a.b import members`, as far as they exist."""
+    out: list[pathlib.Path] = []
+    where = base
+    for part in filter(None, dotted.split(".")):
+        where = where / part
+        out += [p for p in (where / "__init__.py", where.with_suffix(".py")) if p.is_file()][:1]
+    for member in members:
+        inner = where / member
+        out += [p for p in (inner / "__init__.py", inner.with_suffix(".py")) if p.is_file()][:1]
+    return out if dotted or out else [p for p in [where / "__init__.py"] if p.is_file()]
+
+
+def _imported(body: tuple[ast.stmt, ...], name: str) -> tuple[ast.ImportFrom, str] | None:
+    """The `from ... import` that gives a module this name, unless something defines it after."""
+    link: tuple[ast.ImportFrom, str] | None = None
+    for statement in body:
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                if (alias.asname or alias.name) == name:
+                    link = (statement, alias.name)
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and statement.name == name:
+            link = None
+    return link
+
+
+def _binds(path: pathlib.Path, name: str) -> bool:
+    """Whether a module's top level gives `name` a meaning."""
+    for node in tree(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
+            return True
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return True
+    return False

@@ -1,0 +1,70 @@
+"""Second tries for late calls of one lane: who is late, and who is tried again when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serverless.pipeline_entry import Call
+from serverless.pipeline_stats import StageCounts
+from serverless.pipeline_timers import Timers
+from serverless.policy.hedge import HedgeBudget, HedgePolicy, Latencies
+from serverless.types import Cause
+
+__all__ = ["Hedger"]
+
+
+class Hedger:
+    """Owns the latencies and the budget of a lane, and its late calls. `room` says whether an invocation may begin,
+    `again` begins one. Calls that look for a guilty item are not hedged: their faults are wanted."""
+
+    def __init__(
+        self, policy: HedgePolicy, stage: StageCounts, *, room: Callable[[], bool], again: Callable[[Call], None]
+    ) -> None:
+        self._latencies = Latencies(policy)
+        self._budget = HedgeBudget(policy)
+        self._stage = stage
+        self._room = room
+        self._again = again
+        self._watched: Timers[Call] = Timers(self._is_late, lambda call: call.done)
+        self._late: dict[Call, None] = {}
+
+    def called(self, call: Call, now: float) -> None:
+        """A call began: it earns its share of a hedge, and is watched."""
+        self._stage.entered += 1
+        self._budget.earn()
+        if call.cause is not Cause.ISOLATION:
+            after = self._latencies.late_after(len(call.entries))
+            if after is not None and call.expires - now > after:
+                self._watched.add(now + after, call)
+        self.pump()
+
+    def answered(self, seconds: float, items: int) -> None:
+        self._latencies.add(seconds, items)
+
+    def over(self, call: Call) -> None:
+        """It needs no hedge any more."""
+        self._late.pop(call, None)
+
+    def pump(self) -> None:
+        """Calls that are still late are tried again, the last first, as there is room and a token to spare.
+
+        A call that has just become late needs none to spare: where stragglers are as many as the budget, most are
+        hedged at once and a few not at all, instead of all of them after a wait.
+        """
+        while self._late and self._room() and self._budget.take(spare=1.0):
+            self._hedge(self._late.popitem()[0])
+
+    def close(self) -> None:
+        self._watched.close()
+        self._late.clear()
+
+    def _is_late(self, call: Call) -> None:
+        if self._room() and self._budget.take():
+            self._hedge(call)
+        else:
+            self._late[call] = None
+
+    def _hedge(self, call: Call) -> None:
+        self._stage.acted += 1
+        self._stage.extra_calls += 1
+        self._again(call)

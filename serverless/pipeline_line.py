@@ -1,0 +1,330 @@
+"""The items of one function on their way: who waits for what, which are one, what was known before, where they go."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from serverless import wire
+from serverless.backends.base import Backend
+from serverless.cache import Cache
+from serverless.deploy.package import Package
+from serverless.meter import MeterSink, Saving
+from serverless.pipeline_entry import Entry, Waiter
+from serverless.pipeline_lane import Lane
+from serverless.pipeline_stats import FunctionHealth, Stage, StageCounts
+from serverless.pipeline_timers import Timers
+from serverless.policy.dedupe import cacheable, item_key, own
+from serverless.policy.limits import Anchors, prompt_key
+from serverless.policy.retry import RetryBudget, RetryPolicy
+from serverless.settings import PipelineSpec
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, Throttle
+
+__all__ = ["Line", "Spawn"]
+
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+class Line:
+    """Owns the entries of one function, their waiters and timers, and a lane per provider, in the order of the chain.
+
+    An entry is in one place: waiting in a lane, in a call of a lane, or in a retry's pause. Every waiter gets exactly
+    one outcome, when its entry has one, or its own deadline passes, or the line closes.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        backends: Sequence[Backend],
+        settings: PipelineSpec,
+        *,
+        retry: RetryPolicy | None,
+        cache: Cache | None,
+        meter: MeterSink,
+        spawn: Spawn,
+        seed: int,
+    ) -> None:
+        self.spec = package.spec
+        self.spawn = spawn
+        self._version = package.version
+        self._settings = settings
+        self._meter = meter
+        self._rng = random.Random(f"{seed}/{self.spec.name}")
+        self._retry = retry
+        self._budget = RetryBudget(retry) if retry is not None else None
+        self._cache = cache if self.spec.deterministic else None
+        self._flights: dict[bytes, Entry] | None = {} if settings.dedupe.enabled and self.spec.deterministic else None
+        limits = settings.limits.policy(declared=self.spec.timeout_floor is not None)
+        self._anchors = Anchors(limits) if limits is not None else None
+        self._live: dict[Entry, None] = {}
+        self._deadlines: Timers[Waiter] = Timers(self._expire, lambda waiter: waiter.outcome.done())
+        self._stages = {stage: StageCounts() for stage in Stage}
+        self._validated, self._checked = self._stages[Stage.VALIDATE], self._stages[Stage.SCHEMA]
+        self._retries, self._fallbacks = self._stages[Stage.RETRY], self._stages[Stage.FALLBACK]
+        self._breakers, self._shared = self._stages[Stage.BREAKER], self._stages[Stage.DEDUPE]
+        self.health = FunctionHealth()
+        self._billed_s = 0.0
+        self._billed_items = 0
+        chain = backends if settings.fallback.enabled else backends[:1]
+        self.lanes = [Lane(self, n, self.spec, b, settings, self._rng) for n, b in enumerate(chain)]
+
+    @property
+    def waiting(self) -> int:
+        return sum(lane.waiting for lane in self.lanes)
+
+    @property
+    def stages(self) -> dict[Stage, StageCounts]:
+        return self._stages
+
+    async def submit(self, item: Item, deadline_s: float) -> Outcome:
+        self._validated.entered += 1
+        encoded = wire.encode(item)
+        try:
+            size = wire.size(encoded)
+        except (TypeError, ValueError, OverflowError) as error:
+            detail = f"item {item.id} has no wire form: {error}"
+            return self._refused(InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        if deadline_s <= 0.0:
+            detail = "the deadline had passed at submission"
+            return self._refused(InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
+        key: bytes | None = None
+        if self._flights is not None or self._cache is not None:
+            key = item_key(self._version, encoded)
+        known = self._known(key)
+        if known is not None:
+            self.health.note(known)
+            return known
+        entry = self._joined(key)
+        if entry is None:
+            if self.waiting >= self.spec.queue and not self._purged():
+                detail = f"{self.spec.queue} items wait for {self.spec.name}"
+                fault = InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE)
+                return self._refused(fault)
+            entry = self._entry(item, encoded, size, key)
+        return await self._wait(entry, deadline_s)
+
+    async def _wait(self, entry: Entry, deadline_s: float) -> Outcome:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        waiter = Waiter(entry, loop.create_future(), now + deadline_s, deadline_s)
+        self._deadlines.add(waiter.expires, waiter)
+        entry.waiters.append(waiter)
+        entry.expires = max(entry.expires, waiter.expires)
+        if len(entry.waiters) == 1 and entry not in self._live:
+            self._live[entry] = None
+            entry.since = now
+            self._route(entry, now)
+        try:
+            return await waiter.outcome
+        finally:
+            self._leave(waiter)
+
+    def close(self) -> None:
+        """Everyone who waits is told; calls in flight are cancelled."""
+        fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail="the offload was closed")
+        for lane in self.lanes:
+            lane.close()
+        for entry in list(self._live):
+            self._settle(entry, fault)
+        self._deadlines.close()
+
+    def count(self, stage: Stage) -> StageCounts:
+        return self._stages[stage]
+
+    def limit(self, entry: Entry) -> float | None:
+        if self._anchors is None:
+            return None
+        limit = min(self._anchors.limit(entry.prompt), self.spec.timeout_s)
+        wanted = entry.wire["metadata"].get("timeout_s")
+        self._stages[Stage.LIMITS].acted += 1
+        if isinstance(wanted, int | float) and not isinstance(wanted, bool) and wanted > 0:
+            return min(limit, float(wanted))
+        return limit
+
+    def billed(self, invocation: Invocation) -> None:
+        self._billed_s += invocation.billed_s
+        self._billed_items += invocation.items
+
+    def receive(self, entry: Entry, outcome: Outcome, *, seconds: float | None = None) -> None:
+        """An item's outcome is its waiters', unless it is worth another attempt."""
+        if seconds is not None:
+            self._checked.entered += 1
+        if entry.done:
+            return
+        if isinstance(outcome, InfraFault):
+            schema_fault = outcome.kind is FaultKind.BAD_ANSWER and seconds is not None
+            self._checked.acted += schema_fault
+            floor = self.spec.timeout_floor
+            if outcome.kind is FaultKind.TIMEOUT and floor is not None and seconds is not None:
+                # The handler cut this item itself.
+                outcome, seconds = ModelFault(floor, outcome.detail), None
+            elif self._again(entry, outcome):
+                return
+        elif isinstance(outcome, Scored) and self._anchors is not None and seconds is not None:
+            self._anchors.learn(entry.prompt, outcome, seconds)
+        # A time-out is no property of the item: it is told, and forgotten.
+        self._settle(entry, outcome, keep=seconds is not None)
+
+    def provider_failed(self, lane: int, entry: Entry, fault: InfraFault) -> None:
+        """The next provider of the chain, else what a retry can do."""
+        if entry.done:
+            return
+        if lane + 1 >= len(self.lanes):
+            self.receive(entry, fault)
+            return
+        entry.lane = lane + 1
+        entry.attempts = max(0, entry.attempts - 1)
+        entry.throttles = 0
+        entry.cause = Cause.FALLBACK
+        self._fallbacks.acted += 1
+        self.again(entry)
+
+    def again(self, entry: Entry) -> None:
+        now = asyncio.get_running_loop().time()
+        entry.call = None
+        entry.since = now
+        self._route(entry, now)
+
+    def leave(self, lane: int) -> None:
+        """What waits for a provider that admits nothing goes to another, if there is one."""
+        if len(self.lanes) > 1:
+            now = asyncio.get_running_loop().time()
+            for entry in self.lanes[lane].drain():
+                self._route(entry, now)
+
+    def _route(self, entry: Entry, now: float) -> None:
+        """The first provider from the entry's on whose breaker lets it through; else the one that will first."""
+        lanes = self.lanes
+        chosen = lanes[entry.lane]
+        self._breakers.entered += chosen.breaker is not None
+        if len(lanes) > 1 and not chosen.admits(now):
+            rest = lanes[entry.lane :]
+            chosen = next((lane for lane in rest if lane.admits(now)), None) or min(rest, key=Lane.open_at)
+            if chosen.index > entry.lane:
+                entry.cause = Cause.FALLBACK
+                self._fallbacks.acted += 1
+        entry.on = chosen.index
+        chosen.enqueue(entry)
+
+    def _known(self, key: bytes | None) -> Outcome | None:
+        """The cached result of an item."""
+        cache = self._cache
+        if key is None or cache is None or not cache.on:
+            return None
+        stage = self._stages[Stage.CACHE]
+        stage.entered += 1
+        known = cache.get(key)
+        if known is not None:
+            self._saved(stage, "cache", 1)
+        return known
+
+    def _joined(self, key: bytes | None) -> Entry | None:
+        """The entry of an equal item that is under way."""
+        if key is None or self._flights is None:
+            return None
+        stage = self._shared
+        stage.entered += 1
+        entry = self._flights.get(key)
+        if entry is not None:
+            stage.acted += 1
+        return entry
+
+    def _entry(self, item: Item, encoded: wire.WireItem, size: int, key: bytes | None) -> Entry:
+        entry = Entry(encoded, size, key, "", 0.0, 0.0)
+        if self._anchors is not None:
+            self._stages[Stage.LIMITS].entered += 1
+            entry.prompt = prompt_key(item)
+        if key is not None and self._flights is not None:
+            self._flights[key] = entry
+        if self._budget is not None:
+            self._retries.entered += 1
+            self._budget.earn()
+        return entry
+
+    def _saved(self, stage: StageCounts, name: str, items: int) -> None:
+        each = self._billed_s / self._billed_items if self._billed_items else 0.0
+        stage.acted += items if name == "cache" else 0
+        stage.saved_calls += items
+        stage.saved_billed_s += each * items
+        now = asyncio.get_running_loop().time()
+        self._meter.saving(Saving(self.spec.name, name, now, items, each * items, self.spec.memory_mb))
+
+    def _refused(self, fault: InfraFault) -> InfraFault:
+        self._validated.acted += 1
+        self.health.note(fault)
+        return fault
+
+    def _purged(self) -> bool:
+        for lane in self.lanes:
+            lane.purge()
+        return self.waiting < self.spec.queue
+
+    def _again(self, entry: Entry, fault: InfraFault) -> bool:
+        """Schedule another attempt, if the policy and the budget allow one."""
+        if self._retry is None or self._budget is None:
+            return False
+        loop = asyncio.get_running_loop()
+        wait = self._retry.delay(fault, max(1, entry.attempts), entry.expires - loop.time(), self._rng)
+        if wait is None or not self._budget.take():
+            return False
+        stage = self._retries
+        stage.acted += 1
+        stage.waited_s += wait
+        entry.cause, entry.retried, entry.call = Cause.RETRY, True, None
+        entry.retry = loop.call_later(wait, self._resume, entry)
+        return True
+
+    def _resume(self, entry: Entry) -> None:
+        entry.retry = None
+        if not entry.done:
+            self.again(entry)
+
+    def _expire(self, waiter: Waiter) -> None:
+        detail = f"no outcome of {self.spec.name} in {waiter.deadline_s:g} s"
+        fault = InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
+        self.health.note(fault)
+        waiter.outcome.set_result(fault)
+        self._leave(waiter)
+
+    def _leave(self, waiter: Waiter) -> None:
+        """This submit waits no more. The entry goes with its last waiter. Idempotent."""
+        entry = waiter.entry
+        if not entry.done:
+            if waiter in entry.waiters:
+                entry.waiters.remove(waiter)
+            if not entry.waiters:
+                self._end(entry)
+
+    def _end(self, entry: Entry) -> None:
+        """Nobody waits for this entry any more."""
+        entry.done = True
+        self._live.pop(entry, None)
+        if entry.key is not None and self._flights is not None and self._flights.get(entry.key) is entry:
+            del self._flights[entry.key]
+        if entry.retry is not None:
+            entry.retry.cancel()
+            entry.retry = None
+        call, entry.call = entry.call, None
+        if call is not None:
+            self.lanes[call.lane].abandon(call)
+
+    def _settle(self, entry: Entry, outcome: Outcome, *, keep: bool = False) -> None:
+        if entry.done:
+            return
+        scored = not isinstance(outcome, InfraFault)
+        self._retries.helped += scored and entry.retried
+        self._fallbacks.helped += scored and entry.on > 0
+        limited = self._anchors is not None and isinstance(outcome, ModelFault)
+        if keep and entry.key is not None and self._cache is not None and not limited and cacheable(outcome):
+            assert not isinstance(outcome, InfraFault)
+            self._cache.put(entry.key, outcome)
+        waiters, entry.waiters = entry.waiters, []
+        self._end(entry)
+        if scored and len(waiters) > 1:
+            self._saved(self._shared, "dedupe", len(waiters) - 1)
+        for position, waiter in enumerate(waiters):
+            self.health.note(outcome)
+            if not waiter.outcome.done():
+                waiter.outcome.set_result(own(outcome) if position else outcome)

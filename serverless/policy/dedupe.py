@@ -1,0 +1,34 @@
+"""When two items are one: what they have in common is their key. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from serverless.keys import canonical
+from serverless.types import InfraFault, Outcome, Scored
+from serverless.wire import WireItem
+
+__all__ = ["cacheable", "item_key", "own"]
+
+
+def item_key(version: str, item: WireItem) -> bytes | None:
+    """SHA-256 over the function's version and the canonical JSON of the item without its id; 32 bytes.
+
+    None if it has no canonical form (NaN, bytes): such an item is never taken for another.
+    """
+    try:
+        text = canonical([version, item["messages"], item["reference_answer"], item["metadata"]])
+    except (TypeError, ValueError):
+        return None
+    return hashlib.sha256(text).digest()
+
+
+def cacheable(outcome: Outcome) -> bool:
+    """What the function said is kept, what the platform did never is."""
+    return not isinstance(outcome, InfraFault)
+
+
+def own(outcome: Outcome) -> Outcome:
+    """The same outcome, sharing nothing that its receiver could change."""
+    return replace(outcome, metrics=dict(outcome.metrics)) if isinstance(outcome, Scored) else outcome

@@ -1,0 +1,75 @@
+"""How long one item may take, learned from correct answers to the same prompt. Pure.
+
+RollPacker (arXiv 2509.21009), reward scheduler: T = min(max(T_min, factor * T_anchor), T_max), where T_anchor is the
+longest time of a correct answer so far.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serverless.keys import canonical, sha256
+from serverless.types import Item, Scored
+
+__all__ = ["Anchors", "LimitPolicy", "prompt_key"]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitPolicy:
+    factor: float = 1.5
+    min_s: float = 2.0
+    max_s: float = 30.0
+    correct: float = 1.0
+    metric: str = "seconds"
+
+    def limit(self, anchor_s: float | None) -> float:
+        """Seconds for an item; the longest while no correct answer was seen."""
+        if anchor_s is None:
+            return self.max_s
+        return min(max(self.min_s, self.factor * anchor_s), self.max_s)
+
+
+def prompt_key(item: Item) -> str:
+    """What answers to one prompt have in common: metadata `group`, else a digest of the reference and of every message
+    but the last assistant's ('' if they have no canonical form: then all such items share one anchor)."""
+    group = item.metadata.get("group")
+    if isinstance(group, str | int):
+        return str(group)
+    messages: list[Mapping[str, str]] = list(item.messages)
+    for position in range(len(messages) - 1, -1, -1):
+        if messages[position].get("role") == "assistant":
+            del messages[position]
+            break
+    try:
+        return sha256(canonical([item.reference_answer, [dict(m) for m in messages]]))
+    except (TypeError, ValueError):
+        return ""
+
+
+class Anchors:
+    """The slowest correct answer by prompt. Bounds: an anchor never falls, so a limit never does, and an answer no
+    slower than a correct one to the same prompt is never cut (factor >= 1), up to `max_s`.
+
+    Keeps `most` prompts; the one that was longest without a correct answer is forgotten first.
+    """
+
+    def __init__(self, policy: LimitPolicy, *, most: int = 100_000) -> None:
+        self._policy = policy
+        self._most = most
+        self._slowest: OrderedDict[str, float] = OrderedDict()
+
+    def limit(self, key: str) -> float:
+        return self._policy.limit(self._slowest.get(key))
+
+    def learn(self, key: str, outcome: Scored, seconds: float) -> None:
+        """`seconds` is the time of the call, which stands in for the item's own where the function reports none: the
+        longer of the two, so it errs towards patience."""
+        if outcome.value < self._policy.correct:
+            return
+        took = max(0.0, outcome.metrics.get(self._policy.metric, seconds))
+        self._slowest[key] = max(self._slowest.get(key, 0.0), took)
+        self._slowest.move_to_end(key)
+        if len(self._slowest) > self._most:
+            self._slowest.popitem(last=False)

@@ -1,0 +1,359 @@
+"""What `rollart rewards test` computes: a function run with its cases, as a provider would, and what it would cost.
+
+Each case is called alone twice, cold or warm as it comes: scores, time, and whether a function that is declared
+deterministic gives the same twice. Then a full batch is called: time per item, and whether an item's score depends on
+the others in its call. Costs are those of warm calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from serverless import wire
+from serverless.backends.base import Backend, Reply
+from serverless.backends.local import LocalBackend
+from serverless.deploy.package import Package
+from serverless.errors import SpecInvalid
+from serverless.meter import billed_seconds
+from serverless.spec import FunctionSpec
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+
+__all__ = ["Case", "CaseResult", "Cost", "Expected", "Rehearsal", "cost", "costs", "read_cases", "rehearse"]
+
+_TOLERANCE = 1e-6
+
+MODAL_CORES = 0.125
+"""Modal's smallest CPU request, which it gives a function that asks for none."""
+
+
+class Expected(BaseModel):
+    """What a case should come to. `fault`: "model", "any" (of the platform), or a kind ("crash", "timeout", ...)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    score: float | None = None
+    min: float | None = None
+    max: float | None = None
+    fault: str = Field(default="", pattern=f"^({'|'.join(['', 'model', 'any', *FaultKind])})$")
+
+    def mismatch(self, outcome: Outcome) -> str:
+        """What is wrong with an outcome, '' if nothing. The score of a model fault is its floor."""
+        if isinstance(outcome, InfraFault):
+            return "" if self.fault in ("any", str(outcome.kind)) else f"{outcome.kind}: {outcome.detail}"
+        if isinstance(outcome, ModelFault) and self.fault != "model":
+            return f"model fault: {outcome.reason}"
+        if isinstance(outcome, Scored) and self.fault:
+            return f"scored {outcome.value:g}, expected a fault ({self.fault})"
+        value = outcome.value if isinstance(outcome, Scored) else outcome.floor
+        if self.score is not None and not math.isclose(value, self.score, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+            return f"{value:g}, expected {self.score:g}"
+        if self.min is not None and value < self.min - _TOLERANCE:
+            return f"{value:g}, expected at least {self.min:g}"
+        if self.max is not None and value > self.max + _TOLERANCE:
+            return f"{value:g}, expected at most {self.max:g}"
+        return ""
+
+
+class _Line(BaseModel):
+    """One line of cases.jsonl: an item, with `prompt` and `completion` as a short form of `messages`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = ""
+    messages: list[dict[str, str]] = []
+    prompt: str | None = None
+    completion: str | None = None
+    reference_answer: str | None = None
+    metadata: dict[str, Any] = {}
+    expected: Expected | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> _Line:
+        if bool(self.messages) == (self.completion is not None):
+            raise ValueError("give either messages, or completion (and prompt)")
+        return self
+
+    def item(self, number: int) -> Item:
+        messages = list(self.messages)
+        if self.completion is not None:
+            asked = [{"role": "user", "content": self.prompt}] if self.prompt is not None else []
+            messages = [*asked, {"role": "assistant", "content": self.completion}]
+        return Item(self.id or str(number), tuple(messages), self.reference_answer, self.metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    item: Item
+    expected: Expected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """`seconds` are the call's, without its cold start; `problem` is '' for a case that passed."""
+
+    case: Case
+    outcome: Outcome
+    seconds: float
+    cold_start_s: float
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """US dollars of a million items at one provider; None where its prices do not cover the function."""
+
+    provider: str
+    usd_single: float | None
+    usd_batched: float | None
+    batch: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """`memory_mb` is the largest resident set of a worker, None where the backend does not show its processes.
+
+    `warnings` are findings that are no failed case: answers that differ between calls, or with their batch.
+    """
+
+    function: str
+    version: str
+    results: tuple[CaseResult, ...]
+    single_s: float
+    """Median of a warm call with one item."""
+    batch: int
+    batched_item_s: float | None
+    """Per item of a full batch, None if the batch failed."""
+    cold_start_s: float
+    memory_mb: float | None
+    memory_limit_mb: int
+    costs: tuple[Cost, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not any(r.problem for r in self.results)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able, with `schema_version`."""
+        cases = [
+            {
+                "id": r.case.item.id,
+                "passed": not r.problem,
+                "expected": r.case.expected.model_dump(exclude_unset=True) if r.case.expected else None,
+                "problem": r.problem,
+                "outcome": type(r.outcome).__name__,
+                **asdict(r.outcome),
+                "seconds": r.seconds,
+                "cold_start_s": r.cold_start_s,
+            }
+            for r in self.results
+        ]
+        rest = {k: v for k, v in asdict(self).items() if k not in ("results", "costs")}
+        costs_json = [asdict(c) for c in self.costs]
+        return {"schema_version": 1, **rest, "passed": self.passed, "cases": cases, "costs": costs_json}
+
+
+def read_cases(path: pathlib.Path) -> list[Case]:
+    """The cases of a JSONL file. `SpecInvalid` with `file:line` for a line that is none, and for an empty file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise SpecInvalid(f"cases {path}: {error.strerror}", remedy="give a JSONL file of items") from None
+    cases: list[Case] = []
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = _Line.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise SpecInvalid(f"{path.name}:{number}: {where + ': ' if where else ''}{first['msg']}") from None
+        cases.append(Case(line.item(number), line.expected))
+    if not cases:
+        raise SpecInvalid(f"cases {path}: no item in it", remedy="write one JSON object a line")
+    return cases
+
+
+async def rehearse(
+    package: Package,
+    cases: Sequence[Case],
+    *,
+    backend: Backend | None = None,
+    prices: Mapping[str, Mapping[str, float]] | None = None,
+) -> Rehearsal:
+    """Run the cases on `backend`, which is open, or on a local one of its own. At least one case.
+
+    `prices` maps a provider to US dollars by unit (see `cost`). Faults are results, not errors; what is raised is
+    `BackendFailed` and its like, when the function cannot be run at all.
+    """
+    if not cases:
+        raise SpecInvalid("no cases to rehearse", remedy="give at least one item")
+    async with contextlib.AsyncExitStack() as stack:
+        if backend is None:
+            backend = await stack.enter_async_context(LocalBackend())
+        await backend.deploy(package)
+        first, peak = await _each(backend, package, cases)
+        again, later = await _each(backend, package, cases)
+        batch, batched, full = await _full_batch(backend, package, cases, again)
+        peak = max((p for p in (peak, later, _peak_mb(backend)) if p is not None), default=None)
+    spec = package.spec
+    warm = [r.seconds for r in (*first, *again) if not r.cold_start_s] or [r.seconds for r in again]
+    single_s = statistics.median(warm)
+    return Rehearsal(
+        function=spec.name,
+        version=package.version,
+        results=tuple(first),
+        single_s=single_s,
+        batch=batch,
+        batched_item_s=batched,
+        cold_start_s=max((r.cold_start_s for r in (*first, *again)), default=0.0),
+        memory_mb=peak,
+        memory_limit_mb=spec.memory_mb,
+        costs=costs(spec, statistics.mean(warm), batched, batch, prices or {}),
+        warnings=(*package.warnings, *_warnings(spec, first, again, full)),
+    )
+
+
+def cost(spec: FunctionSpec, prices: Mapping[str, float], call_s: float, items: int) -> float | None:
+    """US dollars of a million items in calls of `call_s` seconds with `items` each.
+
+    Units: "GB-second" with "million-requests" (Lambda: memory by 1,024 MB, time rounded up to 1 ms), or "core-second"
+    with "GiB-second" (Modal: at least 0.125 cores), and "gpu-second" if the function has a GPU. None without them.
+    """
+    memory = spec.memory_mb / 1024.0
+    if "GB-second" in prices:
+        if spec.gpu:
+            return None
+        call = billed_seconds(call_s) * memory * prices["GB-second"] + prices.get("million-requests", 0.0) / 1e6
+    elif "core-second" in prices:
+        if spec.gpu and "gpu-second" not in prices:
+            return None
+        cores = max(spec.cpu, MODAL_CORES)
+        second = cores * prices["core-second"] + memory * prices.get("GiB-second", 0.0)
+        call = call_s * (second + (prices["gpu-second"] if spec.gpu else 0.0))
+    else:
+        return None
+    return call / items * 1e6
+
+
+def costs(
+    spec: FunctionSpec,
+    single_s: float,
+    batched_item_s: float | None,
+    batch: int,
+    prices: Mapping[str, Mapping[str, float]],
+) -> tuple[Cost, ...]:
+    """Of every provider: a million items one by one, and in full batches."""
+    out = []
+    for provider, units in prices.items():
+        single = cost(spec, units, single_s, 1)
+        batched = None if batched_item_s is None else cost(spec, units, batched_item_s * batch, batch)
+        note = "" if single is not None else "no price for its GPU" if spec.gpu else "no price per second"
+        out.append(Cost(provider, single, batched, batch, note))
+    return tuple(out)
+
+
+async def _each(backend: Backend, package: Package, cases: Sequence[Case]) -> tuple[list[CaseResult], float | None]:
+    """Every case in a call of its own, and the largest memory seen."""
+    results: list[CaseResult] = []
+    peak: float | None = None
+    for case in cases:
+        event = [wire.encode(case.item)]
+        reply = await _invoke(backend, package, event)
+        outcome = _outcomes(reply, event, package.spec)[0]
+        bill = reply.invocation
+        cold = bill.cold_start_s if bill is not None else 0.0
+        seconds = max(0.0, bill.t1 - bill.t0 - cold) if bill is not None else 0.0
+        problem = (case.expected or _ANY_SCORE).mismatch(outcome)
+        if case.expected is None and isinstance(outcome, ModelFault):
+            problem = ""
+        results.append(CaseResult(case, outcome, seconds, cold, problem))
+        seen = _peak_mb(backend)
+        peak = seen if peak is None else max(peak, seen or 0.0)
+    return results, peak
+
+
+_ANY_SCORE = Expected()
+
+
+async def _full_batch(
+    backend: Backend, package: Package, cases: Sequence[Case], alone: Sequence[CaseResult]
+) -> tuple[int, float | None, list[tuple[CaseResult, Outcome]]]:
+    """A call of as many items as a batch may hold, the cases over and over; those whose call failed alone stay out.
+
+    Items, seconds per item (None if the call failed), and what each case came to beside what it came to alone.
+    """
+    spec = package.spec
+    good = [r for r in alone if not isinstance(r.outcome, InfraFault)]
+    if not good:
+        return spec.batch.max_items, None, []
+    chosen: list[CaseResult] = []
+    total = 0
+    for n in range(spec.batch.max_items):
+        total += wire.size(wire.encode(good[n % len(good)].case.item))
+        if chosen and total > spec.batch.max_bytes:
+            break
+        chosen.append(good[n % len(good)])
+    event = [{**wire.encode(r.case.item), "id": f"{n}"} for n, r in enumerate(chosen)]
+    reply = await _invoke(backend, package, event)
+    bill = reply.invocation
+    if reply.fault is not None or bill is None:
+        return len(chosen), None, []
+    seconds = max(0.0, bill.t1 - bill.t0 - bill.cold_start_s)
+    outcomes = _outcomes(reply, event, spec)
+    return len(chosen), seconds / len(chosen), list(zip(chosen, outcomes, strict=True))
+
+
+async def _invoke(backend: Backend, package: Package, event: Sequence[dict[str, Any]]) -> Reply:
+    limit = package.spec.timeout_s + package.spec.init_timeout_s + 1.0
+    return await backend.invoke(package.spec.name, event, deadline_s=limit)
+
+
+def _outcomes(reply: Reply, event: Sequence[dict[str, Any]], spec: FunctionSpec) -> list[Outcome]:
+    fault = reply.fault
+    if fault is None:
+        return wire.outcomes(reply.body, event, deterministic=spec.deterministic)
+    if fault.kind is FaultKind.TIMEOUT and spec.timeout_floor is not None:
+        return [ModelFault(spec.timeout_floor, fault.detail)] * len(event)
+    return [fault] * len(event)
+
+
+def _warnings(
+    spec: FunctionSpec,
+    first: Sequence[CaseResult],
+    again: Sequence[CaseResult],
+    full: Sequence[tuple[CaseResult, Outcome]],
+) -> list[str]:
+    out = []
+    if spec.deterministic:
+        changed = [a.case.item.id for a, b in zip(first, again, strict=True) if a.outcome != b.outcome]
+        if changed:
+            out.append(f"declared deterministic, but gave another answer the second time: {', '.join(changed)}")
+        else:
+            mixed = {r.case.item.id: None for r, outcome in full if r.outcome != outcome}
+            if mixed:
+                out.append(f"the answer depends on what else is in the call: {', '.join(mixed)}")
+    return out
+
+
+def _peak_mb(backend: Backend) -> float | None:
+    """The largest resident set of the local backend's workers so far, MiB; what they share with the zygote included."""
+    if not isinstance(backend, LocalBackend):
+        return None
+    peaks: list[float] = []
+    for zygote in backend.zygote_pids:
+        with contextlib.suppress(OSError, ValueError):  # a worker that ends meanwhile
+            for pid in pathlib.Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split():
+                status = pathlib.Path(f"/proc/{pid}/status").read_text()
+                peaks += [int(line.split()[1]) / 1024.0 for line in status.splitlines() if line.startswith("VmHWM:")]
+    return max(peaks, default=None)

@@ -1,0 +1,375 @@
+"""Whether a reward may leave for functions: it may if what it gives depends on its item alone. Read, never run.
+
+A function's workers come and go, and any of them may get any item. So a reward that counts, remembers what it saw,
+reads back what it wrote, or holds an environment gives other values there than in one process. `inspect_source`
+looks for that in the reward and in all it calls in the packed files:
+
+  is state            globals and closure variables that are written, module-level containers and objects that are
+                      changed and read, counters, mutable defaults, attributes of the reward's object set in a call,
+                      files that are written and read back, environments as parameters, `needs=("environment",)`
+  is none             reading globals, `lru_cache`, a memo (`CACHE[key] = value` where CACHE[key] is also read),
+                      loading once (`if _MODEL is None: _MODEL = ...`), `load()` and `__init__`, constants into
+                      os.environ, objects made in the call
+  is unsure           what is written but not read, attributes set anew in each call, writes into objects of other
+                      modules, databases: refused too, unless declared `@reward(stateless=True)`
+
+Randomness without a seed is a warning where the reward is declared deterministic.
+"""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from serverless.scopes import (
+    Def,
+    Function,
+    Holds,
+    Module,
+    Touch,
+    Way,
+    ancestors,
+    inside,
+    loads,
+    mentions,
+    opened,
+    touches,
+    wrappers,
+)
+from serverless.signatures import definition
+
+if TYPE_CHECKING:
+    from serverless.deploy.sources import Definition
+
+__all__ = ["Reason", "Stateful", "Stateless", "inspect_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One finding. `sure`: nothing else can be meant by it."""
+
+    file: str
+    line: int
+    text: str
+    sure: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stateless:
+    """It may leave. `warnings` are about repeatability."""
+
+    warnings: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stateful:
+    reasons: tuple[Reason, ...]
+
+    @property
+    def sure(self) -> bool:
+        return any(r.sure for r in self.reasons)
+
+    @property
+    def remedy(self) -> str:
+        beside = "or run it beside the environment (serverless.inline)"
+        if self.sure:
+            return f"compute the score from the item alone, {beside}"
+        return f"declare @reward(stateless=True) if each call gives the same wherever it runs, {beside}"
+
+
+_ENVIRONMENTS = frozenset({"env", "envs", "environment", "environments", "simulator", "gym_env", "vec_env"})
+_ENVIRONMENT_TYPE = re.compile(r"\b(?:\w*Env|\w*Environment|\w*StateMachine)\b")
+_ONCE = ("__init__", "__new__", "__post_init__", "load")
+
+
+def inspect_source(
+    found: Definition,
+    others: Iterable[tuple[pathlib.Path, ast.Module]] = (),
+    *,
+    deterministic: bool = True,
+    stateless: bool = False,
+    needs: Sequence[str] = (),
+) -> Stateless | Stateful:
+    """Judge the reward at `found`; `others` are the further files that are packed with it.
+
+    `stateless` is the declaration of that name: it settles what the check is not sure of.
+    """
+    target = definition(found.body, found.name)
+    modules = [Module(found.path, found.body, closed=_factory(found, target))]
+    modules += [Module(path, tree.body) for path, tree in others]
+    functions = _reachable(modules, target)
+    for function in list(functions):
+        functions += wrappers(function.node, function.module, found.body if function.module is modules[0] else ())
+    reasons = [
+        Reason(found.path.name, getattr(target, "lineno", 1), f"it needs {need!r}, which functions do not have")
+        for need in needs
+    ]
+    uses = [touch for function in functions for touch in touches(function)]
+    reasons += [*_parameters(functions), *_judged(uses), *_files(functions), *_databases(functions)]
+    if reasons and not (stateless and not any(r.sure for r in reasons)):
+        return Stateful(tuple(sorted(set(reasons), key=lambda r: (not r.sure, r.file, r.line))))
+    return Stateless(tuple(_random(functions, uses)) if deterministic else ())
+
+
+def _factory(found: Definition, target: ast.AST | None) -> Def | None:
+    """The function around the reward, where a call of it made the reward (a closure)."""
+    for node in found.body:
+        if isinstance(node, ast.FunctionDef) and node is not target and target in list(ast.walk(node)):
+            return node
+    return None
+
+
+def _reachable(modules: Sequence[Module], target: ast.AST | None) -> list[Function]:
+    """The reward and everything of ours that it may call: what its code names, and what that names, and so on."""
+    home = modules[0]
+    found: dict[int, Function] = {}
+    pending: list[Function] = []
+    if isinstance(target, ast.ClassDef):
+        home.lasting.add(target.name)
+        call = home.methods(target.name).get("__call__") if target.name in home.classes else None
+        pending += [Function(call, home, owner=target.name, root=True)] if call is not None else []
+    elif isinstance(target, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        pending.append(Function(target, home, root=True))
+    named: set[str] = set()
+    while pending:
+        function = pending.pop()
+        if id(function.node) in found:
+            continue
+        found[id(function.node)] = function
+        named |= loads(inside(function.node))
+        for module in modules:
+            # Names bound to an object of a class of ours bring the class along.
+            named |= {
+                n
+                for name, value in module.values.items()
+                if name in named
+                for n in loads(ast.walk(value))
+                if n in module.classes
+            }
+            for node in (module.functions[name] for name in named & module.functions.keys()):
+                if id(node) not in found:
+                    pending.append(Function(node, module))
+            for name in (named & module.classes.keys()) | module.lasting & (
+                {function.owner} if function.module is module else set()
+            ):
+                pending += _methods(module, name, named)
+        pending = [f for f in pending if id(f.node) not in found]
+    return list(found.values())
+
+
+def _methods(module: Module, name: str, named: set[str]) -> list[Function]:
+    owner = name if name in module.lasting else ""
+    return [
+        Function(method, module, owner=owner)
+        for method in module.methods(name).values()
+        if method.name not in _ONCE and (method.name in named or method.name.startswith("__"))
+    ]
+
+
+def _parameters(functions: Sequence[Function]) -> list[Reason]:
+    reasons = []
+    for function in functions:
+        if not function.root:
+            continue
+        arguments = function.node.args
+        for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+            annotation = ast.unparse(argument.annotation) if argument.annotation is not None else ""
+            if argument.arg in _ENVIRONMENTS or _ENVIRONMENT_TYPE.search(annotation):
+                reasons.append(_reason(function, argument, f"parameter {argument.arg!r} is an environment"))
+    return reasons
+
+
+def _judged(uses: Sequence[Touch]) -> list[Reason]:
+    groups: dict[tuple[int, str, str], list[Touch]] = {}
+    for use in uses:
+        owner = use.function.owner if use.name.startswith("self.") else ""
+        groups.setdefault((id(use.function.module), owner, use.name), []).append(use)
+    reasons: list[Reason] = []
+    for group in groups.values():
+        writes = [use for use in group if use.way is not Way.READ]
+        if writes and not _is_memo(writes, group):
+            reasons += [_write(write, group) for write in writes if not _is_once(write)]
+    return reasons
+
+
+def _write(write: Touch, group: Sequence[Touch]) -> Reason:
+    kind = _held(write)
+    read = any(u.way is Way.READ for u in group)
+    if kind is Holds.IMPORT:
+        return _foreign(write)
+    if write.way is Way.NEXT:
+        return _reason(write.function, write.node, f"{write.name} is an iterator that calls advance")
+    if write.way is Way.REBIND and write.name.startswith("self."):
+        return _reason(write.function, write.node, f"a call sets {write.name}", sure=not _set_first(write, group))
+    if write.way is Way.REBIND:
+        scope = "closure variable" if write.function.module.closed is not None else "global"
+        return _reason(write.function, write.node, f"a call writes the {scope} {write.name}")
+    if write.way is Way.METHOD:
+        sure = read and kind is not Holds.OBJECT
+        return _reason(write.function, write.node, f"a call changes {write.name} ({write.method})", sure=sure)
+    counts = write.way is Way.AUGMENT
+    text = f"a call counts in {write.name}" if counts else f"a call writes into {write.name}"
+    return _reason(write.function, write.node, text, sure=read or counts)
+
+
+def _foreign(write: Touch) -> Reason:
+    text = f"a call writes into the module {write.name}"
+    return _reason(write.function, write.node, text, sure=write.way is Way.AUGMENT)
+
+
+def _held(touch: Touch) -> Holds:
+    module = touch.function.module
+    if touch.name.startswith("self."):
+        kinds = module.attributes(touch.function.owner)
+        return kinds.get(touch.name.removeprefix("self."), Holds.OBJECT)
+    return module.names.get(touch.name, Holds.CONTAINER)
+
+
+def _is_once(write: Touch) -> bool:
+    """Loading at first use, a constant setting, or a method of a module or an object that only looks like a change."""
+    kind = _held(write)
+    if kind is Holds.CODE and write.way is Way.METHOD:
+        return True
+    if kind is Holds.IMPORT:
+        constant = isinstance(write.value, ast.Constant) and write.way is not Way.AUGMENT
+        setting = root_is_environ(write.node) and write.method in ("setdefault", "pop")
+        return constant or setting or (write.way in (Way.METHOD, Way.NEXT) and not root_is_environ(write.node))
+    if write.way not in (Way.REBIND, Way.ITEM) or write.value is None or mentions(write.value, write.name):
+        return False
+    if write.key is not None and not isinstance(write.key, ast.Constant):
+        return False  # a set of what was seen
+    if write.function.root and loads(ast.walk(write.value)) & write.function.locals - {"self", "artefacts"}:
+        return False  # from the item: it remembers
+    return _guarded(write)
+
+
+def root_is_environ(node: ast.AST) -> bool:
+    return "os.environ" in ast.unparse(node)
+
+
+def _guarded(write: Touch) -> bool:
+    """Under `if X is None`, `if not X`, `if k not in X`, or behind `if X is not None: return X`."""
+    for node in ancestors(write.node, write.function):
+        if isinstance(node, ast.If) and mentions(node.test, write.name):
+            return True
+        if isinstance(node, ast.Try) and any(mentions(s, write.name) for s in node.body):
+            return True
+    returns = [n for n in ast.walk(write.function.node) if isinstance(n, ast.If) and mentions(n.test, write.name)]
+    return any(any(isinstance(s, ast.Return) for s in n.body) for n in returns)
+
+
+def _is_memo(writes: Sequence[Touch], group: Sequence[Touch]) -> bool:
+    """`X[key] = value` with a key of the item, a value that does not come from X, and a read of X[...]; X may be
+    cleared or trimmed, but nobody looks at its size or its contents otherwise."""
+    trims = [w for w in writes if w.way is Way.METHOD and w.method in ("clear", "pop", "popitem")]
+    stores = [w for w in writes if w.way is Way.ITEM and w.value is not None]
+    if not stores or len(trims) + len(stores) != len(writes):
+        return False
+    for store in stores:
+        if isinstance(store.key, ast.Constant) or mentions(store.value, store.name):
+            return False
+    fetched = False
+    for use in (u for u in group if u.way is Way.READ):
+        parent = use.function.parents.get(use.node)
+        if isinstance(parent, ast.Subscript) and parent.value is use.node:
+            fetched = True
+        elif isinstance(parent, ast.Attribute):
+            if parent.attr not in ("get", "clear", "pop", "popitem", "move_to_end"):
+                return False
+            fetched = fetched or parent.attr == "get"
+        elif not isinstance(parent, ast.Compare):
+            sized = isinstance(parent, ast.Call) and ast.unparse(parent.func) == "len" and bool(trims)
+            if not sized:
+                return False
+    return fetched
+
+
+def _set_first(write: Touch, group: Sequence[Touch]) -> bool:
+    """Whether the reward itself sets an attribute before anything reads it: each call may then stand alone."""
+    parent = write.function.parents.get(write.node)
+    straight = parent is not None and write.function.parents.get(parent) is write.function.node
+    reads = [u.node.lineno for u in group if u.way is Way.READ and u.function is write.function]  # type: ignore[attr-defined]
+    line = getattr(write.node, "lineno", 0)
+    value_reads = write.value is not None and mentions(write.value, write.name)
+    return write.function.root and straight and not value_reads and all(r >= line for r in reads)
+
+
+_SQL = re.compile(r"\s*(?:insert\s+(?:or\s+\w+\s+)?into|update\s+\w+\s+set|replace\s+into)\b", re.IGNORECASE)
+_SHELVES = frozenset({"shelve.open", "dbm.open", "diskcache.Cache", "Cache", "shelve.DbfilenameShelf"})
+
+
+def _files(functions: Sequence[Function]) -> list[Reason]:
+    """Files of a fixed name that are written and read; but not those written first and read after in one function."""
+    written: dict[str, list[tuple[Function, ast.Call, bool]]] = {}
+    read: dict[str, list[tuple[Function, ast.Call]]] = {}
+    for function in functions:
+        for node in inside(function.node):
+            if isinstance(node, ast.Call):
+                path, mode = opened(node)
+                if not path or ((root := path.partition(".")[0]) in function.locals and root != "self"):
+                    continue
+                if mode in ("w", "a"):
+                    written.setdefault(path, []).append((function, node, mode == "w"))
+                if mode in ("r", "a+"):
+                    read.setdefault(path, []).append((function, node))
+    reasons = []
+    for path in sorted(written.keys() & read.keys()):
+        for function, node, anew in written[path]:
+            scratch = anew and all(f is function and r.lineno > node.lineno for f, r in read[path])
+            if not scratch:
+                reasons.append(_reason(function, node, f"a call writes the file {path}, which calls read"))
+    return reasons
+
+
+def _databases(functions: Sequence[Function]) -> list[Reason]:
+    reasons = []
+    for function in functions:
+        for node in ast.walk(function.node):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _SHELVES:
+                text = f"a call opens {ast.unparse(node)[:60]}, which may outlive it"
+                reasons.append(_reason(function, node, text, sure=False))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _SQL.match(node.value):
+                reasons.append(_reason(function, node, "a call writes into a database", sure=False))
+    return reasons
+
+
+_DRAWS = re.compile(
+    r"^(?:random\.(?:random|randint|randrange|choice|choices|sample|shuffle|uniform|gauss|betavariate)"
+    r"|(?:np|numpy)\.random\.(?:rand|randn|randint|random|choice|shuffle|permutation|normal|uniform)"
+    r"|torch\.(?:rand|randn|randint|randperm|bernoulli|multinomial)|uuid\.uuid4|uuid4|os\.urandom|secrets\.\w+)$"
+)
+_GENERATORS = re.compile(r"^(?:random\.Random|Random|(?:np|numpy)\.random\.(?:default_rng|RandomState)|default_rng)$")
+_SEEDS = re.compile(r"^(?:random\.seed|(?:np|numpy)\.random\.seed|torch\.manual_seed|seed_everything|set_seed)$")
+
+
+def _random(functions: Sequence[Function], uses: Sequence[Touch]) -> list[Reason]:
+    """Draws that are not seeded in the call."""
+    warnings: list[Reason] = []
+    calls = [
+        (f, node, ast.unparse(node.func)) for f in functions for node in ast.walk(f.node) if isinstance(node, ast.Call)
+    ]
+    seeded = any(_SEEDS.match(name) for _, _, name in calls)
+    for function, node, name in calls:
+        if _DRAWS.match(name) and not seeded:
+            text = f"{name}() is not seeded by the item, but the reward is declared deterministic"
+            warnings.append(_reason(function, node, text, sure=False))
+        if _GENERATORS.match(name) and not node.args and not node.keywords:
+            warnings.append(_reason(function, node, f"{name}() without a seed", sure=False))
+    for use in uses:
+        value = use.function.module.values.get(use.name)
+        if isinstance(value, ast.Call) and _GENERATORS.match(ast.unparse(value.func)):
+            text = f"{use.name} remembers how often it was drawn from: seed one per item"
+            warnings.append(_reason(use.function, use.node, text, sure=False))
+    return sorted(set(warnings), key=lambda r: (r.file, r.line))
+
+
+def _reason(function: Function, node: ast.AST, text: str, *, sure: bool = True) -> Reason:
+    line = getattr(node, "lineno", getattr(function.node, "lineno", 0))
+    return Reason(function.module.path.name, line, text, sure)

@@ -1,0 +1,24 @@
+"""The conformance suite of function backends on AWS Lambda: real clients, moto's control plane, the real runtime."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contracts import test_functions
+from tests.serverless.aws.provider import AwsLambda
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(AwsLambda.missing), reason=AwsLambda.missing or "-")]
+
+ELSEWHERE = {
+    "test_concurrency_is_a_bound_and_workers_are_reused",
+    "test_a_cancelled_call_is_billed_and_leaves_a_working_function",
+}
+"""They count workers by their names and end one by cancelling, which Lambda has not: `test_aws_invoke` says what holds
+there instead."""
+
+globals().update({k: v for k, v in vars(test_functions).items() if k.startswith("test_") and k not in ELSEWHERE})
+
+
+@pytest.fixture
+def provider() -> AwsLambda:
+    return AwsLambda()

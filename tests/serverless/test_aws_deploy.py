@@ -1,0 +1,330 @@
+"""Deployments to AWS Lambda with the real boto3 over HTTP; new versions run before they are current."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from serverless.deploy.aws import AwsDeployer
+from serverless.errors import BackendFailed, CredentialsMissing, UnknownFunction
+from serverless.types import Cause
+from tests.serverless.aws.provider import MISSING, archive, at, client, environment, settings
+from tests.serverless.aws.provider import plane as new_plane
+from tests.serverless.support import Books, package, until
+
+if TYPE_CHECKING:
+    from tests.serverless.aws.plane import Plane
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")]
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    with new_plane() as one:
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def deployer(plane: Plane, **changes: Any) -> AsyncIterator[AwsDeployer]:
+    async with AwsDeployer(settings(plane, **changes)) as one:
+        yield one
+
+
+def test_a_function_is_deployed_whole(plane: Plane) -> None:
+    books = Books()
+    one = package(memory_mb=256)
+
+    async def main() -> Any:
+        async with AwsDeployer(settings(plane), meter=books) as aws:
+            planned = await aws.plan(one)
+            return planned, await aws.deploy(one), list(await aws.functions())
+
+    planned, deployed, listed = asyncio.run(main())
+    assert not planned.nothing
+    assert "create the Lambda function rollart-behave" in planned.lines[0]
+    assert (deployed.function, deployed.version, deployed.provider_version) == ("behave", one.version, "1")
+    assert (deployed.current, deployed.memory_mb, listed) == (True, 256, [deployed])
+    assert deployed.endpoint.endswith(":function:rollart-behave:live")
+    found = client(plane).get_function(FunctionName="rollart-behave", Qualifier="live")
+    assert found["Configuration"]["Timeout"] == 5
+    assert found["Tags"]["rollart:digest"] == one.version
+    groups = client(plane, "logs").describe_log_groups()["logGroups"]
+    assert [(g["logGroupName"], g["retentionInDays"]) for g in groups] == [("/aws/lambda/rollart-behave", 14)]
+    policy = client(plane, "iam").get_role_policy(RoleName="rollart-functions", PolicyName="own-logs")
+    (statement,) = policy["PolicyDocument"]["Statement"]
+    assert statement["Action"] == ["logs:CreateLogStream", "logs:PutLogEvents"]
+    assert all("/aws/lambda/rollart-*" in resource for resource in statement["Resource"])
+    assert [(i.cause, i.items) for i in books.invocations] == [(Cause.SMOKE, 0)]
+    assert sum(i.billed_s for i in books.invocations) == pytest.approx(plane.billed_s())
+
+
+def test_the_same_again_changes_nothing(plane: Plane) -> None:
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            first = await aws.deploy(package())
+            before = dict(plane.calls), sum(plane.executions.values())
+            planned = await aws.plan(package())
+            return first, await aws.deploy(package()), planned, before
+
+    first, again, planned, (calls, executions) = asyncio.run(main())
+    assert again == first
+    assert planned.nothing
+    changing = {call: n for call, n in plane.calls.items() if not call.startswith("GET")}
+    assert changing == {call: n for call, n in calls.items() if not call.startswith("GET")}
+    assert sum(plane.executions.values()) == executions
+
+
+def test_a_change_is_a_new_version_and_the_alias_moves(plane: Plane) -> None:
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            await aws.deploy(package())
+            planned = await aws.plan(package(memory_mb=256, timeout_s=7.0))
+            await aws.deploy(package(memory_mb=256, timeout_s=7.0))
+            return planned, list(await aws.versions("behave"))
+
+    planned, versions = asyncio.run(main())
+    assert [line for line in planned.lines if "->" in line][1:] == ["memory (MB): 128 -> 256", "time limit (s): 5 -> 7"]
+    assert [(v.provider_version, v.current, v.memory_mb) for v in versions] == [("2", True, 256), ("1", False, 128)]
+
+
+def test_settings_that_only_we_read_are_a_version_too(plane: Plane) -> None:
+    """Lambda sees no difference between these two; the digest does, and must become current."""
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            await aws.deploy(package())
+            return await aws.deploy(package(deterministic=False))
+
+    assert asyncio.run(main()).version == package(deterministic=False).version
+
+
+def test_rollback_and_forward_again(plane: Plane) -> None:
+    packages = [package(memory_mb=mb) for mb in (128, 256, 384)]
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            for one in packages:
+                await aws.deploy(one)
+            back = await aws.rollback("behave")
+            first = await aws.rollback("behave", packages[0].version[:12])
+            with pytest.raises(BackendFailed, match="no version before"):
+                await aws.rollback("behave")
+            with pytest.raises(BackendFailed, match="no version 'ffff'"):
+                await aws.rollback("behave", "ffff")
+            uploads = plane.calls["PUT /code"]
+            forward = await aws.deploy(packages[2])
+            return back, first, forward, plane.calls["PUT /code"] - uploads
+
+    back, first, forward, uploads = asyncio.run(main())
+    assert [d.version for d in (back, first, forward)] == [packages[n].version for n in (1, 0, 2)]
+    assert forward.provider_version == "3"
+    assert uploads == 0, "the version is still there: only the alias moves"
+
+
+@pytest.mark.parametrize("source", ["broken", "lambdas:grumpy"])
+def test_a_version_that_does_not_work_never_becomes_current(plane: Plane, source: str, tmp_path: pathlib.Path) -> None:
+    good, bad = package(name="f"), _broken(source, tmp_path)
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            await aws.deploy(good)
+            with pytest.raises(BackendFailed, match="does not work") as failure:
+                await aws.deploy(bad)
+            return str(failure.value), list(await aws.versions("f")), await aws.plan(good)
+
+    message, versions, planned = asyncio.run(main())
+    assert ("no_such_module" if source == "broken" else "not with a list") in message
+    assert [(v.version, v.current) for v in versions] == [(good.version, True)]
+    assert planned.nothing
+
+
+def test_a_first_version_that_does_not_work_leaves_nothing(plane: Plane, tmp_path: pathlib.Path) -> None:
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            with pytest.raises(BackendFailed, match="no_such_module"):
+                await aws.deploy(_broken("broken", tmp_path))
+            return list(await aws.functions())
+
+    assert asyncio.run(main()) == []
+    assert client(plane).list_functions()["Functions"] == []
+
+
+def test_old_versions_are_pruned_and_their_numbers_not_used_again(plane: Plane) -> None:
+    async def main() -> Any:
+        async with deployer(plane, keep_versions=2) as aws:
+            for mb in (128, 192, 256, 320):
+                await aws.deploy(package(memory_mb=mb))
+            return [(v.provider_version, v.memory_mb) for v in await aws.versions("behave")]
+
+    assert asyncio.run(main()) == [("4", 320), ("3", 256)]
+
+
+def test_an_update_that_takes_time_is_waited_for(plane: Plane) -> None:
+    """Between code, configuration and version Lambda refuses changes (ResourceConflictException) until it is done."""
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            await aws.deploy(package())
+            plane.polls = 1
+            return await aws.deploy(package(memory_mb=256))
+
+    assert asyncio.run(main()).memory_mb == 256
+
+
+def test_a_cancelled_deployment_ends_and_the_next_one_completes_it(plane: Plane) -> None:
+    from tests.serverless.aws.plane import refusal
+
+    message = "The role defined for the function cannot be assumed by Lambda."
+    refusals = [refusal(400, "InvalidParameterValueException", message)] * 50
+    plane.refusals["POST /2015-03-31/functions"] = refusals
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            task = asyncio.ensure_future(aws.deploy(package()))
+            await until(lambda: len(refusals) < 50, 30.0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            left = len(refusals)
+            refusals.clear()
+            return left, await aws.deploy(package())
+
+    left, deployed = asyncio.run(main())
+    assert left > 40, "it did not go on trying"
+    assert deployed.current
+
+
+def test_scaling_and_warm_environments(plane: Plane) -> None:
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            first = await aws.deploy(package(warm=1))
+            more = await aws.scale("behave", warm=2, concurrency=7)
+            none = await aws.scale("behave", warm=0, concurrency=0)
+            return first, more, none
+
+    first, more, none = asyncio.run(main())
+    assert [(d.warm, d.concurrency) for d in (first, more, none)] == [(1, 0), (2, 7), (0, 0)]
+
+
+def test_concurrency_is_reserved_if_asked(plane: Plane) -> None:
+    async def main() -> Any:
+        async with deployer(plane, reserve_concurrency=True) as aws:
+            first = await aws.deploy(package(concurrency=3))
+            planned = await aws.plan(package(concurrency=5))
+            return first, planned, await aws.deploy(package(concurrency=5))
+
+    first, planned, second = asyncio.run(main())
+    assert planned.lines == ("reserved concurrency: 3 -> 5",)
+    assert (first.concurrency, second.concurrency, second.provider_version) == (3, 5, "1")
+
+
+def test_logs_are_read_oldest_first(plane: Plane) -> None:
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            await aws.deploy(package())
+            answer = client(plane).invoke(
+                FunctionName="rollart-behave",
+                Qualifier="live",
+                Payload=json.dumps([{"id": "shown", "messages": [], "metadata": {"do": "raise"}}]).encode(),
+            )
+            answer["Payload"].read()
+            return await aws.logs("behave"), await aws.logs("behave", limit=1)
+
+    lines, last = asyncio.run(main())
+    assert any("ValueError: no such shown" in line.text for line in lines)
+    assert [line.t for line in lines] == sorted(line.t for line in lines)
+    assert last == lines[-1:]
+
+
+def test_delete_and_what_is_not_there(plane: Plane) -> None:
+    async def main() -> None:
+        async with deployer(plane) as aws:
+            await aws.deploy(package())
+            await aws.delete("behave")
+            assert list(await aws.functions()) == []
+            for call in (aws.delete, aws.versions, aws.rollback, aws.logs, aws.scale):
+                with pytest.raises(UnknownFunction):
+                    await call("behave")
+            assert (await aws.deploy(package())).current
+
+    asyncio.run(main())
+
+
+def test_a_function_of_someone_elses_is_left_alone(plane: Plane) -> None:
+    role = client(plane, "iam").create_role(RoleName="theirs", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
+    client(plane).create_function(
+        FunctionName="rollart-behave",
+        Role=role,
+        Runtime="python3.12",
+        Handler="a.b",
+        Code={"ZipFile": archive({"a.py": b""})},
+    )
+
+    async def main() -> None:
+        async with deployer(plane) as aws:
+            for attempt in (aws.deploy(package()), aws.plan(package()), aws.delete("behave")):
+                with pytest.raises(BackendFailed, match="did not deploy"):
+                    await attempt
+            assert list(await aws.functions()) == []
+
+    asyncio.run(main())
+
+
+def test_a_role_that_is_not_known_everywhere_yet_is_waited_for(plane: Plane) -> None:
+    from tests.serverless.aws.plane import refusal
+
+    message = "The role defined for the function cannot be assumed by Lambda."
+    plane.refusals["POST /2015-03-31/functions"] = [refusal(400, "InvalidParameterValueException", message)]
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            return await aws.deploy(package())
+
+    assert asyncio.run(main()).current
+    assert plane.refusals["POST /2015-03-31/functions"] == []
+
+
+def test_what_the_user_may_not_do_is_named(plane: Plane) -> None:
+    from tests.serverless.aws.plane import refusal
+
+    message = "User: nobody is not authorized to perform: lambda:CreateFunction"
+    plane.refusals["POST /2015-03-31/functions"] = [refusal(403, "AccessDeniedException", message)]
+
+    async def main() -> None:
+        async with deployer(plane) as aws:
+            with pytest.raises(CredentialsMissing, match=r"lambda:CreateFunction.*grant it"):
+                await aws.deploy(package())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
+        {"AWS_ACCESS_KEY_ID": "AKIAREFUSED"},
+        {"AWS_PROFILE": "nobody"},
+    ],
+    ids=["none", "refused", "no such profile"],
+)
+def test_no_credentials_are_named_with_the_remedy(plane: Plane, changes: dict[str, str | None]) -> None:
+    async def main() -> None:
+        async with AwsDeployer(settings(plane)) as aws:
+            with pytest.raises(CredentialsMissing, match="aws configure"):
+                await aws.plan(package())
+
+    with environment(**changes):
+        asyncio.run(main())
+
+
+def _broken(source: str, tmp_path: pathlib.Path) -> Any:
+    if source == "broken":
+        return package("broken", name="f", memory_mb=128)
+    (tmp_path / "grumpy.py").write_text("def handler(event, context):\n    return 'no'\n")
+    return at(tmp_path / "grumpy.py", name="f", handler="handler", memory_mb=128)
