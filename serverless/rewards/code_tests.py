@@ -1,0 +1,150 @@
+"""A ready-made reward for generated programs: the last ```python block of the completion against tests.
+
+What an item's metadata says:
+  tests      a list of {"stdin": text, "stdout": text} (a program that reads and prints) or {"assert": code} (run after
+             the program, in its namespace); or
+  check      one such code for all
+  scoring    "all" (default): 1.0 if every test passed, else 0.0; "share": the share of tests that passed
+  timeout_s  time limit of one test (default 6); adaptive limits arrive here
+  memory_mb  memory limit of one test (default 512)
+
+Scored      with the metrics `passed`, `tests` and `seconds` (of the slowest test that ran)
+ModelFault  0.0 where there is no program, or none of its tests came to a result: it raised, ran out of time or memory,
+            flooded its output, attacked its sandbox. The reason says which, of the first test
+InfraFault  ENVIRONMENT, retryable, where no sandbox can be had: never a score
+
+Expected outputs never enter the sandbox, so tests with `stdout` cannot be read by the program. Code of `assert` shares
+the process of the program, which may tamper with it; leaving early is noticed, a class that equals everything is not.
+Lines are compared without white space at their ends, and without empty lines at the end of the output.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serverless.declare import reward
+from serverless.errors import SandboxUnavailable
+from serverless.sandbox import Box, Limits, Status, sandbox
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+
+__all__ = ["CodeTests", "extract"]
+
+_BLOCK = re.compile(r"^[ \t]*```(?:python|py|python3)[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+_TOTAL_S = 45.0
+"""Of all tests of an item, well below `timeout_s` of the function: what it does not reach has not passed."""
+
+_OUTPUT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Of one test. `result`: the program came to one, right or wrong."""
+
+    passed: bool
+    result: bool
+    seconds: float
+    reason: str = ""
+
+
+@reward(trust="untrusted", memory_mb=1024, timeout_s=60.0, batch={"max_items": 1}, preload=("serverless.sandbox",))
+class CodeTests:
+    """Owns a sandbox that starts with the worker and ends with it."""
+
+    def load(self, artefacts: pathlib.Path) -> None:
+        self._box: Box = sandbox().box()
+        try:
+            self._box.start()
+        except SandboxUnavailable:
+            pass  # said for every item, and tried again: what was missing may come
+
+    def __call__(self, item: Item) -> Outcome:
+        tests, share, limits = _settings(item)
+        program = extract(item.completion)
+        if program is None:
+            return ModelFault(0.0, "the completion has no ```python block")
+        verdicts: list[_Verdict] = []
+        spent = 0.0
+        try:
+            for test in tests:
+                verdict = _test(self._box, program, test, limits)
+                verdicts.append(verdict)
+                spent += verdict.seconds
+                if spent >= _TOTAL_S or not (share or verdict.passed):
+                    break
+        except SandboxUnavailable as error:
+            return InfraFault(FaultKind.ENVIRONMENT, retryable=True, detail=str(error))
+        return _outcome(verdicts, len(tests), share)
+
+
+def extract(completion: str) -> str | None:
+    """The last ```python block, which may lack its end (a completion that was cut off); None if there is none."""
+    blocks = _BLOCK.findall(completion)
+    return blocks[-1] if blocks else None
+
+
+def _settings(item: Item) -> tuple[list[Mapping[str, Any]], bool, Limits]:
+    """ValueError for metadata that nobody could be scored by: the data set's fault."""
+    metadata = item.metadata
+    tests = [{"assert": metadata["check"]}] if "check" in metadata else metadata.get("tests")
+    if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
+        raise ValueError(f"item {item.id}: metadata has no tests ({{stdin, stdout}} or {{assert}}) and no check")
+    scoring = metadata.get("scoring", "all")
+    if scoring not in ("all", "share"):
+        raise ValueError(f"item {item.id}: scoring={scoring!r} is neither 'all' nor 'share'")
+    seconds = float(metadata.get("timeout_s", 6.0))  # type: ignore[arg-type]
+    memory = int(metadata.get("memory_mb", 512))  # type: ignore[call-overload]
+    limits = Limits(wall_s=min(seconds, _TOTAL_S), cpu_s=seconds, memory_mb=memory, output_bytes=_OUTPUT_BYTES)
+    return tests, scoring == "share", limits
+
+
+def _is_test(test: object) -> bool:
+    if not isinstance(test, Mapping):
+        return False
+    return isinstance(test.get("assert"), str) or (
+        isinstance(test.get("stdout"), str) and isinstance(test.get("stdin", ""), str)
+    )
+
+
+def _test(box: Box, program: str, test: Mapping[str, Any], limits: Limits) -> _Verdict:
+    if "assert" in test:
+        # Printed last, so that a program that ends the process before its tests does not pass them.
+        token = secrets.token_hex(16)
+        ran = box.run(f"{program}\n\n{test['assert']}\n\nprint('\\n' + {token!r})\n", "", limits)
+        reached = ran.ok and ran.stdout.rstrip().endswith(token)
+        failed = "AssertionError" in ran.stderr.rstrip().rpartition("\n")[2]
+        passed, result = reached, reached or failed
+        reason = "it ended before its tests" if ran.ok else _reason(ran.status, ran.stderr)
+    else:
+        ran = box.run(program, test.get("stdin", ""), limits)
+        passed, result = ran.ok and _lines(ran.stdout) == _lines(test["stdout"]), ran.ok
+        reason = _reason(ran.status, ran.stderr)
+    return _Verdict(passed, result, ran.wall_s, "" if passed else reason)
+
+
+def _reason(status: Status, stderr: str) -> str:
+    last = stderr.rstrip().rpartition("\n")[2][:200]
+    return {
+        Status.OK: "wrong output",
+        Status.TIME: "time limit",
+        Status.MEMORY: "memory limit",
+        Status.OUTPUT: "output limit",
+        Status.KILLED: "it ended its supervisor",
+    }.get(status, last or str(status))
+
+
+def _outcome(verdicts: list[_Verdict], tests: int, share: bool) -> Outcome:
+    passed = sum(v.passed for v in verdicts)
+    if not any(v.result for v in verdicts):
+        return ModelFault(0.0, f"the program failed: {verdicts[0].reason}")
+    metrics = {"passed": float(passed), "tests": float(tests), "seconds": max(v.seconds for v in verdicts)}
+    return Scored(passed / tests if share else float(passed == tests), metrics)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,293 @@
+"""Sandboxes: a warm process that runs one generated program at a time, and a pool of them for asyncio.
+
+with sandbox(preload=("numpy",)) as box:              # in a function's worker: no event loop
+    ran = box.run("print(int(input()) + 1)", "41")
+async with sandbox(size=4) as boxes:                  # as many programs at once
+    ran = await boxes.run(program)
+"""
+# ruff: noqa: TID251 - the blocking form is for workers, which have no loop to be their clock
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from serverless.errors import SandboxUnavailable
+from serverless.sandbox.core import Core, Exit, Io, Receive, Send
+from serverless.sandbox.launch import LADDER, UNSAFE
+from serverless.sandbox.values import Limits, Ran, Rung
+
+__all__ = ["AsyncBox", "Box", "Sandbox", "detect", "sandbox"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+def sandbox(
+    rung: str | None = None,
+    *,
+    limits: Limits | None = None,
+    preload: Sequence[str] = (),
+    size: int = 1,
+    allow_unsafe: bool = False,
+) -> Sandbox:
+    """A sandbox for programs that nobody has read: enter it with `with` (a `Box`) or `async with` (an `AsyncBox`).
+
+    rung: one of `detect()`, or None for the best that works here
+    limits: of programs that are run without limits of their own
+    preload: modules to import before any program; installed packages are visible only if there is one
+    size: programs at once, of the asynchronous form
+    allow_unsafe: where nothing works, run with limits of time and memory alone
+    Entering raises `SandboxUnavailable` if no rung works, with the reason of each.
+    """
+    return Sandbox(rung, limits=limits or Limits(), preload=preload, size=size, allow_unsafe=allow_unsafe)
+
+
+def detect() -> list[Rung]:
+    """Every rung, best first, tried for real: a sandbox is started and runs a program."""
+    found = []
+    for rung in (*LADDER, UNSAFE):
+        try:
+            with Box(Core(rung, limits=Limits(), preload=(), allow_unsafe=True), quiet=True) as box:
+                ran = box.run("print(6 * 7)")
+            why = "" if ran.stdout == "42\n" else f"a program ended with {ran.status}: {ran.stderr[-200:]}"
+            found.append(Rung(rung, not why, why))
+        except SandboxUnavailable as error:
+            found.append(Rung(rung, False, error.message.removeprefix("no sandbox works here: ")))
+    return found
+
+
+class Sandbox:
+    """What `sandbox` returns: settings, to be entered in one of two ways."""
+
+    def __init__(
+        self, rung: str | None, *, limits: Limits, preload: Sequence[str], size: int, allow_unsafe: bool
+    ) -> None:
+        self._settings: dict[str, Any] = {"limits": limits, "preload": preload, "allow_unsafe": allow_unsafe}
+        self._rung = rung
+        self._size = size
+        self._entered = contextlib.ExitStack()
+        self._entered_async = contextlib.AsyncExitStack()
+
+    def __enter__(self) -> Box:
+        return self._entered.enter_context(self.box())
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered.close()
+
+    async def __aenter__(self) -> AsyncBox:
+        boxes = AsyncBox([Core(self._rung, **self._settings) for _ in range(self._size)])
+        return await self._entered_async.enter_async_context(boxes)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._entered_async.aclose()
+
+    def box(self) -> Box:
+        """The blocking form for whoever keeps it until the process ends, as the reward of a worker does."""
+        return Box(Core(self._rung, **self._settings))
+
+
+class Box:
+    """Runs one program at a time, blocking; callers from several threads take turns.
+
+    It starts at the first program, or when entered, and again after a program broke it. It ends with `close`, with
+    this process, and with the thread that started it (a rule of the kernel): the next program then starts another.
+    """
+
+    def __init__(self, core: Core, *, quiet: bool = False) -> None:
+        self._core = core
+        self._quiet = quiet
+        self._turn = threading.Lock()
+
+    @property
+    def rung(self) -> str:
+        """'' before the start."""
+        return self._core.way.rung if self._core.way else ""
+
+    @property
+    def pid(self) -> int | None:
+        return self._core.pid
+
+    def start(self) -> None:
+        with self._turn:
+            _drive(self._core.start())
+        if not self._quiet:
+            _warn(self._core)
+
+    def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+        """What the program did. `SandboxUnavailable` if it could not be run, which is never its own doing."""
+        with self._turn:
+            return _drive(self._core.run(program, stdin, limits))
+
+    def close(self) -> None:
+        with self._turn:
+            _drive(self._core.close())
+
+    def __enter__(self) -> Box:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncBox:
+    """Runs as many programs at once as it has sandboxes. Owned by the task that enters it.
+
+    `run` waits for a free sandbox, unblocked by the end of another program, then for its own. Cancelling it kills the
+    program and its sandbox; the next one starts anew.
+    """
+
+    def __init__(self, cores: list[Core]) -> None:
+        self._cores = cores
+        self._idle: asyncio.LifoQueue[Core] = asyncio.LifoQueue()
+
+    @property
+    def rung(self) -> str:
+        return next((core.way.rung for core in self._cores if core.way), "")
+
+    async def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+        """As `Box.run`."""
+        core = await self._idle.get()
+        try:
+            return await _drive_async(core.run(program, stdin, limits))
+        finally:
+            self._idle.put_nowait(core)
+
+    async def __aenter__(self) -> AsyncBox:
+        try:
+            for core in self._cores:
+                await _drive_async(core.start())
+                self._idle.put_nowait(core)
+        except BaseException:
+            await self._close()
+            raise
+        _warn(self._cores[0])
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        try:
+            await asyncio.gather(*(_drive_async(core.close()) for core in self._cores))
+        finally:
+            for core in self._cores:
+                core.discard()
+
+
+def _warn(core: Core) -> None:
+    if core.way is not None and core.way.rung == UNSAFE:
+        _log.warning("UNSAFE: generated programs run without isolation and can read and send whatever this user can")
+
+
+def _drive(work: Io[T]) -> T:
+    value: Any = None
+    try:
+        step = next(work)
+        while True:
+            try:
+                value = _perform(step)
+            except BaseException as error:
+                step = work.throw(error)
+            else:
+                step = work.send(value)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+async def _drive_async(work: Io[T]) -> T:
+    value: Any = None
+    try:
+        step = next(work)
+        while True:
+            try:
+                value = await _perform_async(step)
+            except BaseException as error:
+                step = work.throw(error)
+            else:
+                step = work.send(value)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _perform(step: Send | Receive | Exit) -> Any:
+    if isinstance(step, Exit):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            step.process.wait(step.seconds)
+        return None
+    channel = step.launched.socket
+    if isinstance(step, Send):
+        channel.settimeout(step.seconds)
+        return _sent(channel, step.data)
+    parts = bytearray()
+    deadline = time.monotonic() + step.seconds
+    while len(parts) < step.count:
+        channel.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            part = channel.recv(step.count - len(parts))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _sent(channel: socket.socket, data: bytes) -> bool:
+    try:
+        channel.sendall(data)
+    except ConnectionError:
+        return False
+    return True
+
+
+async def _perform_async(step: Send | Receive | Exit) -> Any:
+    loop = asyncio.get_running_loop()
+    if isinstance(step, Exit):
+        await _ended(step)
+        return None
+    channel = step.launched.socket
+    channel.setblocking(False)
+    async with asyncio.timeout(step.seconds):
+        if isinstance(step, Send):
+            try:
+                await loop.sock_sendall(channel, step.data)
+            except ConnectionError:
+                return False
+            return True
+        parts = bytearray()
+        while len(parts) < step.count:
+            try:
+                part = await loop.sock_recv(channel, step.count - len(parts))
+            except ConnectionError:
+                return None
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+
+async def _ended(step: Exit) -> None:
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[None] = loop.create_future()
+    pidfd = os.pidfd_open(step.process.pid)
+    try:
+        loop.add_reader(pidfd, lambda: None if exited.done() else exited.set_result(None))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(step.seconds):
+                await exited
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

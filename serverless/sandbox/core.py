@@ -1,0 +1,206 @@
+"""One sandbox without its waiting: what to send and to expect, as generators that `box` drives, blocking or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+from collections.abc import Generator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from serverless.errors import SandboxUnavailable
+from serverless.sandbox.launch import UNSAFE, Launched, Refused, Way, ways
+from serverless.sandbox.values import Limits, Ran, Status
+
+__all__ = ["Core", "Exit", "Io", "Receive", "Send"]
+
+T = TypeVar("T")
+
+_START_S = 60.0
+"""Most for a start, preloads included."""
+
+_GRACE_S = 10.0
+"""Beyond its wall limit a job may take this long to be killed, cleaned up and answered for."""
+
+_STOP_S = 2.0
+"""A sandbox that was told to end and has not after this is killed."""
+
+_ESCAPED = 6
+"""Most bytes of JSON per byte of output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Answered with whether it could be sent; TimeoutError after `seconds`."""
+
+    launched: Launched
+    data: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Answered with `count` bytes, or None at the end of the stream; TimeoutError after `seconds`."""
+
+    launched: Launched
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Answered when the process has ended, or after `seconds`."""
+
+    process: subprocess.Popen[bytes]
+    seconds: float
+
+
+Io: TypeAlias = Generator[Send | Receive | Exit, Any, T]
+
+
+class Core:
+    """Owns the process of one sandbox, and starts another one after its end. One job at a time.
+
+    A process that was forked from its owner's starts its own.
+    """
+
+    def __init__(
+        self, rung: str | None, *, limits: Limits, preload: Sequence[str], allow_unsafe: bool, only: str = ""
+    ) -> None:
+        """`only`: of the ways to take the rung, that of this name."""
+        if rung == UNSAFE and not allow_unsafe:
+            raise SandboxUnavailable("the rung 'unsafe' isolates nothing", remedy="pass allow_unsafe=True to accept it")
+        self._limits = limits
+        self._ways = ways(rung, limits=limits, preload=preload)
+        if rung is None and allow_unsafe:
+            self._ways += ways(UNSAFE, limits=limits, preload=preload)
+        self._ways = [way for way in self._ways if only in ("", way.name)]
+        self._launched: Launched | None = None
+        self._owner = os.getpid()
+        self.way: Way | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the outermost process of the sandbox, None while there is none."""
+        return self._launched.process.pid if self._launched is not None else None
+
+    def start(self) -> Io[None]:
+        """Take the best way that works. `SandboxUnavailable` with the reason of each if none does."""
+        if self._owner != os.getpid():
+            self._launched, self._owner = None, os.getpid()
+        if self._launched is not None:
+            return
+        reasons = []
+        for way in [self.way] if self.way else self._ways:
+            try:
+                self._launched = way.start()
+                yield from self._handshake(self._launched)
+            except (Refused, TimeoutError) as refused:
+                reasons.append(f"{way.rung} ({way.name}): {refused or 'not ready in time'}")
+                self.discard()
+                continue
+            except BaseException:
+                self.discard()
+                raise
+            self.way = way
+            return
+        remedy = "install bubblewrap, or allow unprivileged user namespaces (Landlock: Linux 6.2)"
+        raise SandboxUnavailable(f"no sandbox works here: {'; '.join(reasons)}", remedy=remedy)
+
+    def run(self, program: str, stdin: str, limits: Limits | None) -> Io[Ran]:
+        limits = limits or self._limits
+        order = _frame({"program": program, "stdin": stdin, "limits": asdict(limits)})
+        for _ in range(2):
+            yield from self.start()
+            assert self._launched is not None
+            try:
+                ran = yield from self._exchange(self._launched, order, limits)
+            except TimeoutError:
+                self.discard()
+                raise SandboxUnavailable("the sandbox does not answer", remedy="is the machine overloaded?") from None
+            except BaseException:
+                self.discard()
+                raise
+            if ran is not None:
+                return ran
+            self.discard()
+        raise SandboxUnavailable("the sandbox died twice before it took the program", remedy="is memory short?")
+
+    def close(self) -> Io[None]:
+        """End it and wait until everything inside has ended."""
+        launched, self._launched = self._launched, None
+        if launched is not None and self._owner == os.getpid():
+            try:
+                launched.hang_up()
+                yield Exit(launched.process, _STOP_S)
+            finally:
+                launched.end()
+
+    def discard(self) -> None:
+        """Kill it: the next job gets a new one."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            launched.end()
+
+    def _handshake(self, launched: Launched) -> Io[None]:
+        answer = None
+        if (yield Send(launched, _frame(launched.config), _START_S)):
+            answer = yield from _message(launched, _START_S, 1 << 16)
+        if answer is None:
+            raise Refused(launched.complaint() or "it ended before it was ready")
+        if answer.get("ready") is not True:
+            raise Refused(str(answer.get("error"))[:1000])
+
+    def _exchange(self, launched: Launched, order: bytes, limits: Limits) -> Io[Ran | None]:
+        """One job; None if the sandbox was dead before it began."""
+        seconds = limits.wall_s + _GRACE_S
+        sent = yield Send(launched, order, seconds)
+        started = (yield from _message(launched, seconds, 1 << 16)) if sent else None
+        if started is None:
+            return None
+        answer = yield from _message(launched, seconds, _ESCAPED * limits.output_bytes + (1 << 16))
+        if answer is not None and "error" in answer:
+            raise SandboxUnavailable(f"a program could not be started: {answer['error']}")
+        ran = _ran(answer) if answer is not None else None
+        if ran is None or (answer or {}).get("clean") is not True:
+            self.discard()
+        return ran or Ran("", "the program ended its supervisor", Status.KILLED, -9, 0.0, 0.0, 0.0)
+
+
+def _ran(answer: dict[str, Any]) -> Ran | None:
+    """Checked as if the program had written it."""
+    try:
+        return Ran(
+            stdout=str(answer["stdout"]),
+            stderr=str(answer["stderr"]),
+            status=Status(answer["status"]),
+            exit_code=int(answer["exit_code"]),
+            wall_s=float(answer["wall_s"]),
+            cpu_s=float(answer["cpu_s"]),
+            max_rss_mb=float(answer["max_rss_mb"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _message(launched: Launched, seconds: float, most: int) -> Io[dict[str, Any] | None]:
+    """One frame, or None at the end of the stream and for what is no frame."""
+    head = yield Receive(launched, 4, seconds)
+    if head is None:
+        return None
+    (size,) = struct.unpack(">I", head)
+    if size > most:
+        return None
+    body = yield Receive(launched, size, seconds)
+    try:
+        message = json.loads(body) if body is not None else None
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _frame(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode()
+    return struct.pack(">I", len(body)) + body

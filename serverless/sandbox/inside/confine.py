@@ -1,0 +1,203 @@
+"""Isolation without a helper binary: namespaces, a private root, Landlock and seccomp by system calls.
+
+Entered by `main` with the descriptor of a socket as its argument; the first frame on it says what to do:
+  mode       "namespaces": user (unless root), mount, pid, network, IPC, UTS and cgroup namespaces, a root of its own
+             "single": none of them; jobs are one process each, and see the names, not the content, of host files
+             "open": none of them, and jobs may be many processes
+  landlock   "must", "try" or "no"
+Then the process (process 1 of its namespace, if it has one) goes on as the zygote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from . import zygote
+
+_NEW = 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
+_NEW_USER = 0x1000_0000
+_BIND, _RECURSIVE, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
+_NOSUID, _NODEV, _RDONLY = 2, 4, 1
+_MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_MOST_FILES = 20_000
+_INSIDE_ID = 1000
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_TRUNCATE, _IOCTL_DEVICE = 1 << 14, 1 << 15
+_FILES_BY_ABI = (0, 0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
+"""LANDLOCK_ACCESS_FS_* that a version of Landlock knows (5 and newer: the last)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    config = zygote.receive(channel)
+    if config is None:
+        return
+    os.umask(0o022)
+    try:
+        if config["mode"] == "namespaces":
+            _enter_namespaces(channel, config)
+        _restrict(config)
+    except BaseException as error:
+        zygote.send(channel, {"error": f"{type(error).__name__}: {error}"[:2000]})
+        os._exit(70)
+    zygote.start(channel, config)
+
+
+def landlock_version() -> int:
+    """0 where the kernel has none."""
+    return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, 1)))
+
+
+def _enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
+    """Returns in process 1 of the new namespaces; its parent stays outside, to end with it."""
+    user, group = os.geteuid(), os.getegid()
+    parent = os.getppid()
+    zygote.prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+    if config["user_namespace"]:
+        _check(_libc.unshare(_NEW_USER | _NEW), "unshare(user and other namespaces)")
+        maps = {"setgroups": "deny", "uid_map": f"{_INSIDE_ID} {user} 1", "gid_map": f"{_INSIDE_ID} {group} 1"}
+        for name, text in maps.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    else:
+        _check(_libc.unshare(_NEW), "unshare(namespaces)")
+    pid = os.fork()
+    if pid:
+        channel.close()
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    zygote.prctl(1, signal.SIGKILL)
+    os.setsid()
+    with contextlib.suppress(OSError):
+        socket.sethostname("sandbox")
+    _private_root(config)
+
+
+def _private_root(config: dict[str, Any]) -> None:
+    """A root of tmpfs that holds the runtime, read-only, a few devices and the scratch directory."""
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE, None)
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=0755,size=1m")
+    os.mkdir("/tmp/host")
+    _check(_libc.syscall(_number("pivot_root"), b"/tmp", b"/tmp/host"), "pivot_root")
+    os.chdir("/")
+    for path in config["binds"]:
+        _bind(path)
+    for target, name in config["links"]:
+        os.makedirs(os.path.dirname(name), exist_ok=True)
+        os.symlink(target, name)
+    os.makedirs("/dev", exist_ok=True)
+    for device in _DEVICES:
+        os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY, 0o666))
+        _mount(f"/host/dev/{device}", f"/dev/{device}", None, _BIND, None)
+    scratch = config["scratch"]
+    os.makedirs(scratch, exist_ok=True)
+    size = f"mode=0777,size={config['files_bytes']},nr_inodes={_MOST_FILES}"
+    _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, size)
+    os.symlink(f"{scratch}/shm", "/dev/shm")
+    _check(_libc.umount2(b"/host", _DETACH), "umount of the host's root")
+    os.rmdir("/host")
+    _read_only("/", recursive=False)
+
+
+def _bind(path: str) -> None:
+    source = f"/host{path}"
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, path, None, _BIND | _RECURSIVE, None)
+    _read_only(path, recursive=True)
+
+
+def _read_only(path: str, *, recursive: bool) -> None:
+    attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
+    flags = 0x8000 if recursive else 0
+    done = _libc.syscall(_MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes))
+    _check(done, f"mount_setattr({path})")
+
+
+def _drop_capabilities() -> None:
+    """All that there are; without new privileges none ever comes back."""
+    for capability in range(64):
+        if _libc.prctl(24, ctypes.c_ulong(capability), 0, 0, 0):
+            break
+    zygote.prctl(47, 4)
+    header = struct.pack("=Ii", 0x2008_0522, 0)
+    _check(_libc.syscall(_CAPSET[os.uname().machine], header, bytes(24)), "capset")
+
+
+def _restrict(config: dict[str, Any]) -> None:
+    zygote.prctl(38, 1)
+    if config["landlock"] != "no":
+        try:
+            _landlock(config)
+        except OSError:
+            if config["landlock"] == "must":
+                raise
+    if config["uid"] is None:  # else the change of user drops them
+        _drop_capabilities()
+    if config["zygote_filter"]:
+        zygote.seccomp(bytes.fromhex(config["zygote_filter"]))
+
+
+def _landlock(config: dict[str, Any]) -> None:
+    """Files: the runtime read-only, the scratch directory, devices. No TCP; no signal and no abstract socket out."""
+    version = landlock_version()
+    if version < config["landlock_version"]:
+        raise OSError(f"Landlock {version} is older than {config['landlock_version']}")
+    files = _FILES_BY_ABI[min(version, 5)]
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    attributes = struct.pack("=QQQ", files, 3, 3)[:size]
+    ruleset = _check(_libc.syscall(_CREATE_RULESET, attributes, size, 0), "landlock_create_ruleset")
+    reading = _EXECUTE | _READ_FILE | _READ_DIR
+    for path in config["readable"]:
+        _rule(ruleset, path, reading)
+    for device in _DEVICES:
+        _rule(ruleset, f"/dev/{device}", (_READ_FILE | _WRITE_FILE | _TRUNCATE) & files)
+    _rule(ruleset, config["scratch"], files & ~_IOCTL_DEVICE)
+    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _rule(ruleset: int, path: str, access: int) -> None:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not os.path.isdir(path):
+            access &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+        _check(_libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", access, fd), 0), f"landlock_add_rule({path})")
+    finally:
+        os.close(fd)
+
+
+def _number(name: str) -> int:
+    return {"pivot_root": {"x86_64": 155, "aarch64": 41}}[name][os.uname().machine]
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None) -> None:
+    encoded = [s.encode() if s is not None else None for s in (source, target, kind, data)]
+    done = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    _check(done, f"mount of {target}")
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return int(result)

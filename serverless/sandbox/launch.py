@@ -1,0 +1,338 @@
+"""The ladder: the ways to start the inside of a sandbox on this machine, best first. Nothing here waits.
+
+provider     inside AWS Lambda or Modal: the provider's own boundary, plus seccomp and Landlock where they work
+bubblewrap   bwrap: namespaces and a private root; seccomp
+landlock     the same without a binary; Landlock and seccomp alone where namespaces are refused (Linux 6.2)
+unsafe       limits only: a program can read and send whatever this user can
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serverless.sandbox import seccomp
+from serverless.sandbox.inside.scratch import empty
+from serverless.sandbox.values import Limits
+
+__all__ = ["LADDER", "UNSAFE", "Launched", "Refused", "Way", "provider", "ways"]
+
+LADDER = ("provider", "bubblewrap", "landlock")
+UNSAFE = "unsafe"
+
+_INSIDE = pathlib.Path(__file__).parent / "inside"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+"""Of the host, besides the Python installation: shared libraries and tools, and the links to them."""
+
+_SCRATCH = "/tmp"
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "MALLOC_ARENA_MAX": "1",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""All that a program sees. Equal hashes in every run, so that the order of a set is no source of chance,
+and no 64 MiB of address space for each thread's heap, which the memory limit would count."""
+
+_FIRST_UID = 1_900_000_000
+"""As root, every sandbox runs as a user of its own above this: nothing of anybody's is theirs, and limits of
+processes count for it alone."""
+
+
+class Refused(Exception):
+    """Why a way cannot be taken here."""
+
+
+@dataclass
+class Launched:
+    """A started process, its socket, its configuration to send first, and what to remove at its end."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    config: dict[str, Any]
+    log: Any
+    scratch: pathlib.Path | None = None
+
+    def complaint(self) -> str:
+        """What it wrote before it was confined: the reason of a failed start."""
+        self.log.seek(0)
+        return " ".join(self.log.read(2000).decode(errors="replace").split())
+
+    def hang_up(self) -> None:
+        """Tell it to end."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Kill what is left of it. The namespace goes with its first process."""
+        self.socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+        if self.scratch is not None:
+            with contextlib.suppress(OSError):
+                empty(str(self.scratch), most=sys.maxsize)
+                self.scratch.rmdir()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to take a rung: it may raise `Refused`, and what it launched may still fail to get ready."""
+
+    rung: str
+    name: str
+    start: Callable[[], Launched]
+
+
+def ways(rung: str | None, *, limits: Limits, preload: Sequence[str]) -> list[Way]:
+    """How to take a rung, or (None) every rung but `unsafe`, best first."""
+    view = _View(limits, tuple(preload))
+    root = os.geteuid() == 0
+    known = [
+        Way("provider", "provider", lambda: _on_provider(view)),
+        *([Way("bubblewrap", "as root", lambda: _bubblewrap(view, user_namespace=False))] if root else []),
+        Way("bubblewrap", "with a user namespace", lambda: _bubblewrap(view, user_namespace=True)),
+        *([Way("landlock", "as root", lambda: _landlock(view, user_namespace=False))] if root else []),
+        Way("landlock", "with a user namespace", lambda: _landlock(view, user_namespace=True)),
+        Way("landlock", "without namespaces", lambda: _landlock_alone(view)),
+        Way(UNSAFE, "limits only", lambda: _unsafe(view)),
+    ]
+    chosen = [way for way in known if (way.rung == rung if rung else way.rung != UNSAFE)]
+    if not chosen:
+        raise ValueError(f"rung={rung!r} is none of {', '.join((*LADDER, UNSAFE))}")
+    return chosen
+
+
+def provider(environment: Mapping[str, str], *, release: str, root_is_read_only: bool) -> str:
+    """'lambda' or 'modal' if we are inside one, else ''.
+
+    Variables alone prove nothing, as test harnesses set them too: Lambda's root is read-only, and Modal's kernel is
+    gVisor, which calls itself 4.4.0.
+    """
+    if environment.get("AWS_EXECUTION_ENV", "").startswith("AWS_Lambda_") and root_is_read_only:
+        return "lambda"
+    if environment.get("MODAL_TASK_ID") and release.startswith("4.4.0"):
+        return "modal"
+    return ""
+
+
+@dataclass(frozen=True)
+class _View:
+    """What of this machine a sandbox gets to see."""
+
+    limits: Limits
+    preload: tuple[str, ...]
+
+    @property
+    def python(self) -> str:
+        return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+    @property
+    def packages(self) -> list[str]:
+        """Where installed packages are. A sandbox that preloads nothing sees only the standard library."""
+        if not self.preload:
+            return []
+        found = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+        return list(dict.fromkeys(os.path.realpath(p) for p in found if os.path.isdir(p)))
+
+    def binds(self) -> list[str]:
+        system = [p for p in _SYSTEM if os.path.exists(p) and not os.path.islink(p)]
+        runtime = [os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix)]
+        paths = [*system, *dict.fromkeys([*runtime, *self.packages]), str(_INSIDE)]
+        return [p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])]
+
+    def links(self) -> list[tuple[str, str]]:
+        return [(os.readlink(p), p) for p in _SYSTEM if os.path.islink(p)]
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "mode": "namespaces",
+            "landlock": "no",
+            "landlock_version": 1,
+            "user_namespace": False,
+            "binds": self.binds(),
+            "links": self.links(),
+            "readable": self.binds(),
+            "files_bytes": self.limits.files_mb * 2**20,
+            "scratch": _SCRATCH,
+            "inside": str(_INSIDE.parent),
+            "paths": self.packages,
+            "preload": list(self.preload),
+            "uid": None,
+            "others": 0,
+            "sealed": True,
+            "zygote_filter": "",
+            "job_filter": "",
+            **changes,
+        }
+
+    def command(self, entry: str, fd: int) -> list[str]:
+        code = f"import sys; sys.path.insert(0, {str(_INSIDE.parent)!r}); from inside.{entry} import main; main()"
+        return [self.python, "-s", "-S", "-P", "-c", code, str(fd)]
+
+
+def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
+    binary = shutil.which("bwrap")
+    if binary is None:
+        raise Refused("bwrap is not installed")
+    arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments += ["--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
+    arguments += ["--cap-drop", "ALL"]
+    if user_namespace:
+        arguments += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    else:
+        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    for name, value in _ENVIRONMENT.items():
+        arguments += ["--setenv", name, value]
+    # bwrap's own guess at the mode of a parent directory shuts others out.
+    for parent in dict.fromkeys(str(p) for path in view.binds() for p in reversed(pathlib.Path(path).parents[:-1])):
+        arguments += ["--perms", "0755", "--dir", parent]
+    arguments += ["--perms", "0755", "--dir", "/dev"]
+    for path in view.binds():
+        arguments += ["--ro-bind", path, path]
+    for target, name in view.links():
+        arguments += ["--symlink", target, name]
+    for device in ("null", "zero", "full", "random", "urandom"):
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    arguments += ["--symlink", f"{_SCRATCH}/shm", "/dev/shm"]
+    arguments += ["--perms", "0777", "--size", str(view.limits.files_mb * 2**20), "--tmpfs", _SCRATCH]
+    arguments += ["--remount-ro", "/", "--chdir", "/"]
+    config = view.config(uid=None if user_namespace else _own_uid(), job_filter=_uncounted(user_namespace))
+    # bwrap reads the filter from a descriptor, to its end.
+    with tempfile.TemporaryFile() as rules:
+        rules.write(_filter())
+        rules.seek(0)
+        head = [binary, *arguments, "--seccomp", str(rules.fileno())]
+        return _launch(head, view, "zygote", config, pass_fds=[rules.fileno()])
+
+
+def _landlock(view: _View, *, user_namespace: bool) -> Launched:
+    code = _filter().hex()
+    uid = None if user_namespace else _own_uid()
+    config = view.config(
+        landlock="must",
+        user_namespace=user_namespace,
+        zygote_filter=code,
+        job_filter=_uncounted(user_namespace),
+        uid=uid,
+    )
+    return _launch([], view, "confine", config)
+
+
+def _landlock_alone(view: _View) -> Launched:
+    """Version 3 is the first that guards files against being truncated."""
+    changes = {"landlock": "must", "landlock_version": 3, "job_filter": _filter(single=True).hex()}
+    return _without_namespaces(view, mode="single", **changes)
+
+
+def _on_provider(view: _View) -> Launched:
+    where = provider(os.environ, release=os.uname().release, root_is_read_only=_root_is_read_only())
+    if not where:
+        raise Refused("not inside AWS Lambda or Modal")
+    with contextlib.suppress(Refused):
+        return _without_namespaces(view, mode="single", landlock="try", job_filter=_filter(single=True).hex())
+    return _without_namespaces(view, mode="open", landlock="try")
+
+
+def _unsafe(view: _View) -> Launched:
+    return _without_namespaces(view, mode="open")
+
+
+def _without_namespaces(view: _View, **changes: Any) -> Launched:
+    scratch = pathlib.Path(tempfile.mkdtemp(prefix="rollart-sandbox-")).resolve()
+    uid = _own_uid() if os.geteuid() == 0 and all(map(_readable_by_all, view.binds())) else None
+    others = 0 if uid else _threads_of(os.geteuid())
+    if uid:
+        os.chown(scratch, uid, uid)
+    try:
+        config = view.config(scratch=str(scratch), uid=uid, others=others, sealed=False, **changes)
+        launched = _launch([], view, "confine", config)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    launched.scratch = scratch
+    return launched
+
+
+def _launch(
+    head: list[str], view: _View, entry: str, config: dict[str, Any], *, pass_fds: Sequence[int] = ()
+) -> Launched:
+    ours, theirs = socket.socketpair()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - `Launched` closes it
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [*head, *view.command(entry, theirs.fileno())],
+                pass_fds=[theirs.fileno(), *pass_fds],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+            )
+    except OSError as error:
+        ours.close()
+        log.close()
+        raise Refused(str(error)) from None
+    return Launched(process, ours, config, log)
+
+
+def _filter(*, single: bool = False) -> bytes:
+    machine = os.uname().machine
+    if machine not in seccomp.ARCHITECTURES:
+        raise Refused(f"no seccomp filter for {machine}, only for {', '.join(seccomp.ARCHITECTURES)}")
+    return seccomp.program(machine, single=single)
+
+
+def _uncounted(user_namespace: bool) -> str:
+    """The kernel counts no processes of the real root user, whatever a namespace calls it: so they may start none."""
+    return _filter(single=True).hex() if user_namespace and os.geteuid() == 0 else ""
+
+
+def _own_uid() -> int:
+    """Unlike that of any sandbox that lives now: process ids are."""
+    global _sandboxes
+    _sandboxes += 1
+    return _FIRST_UID + (os.getpid() * 32 + _sandboxes % 32) % 200_000_000
+
+
+_sandboxes = 0
+
+
+def _within(path: str, parent: str) -> bool:
+    return path == parent or path.startswith(parent.rstrip("/") + "/")
+
+
+def _readable_by_all(path: str) -> bool:
+    return all(p.stat().st_mode & 0o001 for p in (pathlib.Path(path), *pathlib.Path(path).parents) if p.is_dir())
+
+
+def _threads_of(uid: int) -> int:
+    """Where limits count all processes of a user: those that there are now, twice, as others come and go."""
+    threads = 0
+    for directory in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if directory.stat().st_uid == uid:
+                threads += len(list((directory / "task").iterdir()))
+    return 2 * threads + 64
+
+
+def _root_is_read_only() -> bool:
+    return bool(os.statvfs("/").f_flag & os.ST_RDONLY)

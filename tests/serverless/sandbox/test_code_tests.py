@@ -1,0 +1,206 @@
+"""The reward for generated programs: what is the program's fault, what is the platform's, and what is a score."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from serverless.backends.local import LocalBackend
+from serverless.deploy.package import build
+from serverless.errors import SandboxUnavailable
+from serverless.pipeline import Offload
+from serverless.rewards.code_tests import CodeTests, extract
+from serverless.sandbox import sandbox
+from serverless.spec import FunctionSpec
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from tests.serverless.support import alive, children, descendants, until
+
+DOUBLE = "print(2 * int(input()))"
+PAIRS = [{"stdin": "1\n", "stdout": "2\n"}, {"stdin": "3\n", "stdout": "6"}]
+
+
+def item(program: str, key: str = "a", **metadata: Any) -> Item:
+    text = f"Here it is:\n```python\n{textwrap.dedent(program)}\n```\nDone."
+    return Item(key, ({"role": "user", "content": "write it"}, {"role": "assistant", "content": text}), None, metadata)
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("first\n```python\nx = 1\n```\nno:\n```py\nx = 2\n```\nbye", "x = 2\n"),
+        ("```python\r\nx = 1\r\n```", "x = 1\r\n"),
+        ("```python\nx = '''\n  ``` no\n", "x = '''\n"),
+        ("cut off ```python\nx", None),
+        ("cut off\n```python\nx = 1", "x = 1"),
+        ("```\nx = 1\n```", None),
+        ("```pythonic\nx\n```", None),
+        ("", None),
+    ],
+)
+def test_the_last_python_block_is_the_program(completion: str, program: str | None) -> None:
+    assert extract(completion) == program
+
+
+@pytest.fixture(scope="module")
+def score() -> Iterator[CodeTests]:
+    try:
+        with sandbox():
+            pass
+    except SandboxUnavailable as error:
+        pytest.skip(error.message)
+    one = CodeTests()
+    one.load(pathlib.Path())
+    yield one
+    one._box.close()
+
+
+@pytest.mark.slow  # real processes
+@pytest.mark.parametrize(
+    ("program", "metadata", "value", "passed"),
+    [
+        (DOUBLE, {"tests": PAIRS}, 1.0, 2),
+        ("print(int(input()) + 1)", {"tests": PAIRS}, 0.0, 1),
+        ("print(int(input()) + 1)", {"tests": PAIRS, "scoring": "share"}, 0.5, 1),
+        ("print('2  ');print()", {"tests": PAIRS[:1]}, 1.0, 1),
+        ("print(2 * int(input()) if input else 1 / 0)", {"tests": [*PAIRS, {"stdin": "x", "stdout": ""}]}, 0.0, 2),
+        ("def f(x): return x + 1", {"tests": [{"assert": "assert f(1) == 2"}, {"assert": "assert f(0) == 1"}]}, 1.0, 2),
+        ("def f(x): return x", {"tests": [{"assert": "assert f(1) == 2"}]}, 0.0, 0),
+        ("def f(x): return x * 2", {"check": "def check(g):\n    assert g(2) == 4\ncheck(f)"}, 1.0, 1),
+    ],
+)
+def test_programs_are_scored_by_their_tests(
+    score: CodeTests, program: str, metadata: dict[str, Any], value: float, passed: int
+) -> None:
+    outcome = score(item(program, **metadata))
+    assert isinstance(outcome, Scored)
+    assert (outcome.value, outcome.metrics["passed"]) == (value, passed)
+    assert outcome.metrics["seconds"] > 0.0
+
+
+@pytest.mark.slow  # real processes
+@pytest.mark.parametrize(
+    ("program", "metadata", "reason"),
+    [
+        ("1 / 0", {"tests": PAIRS}, "ZeroDivisionError: division by zero"),
+        ("def f(:", {"tests": PAIRS}, "SyntaxError: invalid syntax"),
+        ("while True: pass", {"tests": PAIRS, "timeout_s": 0.3}, "time limit"),
+        ("x = bytearray(1 << 30)", {"tests": PAIRS, "memory_mb": 64}, "memory limit"),
+        ("while True: print('x' * 99)", {"tests": PAIRS}, "output limit"),
+        ("import os; os._exit(0)", {"check": "assert f(1) == 2"}, "it ended before its tests"),
+        ("import sys; sys.exit()", {"check": "assert f(1) == 2"}, "it ended before its tests"),
+        ("import socket; socket.socket()", {"tests": PAIRS}, "PermissionError: [Errno 1] Operation not permitted"),
+    ],
+)
+def test_a_program_that_comes_to_no_result_is_the_policys_fault(
+    score: CodeTests, program: str, metadata: dict[str, Any], reason: str
+) -> None:
+    assert score(item(program, **metadata)) == ModelFault(0.0, f"the program failed: {reason}")
+
+
+@pytest.mark.slow  # real processes
+def test_no_program_is_the_policys_fault_and_no_tests_are_the_data_sets(score: CodeTests) -> None:
+    silent = Item("a", ({"role": "assistant", "content": "I cannot."},), None, {"tests": PAIRS})
+    assert score(silent) == ModelFault(0.0, "the completion has no ```python block")
+    for metadata in ({}, {"tests": []}, {"tests": [{"stdin": ""}]}, {"tests": PAIRS, "scoring": "best"}):
+        with pytest.raises(ValueError, match="item a"):
+            score(item(DOUBLE, **metadata))
+
+
+@pytest.mark.slow  # real processes
+def test_a_program_cannot_read_what_is_expected_of_it(score: CodeTests) -> None:
+    """Not in the sandbox: not in its memory, its files, nor its input."""
+    program = """
+    import gc, os, sys
+    found = [o for o in gc.get_objects() if isinstance(o, (dict, list, str)) and 'expected-' + '77' in repr(o)[:2000]]
+    print(len(found), 'expected-' + '77' in sys.stdin.read(), os.listdir())
+    """
+    assert isinstance(score(item(program, tests=[{"stdin": "", "stdout": "expected-77"}])), Scored)
+    outcome = score(item(program, tests=[{"stdin": "", "stdout": "0 False []"}]))
+    assert isinstance(outcome, Scored)
+    assert outcome.value == 1.0
+
+
+def test_without_a_sandbox_it_is_the_platforms_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise SandboxUnavailable("no sandbox works here", remedy="install bubblewrap")
+
+    one = CodeTests()
+    one._box = sandbox().box()
+    monkeypatch.setattr(one._box._core, "start", refuse)
+    outcome = one(item(DOUBLE, tests=PAIRS))
+    assert outcome == InfraFault(
+        FaultKind.ENVIRONMENT, retryable=True, detail="no sandbox works here (install bubblewrap)"
+    )
+
+
+def _asleep(backend: LocalBackend) -> bool:
+    """Whether a worker's sandbox runs a program."""
+    with sandbox() as other:
+        idle = len(descendants(other.pid)) + 1
+    return any(len(descendants(worker)) > idle for zygote in backend.zygote_pids for worker in children(zygote))
+
+
+async def _offloaded(items: list[Item], **settings: Any) -> list[Outcome]:
+    one = build(FunctionSpec(name="code", source="serverless.rewards.code_tests:CodeTests", **settings))
+    async with LocalBackend() as backend:
+        await backend.deploy(one)
+        async with Offload([one], backend) as offload:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(offload.submit("code", i, 60.0)) for i in items]
+            return [task.result() for task in tasks]
+
+
+@pytest.mark.slow  # real processes
+def test_it_runs_in_the_workers_of_the_local_backend(score: CodeTests) -> None:
+    before = set(descendants())
+    programs = [
+        DOUBLE,
+        "print(1)",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os; os.kill(-1, 9); print(2 * int(input()))",
+        "x = bytearray(4 << 30)",
+        DOUBLE,
+    ]
+    items = [item(p, str(n), tests=PAIRS, timeout_s=2.0, memory_mb=256) for n, p in enumerate(programs)]
+    right, wrong, bomb, killer, eater, again = asyncio.run(_offloaded(items, concurrency=2))
+    assert isinstance(right, Scored)
+    assert isinstance(wrong, Scored)
+    assert isinstance(again, Scored)
+    assert (right.value, wrong.value, again.value) == (1.0, 0.0, 1.0)
+    assert bomb == ModelFault(0.0, "the program failed: time limit")
+    assert eater == ModelFault(0.0, "the program failed: memory limit")
+    assert isinstance(killer, Scored | ModelFault)
+    assert set(descendants()) <= before
+
+
+@pytest.mark.slow  # real processes
+def test_a_killed_worker_leaves_no_sandbox_and_the_item_goes_to_another(
+    score: CodeTests, tmp_path: pathlib.Path
+) -> None:
+    async def main() -> Outcome:
+        one = build(FunctionSpec(name="code", source="serverless.rewards.code_tests:CodeTests", concurrency=1))
+        async with LocalBackend() as backend:
+            await backend.deploy(one)
+            async with Offload([one], backend) as offload, asyncio.TaskGroup() as group:
+                slow = "import time; time.sleep(1.0); print(2 * int(input()))"
+                task = group.create_task(offload.submit("code", item(slow, tests=PAIRS[:1], timeout_s=20.0), 60.0))
+                # The worker, its sandbox (of one process or two) and, in it, the program.
+                await until(lambda: _asleep(backend), 20.0)
+                worker, *inside = [d for zygote in backend.zygote_pids for d in descendants(zygote)]
+                os.kill(worker, signal.SIGKILL)
+                await until(lambda: not any(map(alive, [worker, *inside])), 10.0)
+            return task.result()
+
+    before = set(descendants())
+    outcome = asyncio.run(main())
+    assert isinstance(outcome, Scored)
+    assert outcome.value == 1.0
+    assert set(descendants()) <= before
