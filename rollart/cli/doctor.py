@@ -53,13 +53,22 @@ def doctor(output: str, runs_dir: Path) -> None:
     from rollart.report.render import render
     from rollart.report.rows import Column, Report, Table
 
-    checks = [*_machine(runs_dir), *_extras()]
+    checks = [*_machine(runs_dir), *_sandboxes(), *_extras()]
     columns = (Column("what"), Column("result"), Column("detail"))
     table = Table("checks", "Checks", columns, tuple((c.what, c.result, c.detail) for c in checks))
     click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
     failed = [c.what for c in checks if c.result == "fails"]
     if failed:
         raise RunFailed(f"this machine cannot run rollart: {', '.join(failed)}")
+
+
+def _sandboxes() -> Iterator[Check]:
+    """Ways to run code that the policy wrote, best first; each is tried."""
+    from serverless.sandbox import detect
+
+    for rung in detect():
+        use = "for untrusted rewards" if rung.name != "unsafe" else "no isolation: only where a spec allows it"
+        yield Check(f"sandbox {rung.name}", "ok" if rung.available else "missing", rung.why_not or use)
 
 
 def _machine(runs: Path) -> Iterator[Check]:

@@ -65,11 +65,12 @@ def init(directory: Path, name: str | None) -> None:
 @click.option(
     "--cases", type=click.Path(path_type=Path), help="Items, one JSON object a line; cases.jsonl if not given."
 )
+@click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
 @output_option
-def test(source: str, cases: Path | None, output: str) -> None:
+def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> None:
     """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
     from rollart.cli.reward_tables import show_rehearsals
-    from rollart.compose.providers import packages_in, translated, units_by_provider
+    from rollart.compose.providers import backend, packages_in, translated, units_by_provider
     from serverless.rehearse import read_cases, rehearse
 
     packages = packages_in(source)
@@ -78,7 +79,9 @@ def test(source: str, cases: Path | None, output: str) -> None:
         items = read_cases(path)
 
         async def all_of_them() -> list[Any]:
-            return [await rehearse(package, items, prices=units_by_provider()) for package in packages]
+            prices = units_by_provider()
+            async with backend("local", allow_unsafe=allow_unsafe) as place:
+                return [await rehearse(package, items, backend=place, prices=prices) for package in packages]
 
         found = asyncio.run(all_of_them())
     show_rehearsals(found, output)

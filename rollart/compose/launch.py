@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollart.compose.adopted import Start, start_from
-from rollart.compose.prepare import packages, produce_artefacts, warm_start_samples
+from rollart.compose.prepare import produce_artefacts, warm_start_samples
+from rollart.compose.rewards import rewards
 from rollart.compose.wiring import Parts, wire
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
 from rollart.ledger.intervals import State
@@ -101,7 +102,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 parts.say("resumed", "run", step=step, version=weights.version, samples=len(recovered.samples))
             parts.begin(weights)
             await _engines(parts)
-            async with parts.open_functions(packages(resolved, await artefacts)):
+            async with parts.open_functions(rewards(resolved, await artefacts)):
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
             for watcher in watchers:
                 watcher.cancel()

@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,11 @@ from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import DomainSpec, FunctionEntry
-from serverless.deploy.package import Package, build
-from serverless.errors import ServerlessError
-from serverless.spec import BatchSpec, FunctionSpec
 
 __all__ = [
     "domains",
     "import_attribute",
-    "packages",
+    "one_line",
     "prepare_tokenizer",
     "produce_artefacts",
     "reward_plan",
@@ -47,7 +44,7 @@ def import_attribute(path: str, what: str) -> Any:
             remedy="install it, or run from the directory that holds it",
         ) from None
     except Exception as error:  # a user's module may do anything when it is imported
-        raise SpecError(f"{what} '{path}' cannot be imported: {_one_line(error)}", remedy=f"mend {module}") from None
+        raise SpecError(f"{what} '{path}' cannot be imported: {one_line(error)}", remedy=f"mend {module}") from None
     if not hasattr(holder, name):
         raise SpecError(f"{what} '{path}': module {module} has no '{name}'")
     return getattr(holder, name)
@@ -145,11 +142,6 @@ async def produce_artefacts(resolved: Resolved, run_dir: Path) -> dict[str, list
     return found
 
 
-def packages(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> list[Package]:
-    """Build every function's package; `SpecError` for what is wrong with its source."""
-    return [_package(f, artefacts.get(f.name, ()), Path(resolved.base)) for f in resolved.run.functions]
-
-
 def warm_start_samples(resolved: Resolved, tokenizer: HubTokenizer) -> list[TrainSample]:
     """Worked examples of the warm start's domains as samples: loss on the answer, none on the prompt."""
     warm = resolved.run.warm_start
@@ -218,29 +210,9 @@ def _factory(spec: DomainSpec) -> Callable[[], Any]:
         raise SpecError(f"environment of domain '{spec.name}' refuses its arguments {arguments}: {error}") from None
     except Exception as error:
         raise SpecError(
-            f"environment of domain '{spec.name}' cannot be made: {_one_line(error)}", remedy=f"mend {spec.environment}"
+            f"environment of domain '{spec.name}' cannot be made: {one_line(error)}", remedy=f"mend {spec.environment}"
         ) from None
     return lambda: make(**arguments)
-
-
-def _package(function: FunctionEntry, artefacts: Sequence[str], base: Path) -> Package:
-    in_module = not function.source.endswith(".py")
-    spec = FunctionSpec(
-        name=function.name,
-        source=f"{function.source}:{function.handler}" if in_module else function.source,
-        handler="" if in_module else function.handler,
-        memory_mb=function.memory_mb,
-        timeout_s=function.timeout_s,
-        concurrency=function.concurrency,
-        batch=BatchSpec(max_items=function.batch_items, max_wait_ms=function.batch_wait_ms),
-        keep_alive_s=function.keep_alive_s,
-        artefacts=tuple(artefacts),
-        preload=tuple(function.preload),
-    )
-    try:
-        return build(spec, base=base)
-    except ServerlessError as error:
-        raise SpecError(f"function '{function.name}': {error}") from None
 
 
 async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
@@ -271,5 +243,5 @@ async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
         raise PartDied(f"artefact of function '{function.name}'", f"{function.artefact} failed: {lines[-1][:300]}")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

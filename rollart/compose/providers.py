@@ -149,13 +149,14 @@ def backend(
     *,
     meter: MeterSink | None = None,
     root: Path | None = None,
+    allow_unsafe: bool = False,
 ) -> Backend:
     """Where calls go, not open yet. `root` keeps logs of local workers. SpecError for settings that are none."""
     with translated():
         if provider == "local":
             from serverless.backends.local import LocalBackend
 
-            return LocalBackend(meter=meter, root=root)
+            return LocalBackend(meter=meter, root=root, allow_unsafe=allow_unsafe)
         if provider == "aws_lambda":
             from serverless.backends.aws_lambda import AwsLambdaBackend
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rollart.adapters.clusters.local import LocalRuntime
+from rollart.adapters.rewards.beside import Scorers
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
@@ -20,6 +21,7 @@ from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, translated
+from rollart.compose.rewards import Rewards
 from rollart.compose.routing import SERVING, router, seats
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
@@ -39,7 +41,6 @@ from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import LeasesSpec
-from serverless.deploy.package import Package
 from serverless.meter import Saving
 from serverless.pipeline import Offload
 from serverless.types import Invocation
@@ -123,17 +124,21 @@ class Parts:
             self.control.move_by(self.fleet)
 
     @contextlib.asynccontextmanager
-    async def open_functions(self, packages: Sequence[Package]) -> AsyncIterator[None]:
+    async def open_functions(self, rewards: Rewards) -> AsyncIterator[None]:
         """The reward functions are deployed while the body runs."""
         spec, meter, root = self.resolved.cluster.functions, _CallsToLedger(self.ledger), self.directory / "functions"
+        for name, why in rewards.why.items():
+            self.say("reward_beside", name, why=why)
         with translated("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
                 chain = [
-                    await stack.enter_async_context(backend(name, spec.settings(name), meter=meter, root=root))
+                    await stack.enter_async_context(
+                        backend(name, spec.settings(name), meter=meter, root=root, allow_unsafe=spec.allow_unsafe)
+                    )
                     for name in spec.chain
                 ]
                 offload = Offload(
-                    packages,
+                    rewards.packages,
                     chain,
                     settings=pipeline_settings(spec.pipeline),
                     cache=self.directory / "rewards.sqlite",
@@ -141,7 +146,7 @@ class Parts:
                     seed=self.resolved.run.seed,
                 )
                 await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(offload, reward_plan(self.resolved))
+                self.rewarder = OffloadRewarder(Scorers(offload, rewards.beside), reward_plan(self.resolved))
                 yield
                 self._stages(offload)
 

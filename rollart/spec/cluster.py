@@ -127,6 +127,11 @@ class ClusterFunctions(Entry):
         description="Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); that of "
         "the (first) backend if not given.",
     )
+    allow_unsafe: bool = Field(
+        default=False,
+        description="Let `local` run functions declared untrusted that never use the sandbox. Nothing then keeps "
+        "what the policy wrote from this machine.",
+    )
     aws_lambda: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="`region`, `role_arn`, `prefix`, `bucket`, `architecture`, ...: see docs/functions.md. "

@@ -6,6 +6,7 @@ environment without credentials. It contains mistakes, not attackers: untrusted 
 
 from __future__ import annotations
 
+import ast
 import compileall
 import importlib.util
 import pathlib
@@ -57,12 +58,15 @@ class LocalBackend:
         root: pathlib.Path | None = None,
         runtime: Runtime = "rollart",
         launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
+        allow_unsafe: bool = False,
     ) -> None:
+        """`allow_unsafe` runs untrusted functions that never call the sandbox."""
         if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
             raise ExtraMissing("awslambdaric", "providers")
         self._given = root
         self._root: pathlib.Path | None = None
         self._runtime = runtime
+        self._allow_unsafe = allow_unsafe
         self._host = PoolHost(launcher(self), provider=self.provider, meter=meter or NullMeter())
         self._zygotes: dict[frozenset[str], ForkServer] = {}
 
@@ -78,6 +82,8 @@ class LocalBackend:
 
     async def deploy(self, package: Package) -> None:
         _installed(package)
+        if not self._allow_unsafe:
+            _contained(package)
         directory = self._directory(package)
         zygote = self._zygote(package)
         zygote.start()
@@ -196,6 +202,22 @@ async def _imported(zygote: ForkServer, package: Package) -> None:
                 f"function {package.spec.name} preloads {module}, which cannot be imported here: {failed[module]}",
                 remedy="install it, or take it out of preload",
             )
+
+
+def _contained(package: Package) -> None:
+    """A process of the user's own is no wall: what the policy wrote runs in `serverless.sandbox`, or not at all."""
+    if package.spec.trust != "untrusted":
+        return
+    trees = [
+        ast.parse(text) for path, text in package.files.items() if path.startswith("function/") and path[-3:] == ".py"
+    ]
+    named = {n.module or "" for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom)}
+    named |= {a.name for t in trees for n in ast.walk(t) if isinstance(n, ast.Import) for a in n.names}
+    if not any(name.startswith(("serverless.sandbox", "serverless.rewards.code_tests")) for name in named):
+        raise BackendFailed(
+            f"function {package.spec.name} is untrusted and never uses the sandbox",
+            remedy="run what the policy wrote with serverless.sandbox, deploy to Modal or Lambda, or allow unsafe code",
+        )
 
 
 def _installed(package: Package) -> None:

@@ -68,6 +68,27 @@ def test_a_case_that_is_not_as_expected_fails_the_command(rollart: Call) -> None
     assert "1 of 1 cases are not as expected" in done.err
 
 
+UNTRUSTED = """from rollart import reward
+
+
+@reward(trust="untrusted")
+def runs(sample):
+    scope = {}
+    exec(sample.completion, scope)
+    return float(scope["x"])
+"""
+
+
+@pytest.mark.slow  # function workers are processes
+def test_untrusted_code_runs_in_a_sandbox_or_not_at_all(rollart: Call) -> None:
+    Path("runs.py").write_text(UNTRUSTED)
+    Path("cases.jsonl").write_text(json.dumps({"completion": "x = 1", "expected": {"score": 1.0}}) + "\n")
+    refused = rollart("rewards", "test", "runs.py")
+    assert refused.code == 3
+    assert "never uses the sandbox" in refused.err
+    assert rollart("rewards", "test", "runs.py", "--allow-unsafe").code == 0
+
+
 @pytest.mark.slow  # function workers are processes
 def test_a_plan_compares_providers(rollart: Call) -> None:
     rollart("rewards", "init", "mine")

@@ -33,6 +33,16 @@ def leaves(sample):
     os._exit(3)
 
 
+SEEN = []
+
+
+@reward(memory_mb=128, timeout_s=5.0, deterministic=False)
+def counts(sample):
+    """Keeps state: what it pays depends on what it saw before, so it cannot leave for functions."""
+    SEEN.append(sample.id)
+    return 1.0 if len(SEEN) > 0 else 0.25
+
+
 @reward(memory_mb=128, timeout_s=5.0, deterministic=False)
 def slow(sample):
     """Long enough in a worker that a test can kill it there."""

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import BATCH, Home, events, sound, tiny
+from tests.e2e.harness import BATCH, Home, events, ledger, sound, tiny
 
 pytestmark = pytest.mark.slow  # every test starts a trainer and an engine: torch twice, about 6 s
 
@@ -42,6 +42,17 @@ def test_stop_from_another_shell_and_resume(home: Home) -> None:
     assert home.run("stop").returncode == 2
     home.resume("domains.coin.environment_args.turn_s=0.02").finished()
     sound(home.directory)
+
+
+def test_a_reward_that_keeps_state_runs_beside_the_environments(home: Home) -> None:
+    home.launch(tiny(functions__0__handler="counts")).finished()
+    sound(home.directory)
+    (said,) = events(home.directory, "reward_beside")
+    assert said["subject"] == "rule"
+    assert "SEEN" in str(said["why"])
+    with ledger(home.directory) as db:
+        assert db.execute("SELECT count(*) FROM invocations").fetchone() == (0,)
+        assert {s for (s,) in db.execute("SELECT score FROM trajectories WHERE score IS NOT NULL")} == {1.0}
 
 
 def test_a_run_ends_at_its_budget_of_time(home: Home) -> None:

@@ -15,10 +15,10 @@ import asyncio
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
-from serverless.pipeline import Offload
 from serverless.types import FaultKind
 
 __all__ = ["DomainRewards", "OffloadRewarder", "Pays", "RewardTerm", "combine", "item_of"]
@@ -48,6 +48,15 @@ class DomainRewards:
     env_weight: float = 0.0
 
 
+class Submits(Protocol):
+    """Where functions run: an `Offload`, or what chooses between it and this process."""
+
+    @property
+    def functions(self) -> Mapping[str, Any]: ...
+
+    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome: ...
+
+
 class OffloadRewarder:
     """Implements `Rewarder`. Stateless: any number of tasks may call `score`, each waits for its own functions.
 
@@ -56,7 +65,7 @@ class OffloadRewarder:
     value with that function's floor as its score.
     """
 
-    def __init__(self, offload: Offload, plan: Mapping[str, DomainRewards]) -> None:
+    def __init__(self, offload: Submits, plan: Mapping[str, DomainRewards]) -> None:
         self._offload = offload
         self._plan = plan
         for domain, rewards in plan.items():

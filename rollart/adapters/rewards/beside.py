@@ -1,0 +1,38 @@
+"""Rewards that keep state run in this process, one call at a time; all others leave for functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from serverless.inline import Inline
+from serverless.pipeline import Offload
+from serverless.types import FaultKind, InfraFault, Item, Outcome
+
+__all__ = ["Scorers"]
+
+
+class Scorers:
+    """Functions by name, wherever they run. Any number of tasks may call `submit`."""
+
+    def __init__(self, offload: Offload, beside: Mapping[str, Inline]) -> None:
+        self._offload = offload
+        self._beside = dict(beside)
+
+    @property
+    def functions(self) -> Mapping[str, Any]:
+        """Names that `submit` takes."""
+        return {**self._offload.functions, **self._beside}
+
+    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
+        """See `Offload.submit`. A reward beside is held to the deadline while it waits for its turn or awaits."""
+        beside = self._beside.get(function)
+        if beside is None:
+            return await self._offload.submit(function, item, deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await beside.score(item)
+        except TimeoutError:
+            detail = f"no outcome of {function} in {deadline_s:g} s"
+            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)

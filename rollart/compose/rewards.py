@@ -1,0 +1,99 @@
+"""A run's rewards: packed for functions, or made here where they keep state."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollart.compose.prepare import import_attribute, one_line
+from rollart.errors import SpecError
+from rollart.spec.resolve import Resolved
+from rollart.spec.run_parts import FunctionEntry
+from serverless.deploy.package import Package, build
+from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
+from serverless.inline import Inline, inline
+from serverless.spec import BatchSpec, FunctionSpec
+
+__all__ = ["Rewards", "rewards"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """What leaves for functions, and what runs beside the environments because it keeps state (`why`, by name)."""
+
+    packages: tuple[Package, ...]
+    beside: Mapping[str, Inline] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+
+
+def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewards:
+    """Build every function's package; `SpecError` for what is wrong with its source."""
+    packed, beside, why, base = [], {}, {}, Path(resolved.base)
+    for function in resolved.run.functions:
+        try:
+            packed.append(_package(function, artefacts.get(function.name, ()), base))
+        except NotOffloadable as refused:
+            beside[function.name] = _inline(function, artefacts.get(function.name, ()), base, refused)
+            why[function.name] = "; ".join(refused.reasons)
+    return Rewards(tuple(packed), beside, why)
+
+
+def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> Inline:
+    """A reward in this process. `SpecError` if it is not to be trusted there, or needs an environment's inside."""
+    try:
+        target = _attribute(function, base)
+        needed = {"env", "environment"} & set(inspect.signature(target).parameters)
+        if needed:
+            raise SpecError(
+                f"function '{function.name}' takes an environment", remedy="pay it from the environment's own rewards"
+            )
+        return inline(target, artefacts=_directory(artefacts), timeout_s=function.timeout_s)
+    except SpecInvalid as error:
+        raise SpecError(
+            f"function '{function.name}': {refused.message}; {error.message}", remedy=error.remedy
+        ) from None
+
+
+def _directory(artefacts: Sequence[str]) -> Path | None:
+    return Path(artefacts[0]).parent if artefacts else None
+
+
+def _attribute(function: FunctionEntry, base: Path) -> Any:
+    """Import what a function's entry names: only for those that run here."""
+    if not function.source.endswith(".py"):
+        return import_attribute(f"{function.source}:{function.handler}", f"function '{function.name}'")
+    spec = importlib.util.spec_from_file_location(f"reward_{function.name}", base / function.source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return getattr(module, function.handler)
+    except Exception as error:
+        raise SpecError(f"function '{function.name}' cannot be imported: {one_line(error)}") from None
+
+
+def _package(function: FunctionEntry, artefacts: Sequence[str], base: Path) -> Package:
+    in_module = not function.source.endswith(".py")
+    spec = FunctionSpec(
+        name=function.name,
+        source=f"{function.source}:{function.handler}" if in_module else function.source,
+        handler="" if in_module else function.handler,
+        memory_mb=function.memory_mb,
+        timeout_s=function.timeout_s,
+        concurrency=function.concurrency,
+        batch=BatchSpec(max_items=function.batch_items, max_wait_ms=function.batch_wait_ms),
+        keep_alive_s=function.keep_alive_s,
+        artefacts=tuple(artefacts),
+        preload=tuple(function.preload),
+    )
+    try:
+        return build(spec, base=base)
+    except NotOffloadable:
+        raise
+    except ServerlessError as error:
+        raise SpecError(f"function '{function.name}': {error}") from None
