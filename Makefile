@@ -55,6 +55,10 @@ benchmarks: install
 	$(BIN)/python benchmarks/controller.py
 	$(BIN)/python benchmarks/async_vs_sync.py
 	$(BIN)/python benchmarks/placement.py
+	$(BIN)/python benchmarks/functions.py
+	$(BIN)/python benchmarks/hedging.py
+	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/sandbox.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

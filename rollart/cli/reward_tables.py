@@ -69,10 +69,8 @@ def show_deployed(found: Sequence[Deployed], output: str) -> None:
     columns: tuple[Column, ...] = (
         Column("function"), Column("provider"), Column("version"), Column("number"), Column("current"),
         Column("created"), Column("MB", "count"), Column("warm", "count"), Column("most", "count"),
-        Column("endpoint"),
+        Column("endpoint", people=False),
     )  # fmt: skip
-    if people:  # an address is as long as a line
-        columns, rows = columns[:-1], tuple(row[:-1] for row in rows)
     _show(Report("rewards", "functions", (Table("functions", "Functions", columns, rows),)), output)
 
 

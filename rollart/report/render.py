@@ -73,6 +73,7 @@ def _text(report: Report, width: int, colour: bool) -> str:
             console.print("  nothing yet")
             continue
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table = _for_people(table)
         for column in table.columns:
             right = column.kind != "text"
             name = column.name.replace("_", " ")
@@ -87,6 +88,12 @@ def _text(report: Report, width: int, colour: bool) -> str:
     for note in report.notes:
         console.print(Text(note, style="dim"))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _for_people(table: Table) -> Table:
+    kept = [n for n, column in enumerate(table.columns) if column.people]
+    rows = tuple(tuple(row[n] for n in kept) for row in table.rows)
+    return Table(table.name, table.title, tuple(table.columns[n] for n in kept), rows)
 
 
 LONGEST = 60

@@ -22,10 +22,12 @@ Cell: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's name and how people read it: text, count, seconds, usd, share (of 1), number."""
+    """A column's name and how people read it: text, count, seconds, usd, share (of 1), number. Without `people` it is
+    for machines only."""
 
     name: str
     kind: str = "text"
+    people: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,9 +185,9 @@ def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
 def _functions(rows: RunRows) -> Table:
     columns = (
         Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
-        Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds"),
-        Column("billed_s", "seconds"), Column("gb_s", "number"), Column("usd", "usd"),
-        Column("usd_per_1000_items", "usd"),
+        Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds", people=False),
+        Column("billed_s", "seconds"), Column("gb_s", "number", people=False), Column("usd", "usd"),
+        Column("usd_per_1000_items", "usd", people=False),
     )  # fmt: skip
     found: list[tuple[Cell, ...]] = []
     for call in rows.invocations:
