@@ -97,10 +97,14 @@ def fates(rows: RunRows) -> list[FateCost]:
         by_fate[charge.outcome][0] += charge.trajectories
         by_fate[charge.outcome][1] += charge.engine_seconds
     charged = math.fsum(seconds for _, seconds in by_fate.values())
-    rate = busy_usd / max(busy_s, charged) if max(busy_s, charged) > 0 else 0.0
-    found = [FateCost(fate, int(n), seconds, seconds * rate) for fate, (n, seconds) in sorted(by_fate.items())]
+    whole = max(busy_s, charged)
+
+    def part(seconds: float) -> float:
+        return seconds / whole * busy_usd if whole > 0 else 0.0
+
+    found = [FateCost(fate, int(n), seconds, part(seconds)) for fate, (n, seconds) in sorted(by_fate.items())]
     if busy_s > charged:
-        found.append(FateCost("unattributed", 0, busy_s - charged, (busy_s - charged) * rate))
+        found.append(FateCost("unattributed", 0, busy_s - charged, part(busy_s - charged)))
     return found
 
 
