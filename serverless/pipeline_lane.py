@@ -40,14 +40,16 @@ class Lane:
     """
 
     def __init__(
-        self, owner: Owner, index: int, spec: FunctionSpec, backend: Backend, settings: PipelineSpec, rng: random.Random
-    ) -> None:
+        self, owner: Owner, index: int, spec: FunctionSpec, backend: Backend, settings: PipelineSpec,
+        rng: random.Random, *, alone: bool,
+    ) -> None:  # fmt: skip
         self._owner = owner
         self.index = index
         self._spec = spec
         self._backend = backend
         self._settings = settings
         self._rng = rng
+        self._alone = alone
         batch = settings.batch
         items = spec.batch.max_items if batch.enabled else 1
         wait_s = spec.batch.max_wait_ms / 1000.0 if batch.enabled else 0.0
@@ -261,7 +263,7 @@ class Lane:
         elif fault.kind is FaultKind.THROTTLED and self._window is not None:
             self._window.throttled(fault, now, one.number, self._rng, in_flight=others)
         if self.breaker is not None:
-            failed = False if fault is None else counts(fault)
+            failed = False if fault is None else counts(fault, alone=self._alone)
             if failed and not one.trial and (one.cause is Cause.ISOLATION or self._items_fault(fault)):
                 failed = None  # the item's doing, most likely
             if self.breaker.ended(now, failed, trial=one.trial):

@@ -68,7 +68,8 @@ class Line:
         self._billed_s = 0.0
         self._billed_items = 0
         chain = backends if settings.fallback.enabled else backends[:1]
-        self.lanes = [Lane(self, n, self.spec, b, settings, self._rng) for n, b in enumerate(chain)]
+        alone = len(chain) == 1
+        self.lanes = [Lane(self, n, self.spec, b, settings, self._rng, alone=alone) for n, b in enumerate(chain)]
 
     @property
     def waiting(self) -> int:

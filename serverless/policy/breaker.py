@@ -30,10 +30,18 @@ class BreakerPolicy:
     max_open_s: float = 30.0
 
 
-def counts(fault: InfraFault) -> bool | None:
-    """Whether a call's fault is a failure of the provider (True), or says nothing about it (None): a refusal is load,
-    a deadline is the caller's."""
-    return None if fault.kind in (FaultKind.THROTTLED, FaultKind.DEADLINE) else True
+def counts(fault: InfraFault, *, alone: bool = False) -> bool | None:
+    """Whether a call's fault is a failure of the provider (True), shows that it works (False), or says nothing about it
+    (None): a refusal is load, a deadline is the caller's.
+
+    `alone`: there is no other provider. A function whose code fails would then only be made to wait, and whoever runs
+    it would learn late that it is broken: what does not answer opens the breaker, what answers badly does not.
+    """
+    if fault.kind in (FaultKind.THROTTLED, FaultKind.DEADLINE):
+        return None
+    if alone and fault.kind is not FaultKind.UNAVAILABLE:
+        return None if fault.kind is FaultKind.TIMEOUT else False
+    return True
 
 
 class Breaker:

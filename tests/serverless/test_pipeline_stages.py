@@ -329,6 +329,21 @@ def test_a_breaker_opens_and_closes_and_nobody_is_lost() -> None:
     assert stages[Stage.BREAKER].acted >= 1
 
 
+@pytest.mark.parametrize("kind", [FaultKind.CRASH, FaultKind.TIMEOUT, FaultKind.OUT_OF_MEMORY, FaultKind.BAD_ANSWER])
+def test_a_function_that_always_breaks_says_so_at_once(kind: FaultKind) -> None:
+    """With nowhere else to go: a run that is to end by its rate of faults must not wait for a breaker's trials."""
+    provider = Modelled(fails(kind, retryable=True))
+
+    async def main(o: Offload) -> Any:
+        outcomes = await submit_all(o, [numbered(n) for n in range(60)])
+        return outcomes, asyncio.get_running_loop().time(), o.providers("behave")["modelled"][0]
+
+    outcomes, ended, state = drive(main, provider)
+    assert {o.kind for o in outcomes} == {kind}
+    assert state == "closed"
+    assert ended < 10.0
+
+
 def test_model_faults_and_refusals_do_not_open_a_breaker() -> None:
     async def main(o: Offload) -> Any:
         outcomes = await submit_all(o, [item(str(n), do="policy", n=n) for n in range(30)])
