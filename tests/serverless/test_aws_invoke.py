@@ -119,7 +119,7 @@ def test_a_call_goes_to_the_alias_and_a_new_version_takes_over(plane: Plane) -> 
             third = await backend.invoke("behave", [encode(item())], deadline_s=20.0)
             return [reply.invocation.worker for reply in (first, second, third) if reply.invocation is not None]
 
-    assert asyncio.run(main()) == ["aws/behave/1", "aws/behave/2", "aws/behave/1"]
+    assert asyncio.run(main()) == ["aws_lambda/behave/1", "aws_lambda/behave/2", "aws_lambda/behave/1"]
 
 
 def test_concurrency_is_a_bound_and_environments_are_reused(plane: Plane) -> None:
