@@ -16,6 +16,7 @@ from rollart.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
     from serverless.backends.base import Deployer
+    from serverless.rehearse import Rehearsal
 
 __all__ = ["rewards"]
 
@@ -70,20 +71,8 @@ def init(directory: Path, name: str | None) -> None:
 def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> None:
     """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
     from rollart.cli.reward_tables import show_rehearsals
-    from rollart.compose.providers import backend, packages_in, translated, units_by_provider
-    from serverless.rehearse import read_cases, rehearse
 
-    packages = packages_in(source)
-    path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
-    with translated():
-        items = read_cases(path)
-
-        async def all_of_them() -> list[Any]:
-            prices = units_by_provider()
-            async with backend("local", allow_unsafe=allow_unsafe) as place:
-                return [await rehearse(package, items, backend=place, prices=prices) for package in packages]
-
-        found = asyncio.run(all_of_them())
+    found = _rehearsed(source, cases, allow_unsafe=allow_unsafe)
     show_rehearsals(found, output)
     wrong = sum(bool(result.problem) for one in found for result in one.results)
     if wrong:
@@ -249,20 +238,29 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
     """What rewards would cost per run and month on each provider, and against the one they are on."""
     from rollart.cli.reward_tables import show_costs
-    from rollart.compose.providers import canonical, packages_in, translated, units_by_provider
+    from rollart.compose.providers import canonical
+
+    now = None if before is None else canonical(before)
+    found = _rehearsed(source, cases)
+    show_costs(found, items, runs_per_month, now, output)
+
+
+def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:
+    """Every reward of FILE run on the cases, those beside it if none are given."""
+    from rollart.compose.providers import backend, packages_in, translated, units_by_provider
     from serverless.rehearse import read_cases, rehearse
 
     packages = packages_in(source)
     path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
-    now = None if before is None else canonical(before)
     with translated():
-        measured = read_cases(path)
+        items = read_cases(path)
 
-        async def all_of_them() -> list[Any]:
-            return [await rehearse(package, measured, prices=units_by_provider()) for package in packages]
+        async def all_of_them() -> list[Rehearsal]:
+            prices = units_by_provider()
+            async with backend("local", allow_unsafe=allow_unsafe) as place:
+                return [await rehearse(package, items, backend=place, prices=prices) for package in packages]
 
-        found = asyncio.run(all_of_them())
-    show_costs(found, items, runs_per_month, now, output)
+        return asyncio.run(all_of_them())
 
 
 def _with(provider: str, cluster: Path | None, root: Path, do: Callable[[Deployer], Awaitable[T]]) -> T:

@@ -7,11 +7,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, UsageError
+from rollart.spec.cluster import FunctionProvider
 from rollart.spec.load import builtin, load_prices
 from rollart.spec.prices import PriceList
 from rollart.spec.suggest import did_you_mean
@@ -43,7 +44,7 @@ __all__ = [
     "units_by_provider",
 ]
 
-PROVIDERS = ("local", "aws_lambda", "modal", "http")
+PROVIDERS: tuple[str, ...] = get_args(FunctionProvider)
 """By the names that the ledger and the price list have."""
 
 DEPLOYED = ("local", "aws_lambda", "modal")
