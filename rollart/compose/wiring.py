@@ -316,6 +316,7 @@ class _CallsToLedger:
 async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
     """Make every part of the run; at the end stop what was started, in reverse order."""
     loop, resolved = asyncio.get_running_loop(), start.resolved
+    pipeline_settings(resolved.cluster.functions.pipeline)  # what is wrong there is said before anything starts
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
     config = trainer_config(resolved, directory, tokenizer_dir)
