@@ -104,17 +104,20 @@ class EngineShares:
 
     def begin(self, request: str) -> None:
         """The request is in flight from now on. ValueError if it already is."""
-        if request in self._entered:
+        entered = self._entered
+        if request in entered:
             raise ValueError(f"request {request} is already in flight")
         self._advance()
-        self._entered[request] = self._grown
-        self._settle()
+        entered[request] = self._grown
+        if len(entered) == 1:
+            self._settle()
 
     def end(self, request: str) -> float:
         """The request has left; its share in engine seconds. 0 for one that is not in flight."""
         self._advance()
         share = self._grown - self._entered.pop(request, self._grown)
-        self._settle()
+        if not self._entered:
+            self._settle()
         return share
 
     def hold(self, state: str = State.SYNC, cause: str = "") -> None:

@@ -125,13 +125,15 @@ class ThreadWriter:
 
 
 class InlineWriter:
-    """The same without a thread, for a loop on virtual time: writes happen in the caller, at once or when many wait."""
+    """The same without a thread, for a loop on virtual time: what is asked for within `FLUSH_SECONDS` of the loop is
+    one transaction, written on the loop."""
 
     BATCH = 4096
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._rows: list[Any] = []
+        self._waiting: list[_Waiting] = []
         self._error: StorageFailed | None = None
         self._closed = False
 
@@ -143,10 +145,12 @@ class InlineWriter:
 
     async def run(self, operation: Operation) -> Any:
         self._check()
-        (result,) = self._write([operation])
-        if isinstance(result, RollartError):
-            raise result
-        return result
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        if not self._waiting:
+            loop.call_later(FLUSH_SECONDS, self._flush)
+        self._waiting.append((operation, future))
+        return await future
 
     async def failure(self) -> None:
         self._check()
@@ -157,7 +161,7 @@ class InlineWriter:
             return
         try:
             if self._error is None:
-                self._write([])
+                self._flush()
         finally:
             self._closed = True
             self._database.close()
@@ -167,6 +171,14 @@ class InlineWriter:
             raise self._error
         if self._closed:
             raise StorageFailed("the ledger is closed")
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            results = self._write([operation for operation, _ in waiting])
+        except StorageFailed as error:
+            results = [error] * len(waiting)
+        _settle([(future, result) for (_, future), result in zip(waiting, results, strict=True)])
 
     def _write(self, operations: Sequence[Operation]) -> list[Any]:
         rows, self._rows = self._rows, []

@@ -18,9 +18,10 @@ class Expiry(enum.StrEnum):
     FAIL_RUN = "fail_run"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
-    """Times are loop seconds. `waiting_for` is a phrase for people: 'generate on engine-0'."""
+    """Times are loop seconds. `waiting_for` is a phrase for people: 'generate on engine-0'. Not changed once granted
+    (not frozen all the same: two are made per turn of every trajectory)."""
 
     id: int
     owner: str
@@ -42,10 +43,15 @@ class LeaseBook:
     granted: int = 0
 
     def grant(self, owner: str, waiting_for: str, *, now: float, seconds: float, action: Expiry) -> Lease:
-        self.granted += 1
-        lease = Lease(self.granted, owner, waiting_for, now, now + seconds, action)
-        self.open[lease.id] = lease
+        lease = Lease(self.granted + 1, owner, waiting_for, now, now + seconds, action)
+        self.enter(lease)
         return lease
+
+    def enter(self, lease: Lease) -> None:
+        """It is open from now on."""
+        self.granted += 1
+        lease.id = self.granted
+        self.open[lease.id] = lease
 
     def end(self, lease: Lease) -> None:
         self.open.pop(lease.id, None)

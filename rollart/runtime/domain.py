@@ -38,7 +38,7 @@ class Domain:
 
 def derive_seed(*parts: str | int) -> int:
     """One seed per entity: 63 bits from the run's seed and the entity's id, the same on every machine."""
-    text = ":".join(str(p) for p in parts)
+    text = ":".join([str(p) for p in parts])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rollart.fleet import EngineKind, EngineRole, KindLoad, Seat
 from rollart.ledger.clock import EngineShares
+from rollart.model import EngineId
 from rollart.policy.breaker import Breaker
 from rollart.policy.routing import EngineView
 from rollart.ports import Engine
 
 __all__ = ["Member", "Roster", "SessionKv"]
 
+
+SAMPLED = 16
+"""Engines that are looked at for the home of a trajectory, if there are more than twice as many. The least loaded of a
+few drawn ones is nearly as good as that of all (the power of two choices; Mitzenmacher, 2001), and costs the same in a
+fleet of any size."""
 
 DOUBT_S = 10.0
 """For so long an engine in doubt is no news: one slow turn is enough for a doubt, and a look at the engine ends it."""
@@ -105,6 +112,8 @@ class Roster:
         """Whether any engine has a role of its own."""
         self.kinds = 0
         self._prefills: list[str] = []
+        self._alike: tuple[list[Member], ...] | None = None
+        """Members by kind and role; None after a change."""
         self._seated()
 
     def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: Seat | None) -> Member:
@@ -112,6 +121,7 @@ class Roster:
         known = self._seats.get(engine.id)
         self.seat(engine.id, seat if known is None and seat is not None else known or Seat())
         member = self.members[engine.id] = Member(engine, version, shares, self._seats[engine.id])
+        self._alike = None
         return member
 
     def seat(self, engine_id: str, seat: Seat) -> None:
@@ -137,11 +147,18 @@ class Roster:
             return None
         return None if member.seat.role is EngineRole.PREFILL else member
 
-    def views(self, home: str | None, cached: Mapping[str, int], now: float, slots: int) -> list[EngineView]:
-        """Engines as routing sees them: all; with a `home` that one and those that prefill, since no other may be
-        chosen."""
-        members = self.members
-        some = members if home is None else [home, *(e for e in self._prefills if e in members)]
+    def views(
+        self, session: str, version: int, home: Member | None, cached: Mapping[str, int], now: float, slots: int
+    ) -> list[EngineView]:
+        """Engines as routing sees them: `some`; with a `home` that one and of the others those that prefill, since no
+        other may be chosen; and always those that hold KV of the trajectory."""
+        some = {m.engine.id: m for m in self.some(session, version)}
+        if home is not None:
+            some = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL} | {home.engine.id: home}
+        for engine_id in cached:
+            holder = self.members.get(EngineId(engine_id))
+            if holder is not None and (home is None or holder.seat.role is EngineRole.PREFILL):
+                some[holder.engine.id] = holder
         return [
             EngineView(
                 e,
@@ -154,10 +171,24 @@ class Roster:
                 cached.get(e, 0),
                 m.breaker.open(now),
             )
-            for e, m in ((e, members[e]) for e in some)
+            for e, m in some.items()
         ]
 
+    def some(self, session: str, version: int) -> Iterable[Member]:
+        """Engines to choose from by load: all, or in a large fleet a few of every kind and role, drawn by the session's
+        name; all of those of which none drawn serves."""
+        if len(self.members) <= 2 * SAMPLED:
+            return self.members.values()
+        if self._alike is None:
+            alike: dict[tuple[EngineKind, EngineRole], list[Member]] = {}
+            for member in self.members.values():
+                alike.setdefault((member.seat.kind, member.seat.role), []).append(member)
+            self._alike = tuple(alike.values())
+        seed = zlib.crc32(session.encode())
+        return [m for members in self._alike for m in _drawn(members, seed, version)]
+
     def _seated(self) -> None:
+        self._alike = None
         seats = self._seats.values()
         self.roles = any(s.role is not EngineRole.ENGINE for s in seats)
         self.kinds = len({s.kind for s in seats})
@@ -180,3 +211,13 @@ class Roster:
                 len(members), len(up), sum(m.backlog_s(now, slots) for m in up) / n, sum(m.running for m in up) / n
             )
         return loads
+
+
+def _drawn(members: list[Member], seed: int, version: int) -> Iterable[Member]:
+    """`SAMPLED` of the members, or all if none of these serves."""
+    n = len(members)
+    if n <= SAMPLED:
+        return members
+    step = 1 + seed % (n - 1)
+    few = [members[i] for i in dict.fromkeys((seed // n + k * step) % n for k in range(SAMPLED))]
+    return few if any(m.serves and m.version == version for m in few) else members

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rollart.errors import LeaseExpired
 from rollart.model import (
@@ -12,6 +13,7 @@ from rollart.model import (
     ModelFault,
     Outcome,
     Scored,
+    Segment,
     SegmentKind,
     TrainSample,
     Trajectory,
@@ -60,27 +62,56 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
     paid = list(steps) if steps is not None else [0.0] * (action_tokens - 1) + [score]
     if len(paid) != action_tokens:
         raise ValueError(f"{trajectory.id}: {len(paid)} step rewards for {action_tokens} action tokens")
-    payments = iter(paid)
-    segments = trajectory.segments
-    acts = [s.kind is SegmentKind.ACTION for s in segments]
-    restricted = any(s.allowed is not None for s in segments)
-
-    def spread(values: list[object]) -> tuple[object, ...]:
-        return tuple(chain.from_iterable((v,) * len(s.token_ids) for s, v in zip(segments, values, strict=True)))
-
-    mask = spread(list(acts))
+    spread = _Spread()
+    for segment in trajectory.segments:
+        spread.add(segment, paid)
     return TrainSample(
         id=trajectory.id,
         group=trajectory.group,
         domain=trajectory.domain,
         v0=trajectory.v0,
-        token_ids=trajectory.token_ids,
-        loss_mask=mask,  # type: ignore[arg-type]
-        logprobs=tuple(chain.from_iterable(s.logprobs or (0.0,) * len(s.token_ids) for s in segments)),
-        versions=spread([-1 if s.policy_version is None else s.policy_version for s in segments]),  # type: ignore[arg-type]
-        turn=spread([s.turn if a else -1 for s, a in zip(segments, acts, strict=True)]),  # type: ignore[arg-type]
-        rewards=tuple(next(payments) if m else 0.0 for m in mask),
+        token_ids=tuple(spread.token_ids),
+        loss_mask=tuple(spread.mask),
+        logprobs=tuple(spread.logprobs),
+        versions=tuple(spread.versions),
+        turn=tuple(spread.turn),
+        rewards=tuple(spread.rewards),
         score=score,
         success=trajectory.success,
-        allowed=spread([s.allowed for s in segments]) if restricted else (),  # type: ignore[arg-type]
+        allowed=tuple(spread.allowed) if spread.restricted else (),
     )
+
+
+@dataclass(slots=True)
+class _Spread:
+    """A trajectory's segments token by token. One pass: every trajectory goes through here."""
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    allowed: list[tuple[int, ...] | None] = field(default_factory=list)
+    restricted: bool = False
+    paid: int = 0
+
+    def add(self, segment: Segment, paid: Sequence[float]) -> None:
+        n = len(segment.token_ids)
+        self.token_ids += segment.token_ids
+        if segment.kind is SegmentKind.ACTION:
+            assert segment.policy_version is not None
+            self.mask += (True,) * n
+            self.logprobs += segment.logprobs
+            self.versions += (segment.policy_version,) * n
+            self.turn += (segment.turn,) * n
+            self.rewards += paid[self.paid : self.paid + n]
+            self.paid += n
+        else:
+            self.mask += (False,) * n
+            self.logprobs += (0.0,) * n
+            self.versions += (-1,) * n
+            self.turn += (-1,) * n
+            self.rewards += (0.0,) * n
+        self.allowed += (segment.allowed,) * n
+        self.restricted = self.restricted or segment.allowed is not None

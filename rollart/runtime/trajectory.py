@@ -202,11 +202,13 @@ class TrajectoryRunner:
         return self._tokenizer.decode(said)
 
     def _note_turn(self, live: Live, observation: Observation, text: str, step: Step) -> None:
-        ids = [
-            t for s in live.segments if s.kind is SegmentKind.ACTION and s.turn == len(live.turns) for t in s.token_ids
-        ]
-        tokens = tuple(self._tokenizer.token(t) for t in ids)
-        live.turns.append(Turn(len(live.turns), observation.text, text, tokens, step.reward))
+        token, index, ids = self._tokenizer.token, len(live.turns), []
+        for segment in reversed(live.segments):  # this turn's actions are the last ones
+            if segment.kind is not SegmentKind.ACTION or segment.turn != index:
+                break
+            ids.append(segment.token_ids)
+        tokens = tuple([token(t) for some in reversed(ids) for t in some])
+        live.turns.append(Turn(index, observation.text, text, tokens, step.reward))
 
     def _full(self, live: Live, observation: Observation) -> bool:
         """Whether the next turn's observation would leave no room to answer."""
@@ -250,7 +252,7 @@ class TrajectoryRunner:
 
     async def _reset(self, live: Live, environment: Environment) -> Observation:
         try:
-            async with self._leases.hold(
+            with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
             ) as lease:
                 observation = checked_observation(await environment.reset(live.seed))
@@ -261,7 +263,7 @@ class TrajectoryRunner:
 
     async def _step(self, live: Live, environment: Environment, text: str) -> Step:
         try:
-            async with self._leases.hold(
+            with self._leases.hold(
                 live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
             ) as lease:
                 step = checked_step(await environment.step(text))
@@ -274,13 +276,17 @@ class TrajectoryRunner:
         """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
         limit = self._limits.env_close_s
         try:
-            with contextlib.suppress(Exception):
-                async with self._leases.hold(live.id, "release of its prefix KV", limit, Expiry.GAP_FILL):
-                    await self._gateway.forget(live.id)
+            with (
+                contextlib.suppress(Exception),
+                self._leases.hold(live.id, "release of its prefix KV", limit, Expiry.GAP_FILL),
+            ):
+                await self._gateway.forget(live.id)
         finally:
-            with contextlib.suppress(Exception):
-                async with self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL):
-                    await environment.close()
+            with (
+                contextlib.suppress(Exception),
+                self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL),
+            ):
+                await environment.close()
 
 
 def _made(live: Live) -> Environment:

@@ -260,7 +260,7 @@ class Turns:
         member.shares.begin(request.request_id)
         what = "generation" if generates else "prefill"
         try:
-            async with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY):
+            with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY):
                 return await member.engine.generate(request)
         finally:
             member.running -= 1
@@ -306,7 +306,10 @@ class Turns:
     def _choose(self, turn: Turn, kv: SessionKv, home: Member | None) -> Path | None:
         roster = self._roster
         if not self._special:
-            views = [EngineView(e, m.running, len(m.sessions), m.serves, m.version) for e, m in roster.members.items()]
+            views = [
+                EngineView(m.engine.id, m.running, len(m.sessions), m.serves, m.version)
+                for m in roster.some(turn.session, self.version)
+            ]
             chosen = choose_engine(views, sticky=None, version=self.version)
             return None if chosen is None else Path(chosen, None, "least loaded")
         view = TurnView(
@@ -319,7 +322,7 @@ class Turns:
         )
         now = asyncio.get_running_loop().time()
         path = route(
-            roster.views(None if home is None else home.engine.id, kv.cached, now, self._limits.slots),
+            roster.views(turn.session, self.version, home, kv.cached, now, self._limits.slots),
             view,
             self.router,
             sticky=kv.home,

@@ -53,12 +53,6 @@ class _Handle:
     def when(self) -> float:
         return self._when
 
-    def run(self) -> None:
-        if self._context is not None:
-            self._context.run(self._callback, *self._args)
-        else:
-            self._callback(*self._args)
-
 
 def _nothing() -> None:
     return None
@@ -88,7 +82,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:  # type: ignore[override]
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        when = self._now + delay if delay > 0.0 else self._now
+        handle = _Handle(when, callback, args, context)
+        tie = self._random.random() if self._random is not None else 0.0
+        heapq.heappush(self._timers, (when, tie, next(self._sequence), handle))
+        return handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:  # type: ignore[override]
         when = max(when, self._now)
@@ -162,16 +160,22 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     default_exception_handler = call_exception_handler
 
     def _turn(self) -> None:
-        if not self._ready:
+        ready = self._ready
+        if not ready:
             self._advance()
-        count = len(self._ready)
-        batch = [self._ready.popleft() for _ in range(count)]
+        count = len(ready)
         if self._random is not None and count > 1:
+            batch = [ready.popleft() for _ in range(count)]
             self._random.shuffle(batch)
-        for handle in batch:
-            if not handle._cancelled:
-                self.callbacks += 1
-                handle.run()
+            ready.extendleft(reversed(batch))
+        self.callbacks += count
+        for _ in range(count):
+            handle = ready.popleft()
+            context = handle._context
+            if context is None:
+                handle._callback(*handle._args)
+            else:
+                context.run(handle._callback, *handle._args)
 
     def _advance(self) -> None:
         timers = self._timers
