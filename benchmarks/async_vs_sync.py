@@ -46,7 +46,7 @@ def rollout(sigma: float, *, lockstep: bool, scale: float, trajectories: int = 5
         seed=1,
         engine_s=lambda _: scale * 1.0,
         env_s=step_seconds,
-        lockstep=lockstep,
+        schedule="sync" if lockstep else "sync_plus",
         waits=WaitLimits(env_reset_s=600.0, env_step_s=600.0),
     )
 

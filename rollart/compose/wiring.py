@@ -27,6 +27,7 @@ from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
+from rollart.policy.schedules import resolve as schedule
 from rollart.ports import RunEvent
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -236,19 +237,17 @@ class Parts:
 
 
 def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> ControlSettings:
-    """The run spec for the control plane. `schedule: sync` is on-policy and in lockstep. `roles`: see `seats`."""
+    """The run spec for the control plane. `roles`: see `seats`."""
     run, leases = resolved.run, resolved.run.leases
-    sync = run.schedule == "sync"
     return ControlSettings(
         SchedulerSettings(
             seed=run.seed,
             steps=run.steps,
-            alpha=0 if sync else run.staleness,
+            rules=schedule(run.schedule, run.staleness),
             max_attempts=run.faults.max_attempts_per_group,
             max_fault_rate=run.faults.max_rate,
             min_faults=run.faults.min_count,
         ),
-        lockstep=sync,
         token_budget=run.batch.tokens,
         waits=WaitLimits(
             env_reset_s=leases.env_step_s,

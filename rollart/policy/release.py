@@ -19,15 +19,30 @@ class SlotLedger:
 
     held: dict[str, tuple[str, int]] = field(default_factory=dict)
     outstanding: Counter[str] = field(default_factory=Counter)
+    ahead: Counter[str] = field(default_factory=Counter)
+    """Of the outstanding ones, those that were not given to training as the batch before the next."""
+    _training: set[str] = field(default_factory=set)
 
     def admit(self, group: str, domain: str, samples: int) -> None:
         if group in self.held:
             raise ValueError(f"group {group} already holds slots")
         self.held[group] = (domain, samples)
         self.outstanding[domain] += samples
+        self.ahead[domain] += samples
+
+    def train(self, group: str) -> None:
+        """The group is in training, and counts no longer against what may start."""
+        if group not in self._training:
+            domain, samples = self.held[group]
+            self._training.add(group)
+            self.ahead[domain] -= samples
 
     def release(self, group: str) -> int:
         """Free the group's slots, returns how many. Releasing twice is our own bug."""
         domain, samples = self.held.pop(group)
         self.outstanding[domain] -= samples
+        if group in self._training:
+            self._training.discard(group)
+        else:
+            self.ahead[domain] -= samples
         return samples

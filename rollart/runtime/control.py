@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from rollart.fleet import Seat
 from rollart.ledger.clock import ResourceClock
-from rollart.model import EngineId, Group
+from rollart.model import EngineId, Group, PauseMode
 from rollart.policy.routing import Router
+from rollart.policy.schedules import InFlight, Schedule, Turns
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
@@ -29,14 +30,15 @@ from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
 
 __all__ = ["ControlPlane", "ControlSettings", "Hooks"]
 
+ANY_AGE = 2**31
+"""A bound that no sample exceeds, for schedules that judge at the start or nowhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class ControlSettings:
-    """How the run is scheduled and how long it waits, seconds. `lockstep` makes turns wait for the slowest environment
-    (the batch-level schedule); `token_budget` bounds a batch's tokens."""
+    """How the run is scheduled and how long it waits, seconds. `token_budget` bounds a batch's tokens."""
 
     schedule: SchedulerSettings
-    lockstep: bool = False
     token_budget: int | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
@@ -88,18 +90,22 @@ class ControlPlane:
     ) -> None:
         self._settings = settings
         self._hooks = hooks
-        bound = StalenessBound(settings.schedule.alpha)
+        rules = settings.schedule.rules
         self.gateway = _gateway(leases, recorder, version, settings, hooks)
         runner = TrajectoryRunner(
             self.gateway,
             tokenizer,
             leases,
             limits=settings.waits,
-            stale=lambda v0: bound.stale(v0, self.gateway.version),
-            barrier=TurnBarrier() if settings.lockstep else FreeRunning(),
+            stale=_judge(rules, self.gateway),
+            barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
         )
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
-        buffer = SampleBuffer({d.name: d.quota for d in domains}, bound=bound, token_budget=settings.token_budget)
+        buffer = SampleBuffer(
+            {d.name: d.quota for d in domains},
+            bound=rules.bound if rules.drops_stale else StalenessBound(ANY_AGE),
+            token_budget=settings.token_budget,
+        )
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule)
         publisher = Publisher(
@@ -110,6 +116,7 @@ class ControlPlane:
             leases,
             publish_s=settings.publish_s,
             on_version=self._published,
+            drained=self.scheduler.drained,
             in_use=hooks.versions_in_use,
         )
         self._training = Training(
@@ -121,6 +128,7 @@ class ControlPlane:
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
             on_step=hooks.step,
+            on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
         )
         self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
@@ -170,6 +178,14 @@ class ControlPlane:
         self._hooks.version(version)
 
 
+def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
+    """What is asked at every turn (I2). Other schedules than those that abort there never do."""
+    if not rules.aborts_stale:
+        return lambda v0: False
+    bound = rules.bound
+    return lambda v0: bound.stale(v0, gateway.version)
+
+
 def _gateway(leases: Leases, recorder: Recorder, version: int, settings: ControlSettings, hooks: Hooks) -> Gateway:
     return Gateway(
         leases,
@@ -179,4 +195,5 @@ def _gateway(leases: Leases, recorder: Recorder, version: int, settings: Control
         recorder=recorder,
         router=settings.router,
         seats=settings.seats,
+        pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlight.TURN_REDONE else PauseMode.KEEP,
     )

@@ -47,7 +47,11 @@ class Gateway:
         recorder: Recorder | None = None,
         router: Router | None = None,
         seats: Mapping[str, Seat] | None = None,
+        pause: PauseMode = PauseMode.KEEP,
     ) -> None:
+        """`pause`: what a weight update does to turns under way. KEEP resumes them under the new weights, ABORT
+        generates them again from their history."""
+        self._pause = pause
         self._leases = leases
         self._limits = limits
         self._on_suspect = on_suspect
@@ -263,7 +267,7 @@ class Gateway:
             async with self._leases.hold(
                 "publish", f"weights v{weights.version} on {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
             ):
-                await member.engine.pause(PauseMode.KEEP)
+                await member.engine.pause(self._pause)
                 await member.engine.update_weights(weights)
             member.version = weights.version
         except (EngineError, LeaseExpired):

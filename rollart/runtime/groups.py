@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rollart.model import AbortReason, Group, GroupId, TrainSample
 from rollart.policy.grouping import GroupDecision, GroupState
+from rollart.policy.schedules import Judged
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
 from rollart.runtime.trajectory import Live
@@ -58,6 +59,8 @@ class GroupTable:
         self._on_complete = on_complete
         self._on_drop = on_drop
         self._runs: dict[str, GroupRun] = {}
+        self._leftover: dict[str, GroupRun] = {}
+        """Given up, with members that still run."""
 
     def open(self, group_id: GroupId, domain: Domain, seed: int) -> GroupRun:
         run = GroupRun(group_id, domain, seed, GroupState(domain.group_size, self._max_attempts))
@@ -81,12 +84,19 @@ class GroupTable:
         return False
 
     def drop(self, run: GroupRun, reason: AbortReason, detail: str, *, besides: int | None = None) -> None:
-        del self._runs[run.id]
+        self._give_up(run, reason, detail)
         run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
-        self._on_drop(run, reason, detail)
 
-    def published(self, version: int) -> None:
-        """A version is current: drop groups that can never be consumed whole, restart stale members of the others."""
+    def published(self, version: int, judged: Judged = Judged.EVERY_TURN) -> None:
+        """A version is current. Judged at every turn: drop groups that can never be consumed whole, restart stale
+        members of the others. Judged at the batch: give stale groups up, and let their members run on."""
+        if judged is Judged.AT_BATCH:
+            for run in list(self._runs.values()):
+                begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
+                if any(self._bound.stale(v0, version) for v0 in begun):
+                    self._give_up(run, AbortReason.STALE, f"begun too long before v{version}")
+        if judged is not Judged.EVERY_TURN:
+            return
         for run in list(self._runs.values()):
             if run.state.published(version, self._bound) is GroupDecision.DROP:
                 self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
@@ -95,8 +105,19 @@ class GroupTable:
                 run.cancel(stale, AbortReason.STALE)
 
     def cancel_all(self, reason: AbortReason) -> None:
-        for run in self._runs.values():
+        for run in [*self._runs.values(), *self._leftover.values()]:
             run.cancel(list(run.live), reason)
+
+    def ended(self, run: GroupRun) -> None:
+        """A member's task is over."""
+        if run.id in self._leftover and not run.live:
+            del self._leftover[run.id]
+
+    def _give_up(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
+        del self._runs[run.id]
+        if run.live:
+            self._leftover[run.id] = run
+        self._on_drop(run, reason, detail)
 
     def holds(self, run: GroupRun) -> bool:
         """Whether the group is still under way."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from rollart.errors import LeaseExpired, StorageFailed
 from rollart.model import Group
@@ -32,6 +32,7 @@ class Publisher:
         *,
         publish_s: float,
         on_version: Callable[[int, Sequence[Group]], None],
+        drained: Callable[[], Awaitable[None]] | None = None,
         in_use: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self._trainer = trainer
@@ -41,6 +42,7 @@ class Publisher:
         self._leases = leases
         self._publish_s = publish_s
         self._on_version = on_version
+        self._drained = drained
         self._in_use = in_use
 
     async def publish(self, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
@@ -52,5 +54,8 @@ class Publisher:
                 await self._journal.commit(version=version, step=step, consumed=consumed, metrics=metrics)
         except LeaseExpired as error:
             raise StorageFailed(str(error), remedy="look at the disk of the run directory, then --resume") from None
+        if self._drained is not None:
+            with self._leases.note("publish", f"trajectories to end before v{version}"):
+                await self._drained()
         await self._gateway.update(weights, lambda v: self._on_version(v, consumed))
         self._store.prune(keep=[version - 1, version, *self._in_use()])

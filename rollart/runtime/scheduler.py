@@ -10,8 +10,10 @@ from rollart.errors import SpecError
 from rollart.model import AbortReason, Group, GroupId, Purpose, TrainSample, TrajectoryId
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.release import SlotLedger
-from rollart.policy.staleness import StalenessBound
+from rollart.policy.schedules import Admission, Schedule
+from rollart.policy.schedules import Rewarding as RewardStage
 from rollart.ports import Journal, Recorder, Recovered, RunEvent
+from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.faults import FaultMeter
@@ -24,12 +26,13 @@ __all__ = ["Scheduler", "SchedulerSettings"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """`alpha` publishes of staleness; `steps` training steps in all; `max_attempts` per group before its prompt is
-    given up; faults above `max_fault_rate` end the run once there are `min_faults`."""
+    """`rules` say how far rollout runs ahead and what becomes of what is too old; `steps` training steps in all;
+    `max_attempts` per group before its prompt is given up; faults above `max_fault_rate` end the run once there are
+    `min_faults`."""
 
     seed: int
     steps: int
-    alpha: int
+    rules: Schedule
     max_attempts: int = 3
     max_fault_rate: float = 0.05
     min_faults: int = 20
@@ -70,11 +73,14 @@ class Scheduler:
         self._journal = journal
         self._recorder = recorder
         self._settings = settings
-        self._bound = StalenessBound(settings.alpha)
-        self._window = AdmissionWindow(
-            tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains), settings.alpha
-        )
+        self._rules = settings.rules
+        self._bound = settings.rules.bound
+        quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
+        self._window = AdmissionWindow(quotas, settings.rules.alpha if self._rules.windowed else 0)
         self._slots = SlotLedger()
+        # Rewards as a stage of their own wait until every trajectory of the batch has ended.
+        self._stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
+        self._quiet = asyncio.Event()
         self._groups = GroupTable(
             bound=self._bound,
             max_attempts=settings.max_attempts,
@@ -117,7 +123,7 @@ class Scheduler:
         for group in consumed:
             self._progress.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
-        self._groups.published(version)
+        self._groups.published(version, self._rules.judged)
         self._evict(version)
         self._buffer.published()
         self._freed.set()
@@ -127,6 +133,20 @@ class Scheduler:
         for group in groups:
             self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
 
+    def taken(self, groups: Sequence[Group]) -> None:
+        """They are in training: under a schedule of whole batches the next one may start."""
+        if self._rules.admission is Admission.NEXT_BATCH:
+            for group in groups:
+                self._slots.train(group.id)
+            self._freed.set()
+
+    async def drained(self) -> None:
+        """Returns when weights may change: at once, or when no trajectory is under way (whole batches end under the
+        weights that they began with)."""
+        while not self._rules.may_publish(running=self._groups.live()):
+            self._quiet.clear()
+            await self._quiet.wait()
+
     def outstanding(self) -> Mapping[str, int]:
         """Samples per domain that hold a slot: running, waiting in the buffer, or in training."""
         return dict(self._slots.outstanding)
@@ -135,6 +155,8 @@ class Scheduler:
         return self._groups.live()
 
     def _evict(self, version: int) -> None:
+        if not self._rules.drops_stale:
+            return
         for group in self._buffer.stale(version):
             self._buffer.discard(group.id)
             domain = self._domains[group.domain]
@@ -152,7 +174,7 @@ class Scheduler:
     def _reserve(self) -> list[tuple[GroupId, Domain, int]]:
         """Take slots for every group that may start now: its id, domain and seed."""
         fresh = []
-        while (name := self._window.next_domain(self._slots.outstanding, self._remaining())) is not None:
+        while (name := self._window.next_domain(self._slots.ahead, self._remaining())) is not None:
             domain, index = self._domains[name], self._progress.drawn[name]
             self._progress.drawn[name] = index + 1
             group_id = GroupId(f"{name}-{index}")
@@ -189,6 +211,12 @@ class Scheduler:
             run.tasks[member] = tasks.create_task(self._member(run, member), name=name)
 
     async def _member(self, run: GroupRun, member: int) -> None:
+        try:
+            await self._attempts(run, member)
+        finally:
+            self._groups.ended(run)
+
+    async def _attempts(self, run: GroupRun, member: int) -> None:
         """Attempts of one member until it is scored or its group is gone."""
         attempt = 0
         while not self._closed:
@@ -222,8 +250,14 @@ class Scheduler:
                 return
 
     async def _attempt(self, live: Live) -> TrainSample:
-        trajectory = await self._runner.run(live)
-        return await self._rewarding.score(trajectory)
+        self._stage.join()
+        try:
+            trajectory = await self._runner.run(live)
+            await self._stage.turn()
+            return await self._rewarding.score(trajectory)
+        finally:
+            self._stage.leave()
+            self._quiet.set()
 
     def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
         """The sample is durable: it counts, unless its group was dropped or a publish made it stale meanwhile."""

@@ -54,6 +54,7 @@ class Training:
         recover: Callable[[], Awaitable[None]],
         on_step: Callable[[StepDone], None],
         on_refused: Callable[[Sequence[Group], str], None],
+        on_taken: Callable[[Sequence[Group]], None] = lambda _: None,
         attempts: int = 3,
     ) -> None:
         self._trainer = trainer
@@ -65,6 +66,7 @@ class Training:
         self._recover = recover
         self._on_step = on_step
         self._on_refused = on_refused
+        self._on_taken = on_taken
         self._attempts = attempts
 
     async def run(self, *, first_step: int, version: int, steps: int) -> None:
@@ -86,6 +88,7 @@ class Training:
         for refused in range(1, REFUSALS + 1):
             with self._leases.note("training", f"a batch for step {step}"):
                 groups = await self._buffer.take(version)
+            self._on_taken(groups)
             began = loop.time()
             try:
                 return groups, await self._step(groups, version, step), began

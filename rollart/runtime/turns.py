@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.fleet import Routes
-from rollart.model import Completion, GenerateRequest
+from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import EngineView, Path, Router, TurnView, choose_engine, route
 from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_id, prefill_request
@@ -151,6 +151,8 @@ class Turns:
         except (EngineError, LeaseExpired) as error:
             wasted, way = turn.spent - before, (kv, home, source)
             raise await self._unanswered(turn, way, request, error, wasted, moved=self.version != version) from None
+        if completion.finish is FinishReason.ABORT and (self.version != version or not self.gate.is_set()):
+            raise _Again  # ended by a weight update: generated again from its history
         if source is not None:
             source.breaker.succeeded()
         if self._special:

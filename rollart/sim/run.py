@@ -13,6 +13,7 @@ from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.routing import Router
+from rollart.policy.schedules import SCHEDULES
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -53,7 +54,7 @@ class SimulatedRun:
     rewarder: SimulatedRewarder
     journal: Journal
     recorder: Recorder
-    lockstep: bool = False
+    schedule: str = "rollart"
     max_attempts: int = 3
     max_fault_rate: float = 1.0
     token_budget: int | None = None
@@ -118,13 +119,12 @@ class SimulatedRun:
         schedule = SchedulerSettings(
             seed=0,
             steps=self.steps,
-            alpha=self.alpha,
+            rules=SCHEDULES[self.schedule](self.alpha),
             max_attempts=self.max_attempts,
             max_fault_rate=self.max_fault_rate,
         )
         return ControlSettings(
             schedule,
-            lockstep=self.lockstep,
             token_budget=self.token_budget,
             waits=self.waits,
             gateway=self.limits,

@@ -62,7 +62,8 @@ class SimulatedEngine:
     """Generates `tokens` tokens in `seconds(rng)`; keeps requests through a pause and spans their versions.
 
     A request that is under way when the weights change gets its first half under the old and its second half under the
-    new version. `fail` makes it refuse everything, retryably, until set to False.
+    new version; after a pause with ABORT it ends without an answer, which is told when its time is over. `fail` makes
+    the engine refuse everything, retryably, until set to False.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SimulatedEngine:
         self._random = random.Random(f"{seed}:{name}")
         self._resumed = asyncio.Event()
         self._resumed.set()
+        self._epoch = 0
         self.running = 0
         self.served = 0
         self.fail = False
@@ -97,8 +99,11 @@ class SimulatedEngine:
             if not self._resumed.is_set():
                 await self._resumed.wait()
                 first = self._version
+            epoch = self._epoch
             if self._seconds is not None:
                 await asyncio.sleep(self._seconds(self._random))
+                if epoch != self._epoch:
+                    return Completion((), (), (), FinishReason.ABORT, len(request.token_ids), 0)
                 if not self._resumed.is_set():
                     await self._resumed.wait()
             self._check()
@@ -125,6 +130,7 @@ class SimulatedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         self._check()
+        self._epoch += mode is PauseMode.ABORT
         self._resumed.clear()
 
     async def resume(self) -> None:

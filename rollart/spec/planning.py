@@ -232,6 +232,8 @@ def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, .
             "allow; give a profile, or placement.profile a finished run"
         )
     notes += [f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given")]
-    if run.schedule == "sync":
-        notes.append("schedule is sync: generation and training take turns, which the rate does not account for")
+    if run.schedule in ("sync", "sync_plus"):
+        notes.append(
+            f"schedule is {run.schedule}: generation and training take turns, which the rate does not account for"
+        )
     return tuple(notes)

@@ -12,7 +12,7 @@ from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.document import Loc
 from rollart.spec.prices import PriceList
-from rollart.spec.run import RunSpec
+from rollart.spec.run import LAG, RunSpec
 from rollart.spec.run_parts import DomainSpec
 from rollart.spec.suggest import did_you_mean
 
@@ -103,10 +103,11 @@ def _model(run: RunSpec) -> Iterable[Problem]:
 
 
 def _schedule(run: RunSpec) -> Iterable[Problem]:
-    if run.schedule == "sync" and run.staleness != 0:
+    lag = LAG.get(run.schedule)
+    if lag is not None and run.staleness != lag:
         yield Problem(
             ("staleness",),
-            f"staleness is {run.staleness} (rule: 0 under `schedule: sync`, whose batches are of the current version)",
+            f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)",
         )
 
 

@@ -21,7 +21,10 @@ from rollart.spec.run_parts import (
     WarmStartSpec,
 )
 
-__all__ = ["MAX_STALENESS", "RunSpec"]
+__all__ = ["LAG", "MAX_STALENESS", "RunSpec"]
+
+LAG = {"sync": 0, "sync_plus": 0, "one_off": 1}
+"""Staleness of the schedules whose stages follow each other (those of `policy.schedules`)."""
 
 MAX_STALENESS = 8
 """Largest staleness bound: at 8 versions every loss has degraded on a small task (docs/training.md)."""
@@ -33,16 +36,17 @@ class RunSpec(Entry):
     name: Name = Field(description="Name of the run; its directory under the runs directory is called after it.")
     seed: int = Field(default=0, ge=0, description="Seed of every random stream, each derived by (seed, id).")
     model: ModelSpec = Field(description="The policy.")
-    schedule: Literal["sync", "async"] = Field(
+    schedule: Literal["sync", "sync_plus", "one_off", "areal", "rollart", "roll_flash", "async"] = Field(
         default="async",
-        description="sync: generate a batch, train on it, publish, repeat. async: generate while training.",
+        description="When rollout, training and weight updates overlap, and what is done to what is too old "
+        "(docs/schedules.md). async: rollart.",
     )
     staleness: int = Field(
         default=1,
         ge=0,
         le=MAX_STALENESS,
         description="Largest number of versions between a trajectory's first token and the step that trains on it "
-        "(α). 0 under `schedule: sync`.",
+        "(α). 0 under `sync` and `sync_plus`, 1 under `one_off`.",
     )
     steps: int = Field(default=100, ge=0, description="Training steps; each publishes one policy version.")
     batch: BatchSpec = Field(default_factory=BatchSpec, description="What one training step consumes.")
@@ -69,10 +73,10 @@ class RunSpec(Entry):
 
     @model_validator(mode="before")
     @classmethod
-    def _sync_is_on_policy(cls, data: Any) -> Any:
-        """A sync run that says nothing about staleness has none."""
-        if isinstance(data, dict) and data.get("schedule") == "sync" and "staleness" not in data:
-            return {**data, "staleness": 0}
+    def _lag_of_schedule(cls, data: Any) -> Any:
+        """A run that says nothing about staleness has that of its schedule."""
+        if isinstance(data, dict) and data.get("schedule") in LAG and "staleness" not in data:
+            return {**data, "staleness": LAG[data["schedule"]]}
         return data
 
     def domain(self, name: str) -> DomainSpec:

@@ -1,0 +1,243 @@
+"""The published schedules as values: which of a few independent switches each of them sets.
+
+A schedule says when rollout, reward, training and weight updates may overlap, and what keeps samples fresh. The runtime
+follows the switches; nothing anywhere asks for a schedule by its name. Sources: RollArt §4, §7.2 (sync, sync_plus,
+one_off, areal and rollart as compared there), ROLL Flash §2 (roll_flash), AReaL (interruptible rollouts).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollart.policy.staleness import StalenessBound
+
+__all__ = [
+    "SCHEDULES",
+    "Admission",
+    "Consumption",
+    "InFlight",
+    "Judged",
+    "Rewarding",
+    "Schedule",
+    "Turns",
+    "resolve",
+]
+
+
+class Turns(enum.StrEnum):
+    """What a turn waits for."""
+
+    LOCKSTEP = "lockstep"
+    """Every trajectory of the batch: generate for all, then step all environments."""
+    TRAJECTORY = "trajectory"
+    """Its own environment only."""
+
+
+class Rewarding(enum.StrEnum):
+    """When rewards are computed."""
+
+    INLINE = "inline"
+    """As a stage of its own, once every trajectory of the batch has ended."""
+    ASYNCHRONOUS = "asynchronous"
+    """As each trajectory ends."""
+
+
+class Judged(enum.StrEnum):
+    """Where n - v0 is held against alpha."""
+
+    NOWHERE = "nowhere"
+    """The order of the stages leaves no other lag than alpha."""
+    AT_START = "at_start"
+    """Admission alone; a trajectory that outlives its bound is trained as it is."""
+    AT_BATCH = "at_batch"
+    """A group that is too old is left out of the batch; its trajectories run on to their end, for nothing."""
+    EVERY_TURN = "every_turn"
+    """At every turn and every publish; what is too old is aborted there and then (I2)."""
+
+
+class Admission(enum.StrEnum):
+    """How far rollout may run ahead of training."""
+
+    ONE_BATCH = "one_batch"
+    """A batch, once the one before has been trained and published."""
+    NEXT_BATCH = "next_batch"
+    """A batch, once the one before has been generated: it is trained meanwhile."""
+    WINDOW = "window"
+    """Group by group, while samples that wait, run or are in training stay within (alpha + 1) batches (I4)."""
+
+
+class InFlight(enum.StrEnum):
+    """What a weight update finds under way."""
+
+    DRAINED = "drained"
+    """Nothing: it waits until all have ended."""
+    RESUMED = "resumed"
+    """Trajectories that go on under the new weights, tokens kept, KV recomputed (I5)."""
+    TURN_REDONE = "turn_redone"
+    """Trajectories whose turn is aborted and generated again from its history; finished turns are kept."""
+
+
+class Consumption(enum.StrEnum):
+    """What training takes."""
+
+    OLDEST_BATCH = "oldest_batch"
+    """The groups that were admitted together, all of them."""
+    ANY_GROUPS = "any_groups"
+    """Any complete groups, oldest version first, up to the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`alpha` in publishes. ValueError where two switches contradict each other."""
+
+    name: str
+    turns: Turns
+    rewarding: Rewarding
+    training_blocks_rollout: bool
+    alpha: int
+    judged: Judged
+    admission: Admission
+    in_flight: InFlight
+    consumption: Consumption
+
+    def __post_init__(self) -> None:
+        StalenessBound(self.alpha)
+        for broken, rule in (
+            (self.admission is Admission.ONE_BATCH and self.alpha != 0, "one batch at a time has no lag: alpha is 0"),
+            (self.admission is Admission.NEXT_BATCH and self.alpha != 1, "one batch ahead has a lag of 1: alpha is 1"),
+            (
+                self.training_blocks_rollout != (self.admission is Admission.ONE_BATCH),
+                "training blocks rollout exactly where one batch is admitted at a time",
+            ),
+            (
+                (self.judged is Judged.NOWHERE) != (self.admission is not Admission.WINDOW),
+                "only a window of groups needs its staleness judged, and it does",
+            ),
+            (
+                (self.in_flight is InFlight.DRAINED) != (self.admission is not Admission.WINDOW),
+                "whole batches are drained before an update, a window of groups never is",
+            ),
+            (
+                (self.consumption is Consumption.OLDEST_BATCH) != (self.admission is not Admission.WINDOW),
+                "what is admitted in batches is consumed in batches",
+            ),
+            (
+                self.turns is Turns.LOCKSTEP and self.admission is not Admission.ONE_BATCH,
+                "turns in lockstep need the whole batch to begin together",
+            ),
+            (
+                self.rewarding is Rewarding.INLINE and self.consumption is not Consumption.OLDEST_BATCH,
+                "a reward stage for the whole batch needs a whole batch",
+            ),
+        ):
+            if broken:
+                raise ValueError(f"schedule {self.name}: {rule}")
+
+    @property
+    def bound(self) -> StalenessBound:
+        return StalenessBound(self.alpha)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether groups start one by one, as slots of (alpha + 1) batches get free."""
+        return self.admission is Admission.WINDOW
+
+    @property
+    def aborts_stale(self) -> bool:
+        """Whether trajectories past their bound are aborted (I2)."""
+        return self.judged is Judged.EVERY_TURN
+
+    @property
+    def drops_stale(self) -> bool:
+        """Whether complete groups past their bound are kept out of batches (I3)."""
+        return self.judged in (Judged.AT_BATCH, Judged.EVERY_TURN)
+
+    def window(self, batch: int) -> int:
+        """Samples that may wait, run or be in training at once: (alpha + 1) batches under every schedule."""
+        return (self.alpha + 1) * batch
+
+    def admits(self, *, running: int, waiting: int, training: int, batch: int) -> int:
+        """How many more samples may start now, given those that run, wait complete, and are in training.
+
+        A group that was dropped is replaced: its place in the batch, or in the window, is free again.
+        """
+        if self.admission is Admission.NEXT_BATCH:
+            training = 0
+        ahead = self.window(batch) if self.admission is Admission.WINDOW else batch
+        return max(ahead - running - waiting - training, 0)
+
+    def may_publish(self, *, running: int) -> bool:
+        """Whether a finished training step may update the engines now."""
+        return self.in_flight is not InFlight.DRAINED or running == 0
+
+
+def _sync(alpha: int) -> Schedule:
+    return Schedule(
+        "sync", Turns.LOCKSTEP, Rewarding.INLINE, True, alpha,
+        Judged.NOWHERE, Admission.ONE_BATCH, InFlight.DRAINED, Consumption.OLDEST_BATCH,
+    )  # fmt: skip
+
+
+def _sync_plus(alpha: int) -> Schedule:
+    return Schedule(
+        "sync_plus", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, True, alpha,
+        Judged.NOWHERE, Admission.ONE_BATCH, InFlight.DRAINED, Consumption.OLDEST_BATCH,
+    )  # fmt: skip
+
+
+def _one_off(alpha: int) -> Schedule:
+    return Schedule(
+        "one_off", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
+        Judged.NOWHERE, Admission.NEXT_BATCH, InFlight.DRAINED, Consumption.OLDEST_BATCH,
+    )  # fmt: skip
+
+
+def _areal(alpha: int) -> Schedule:
+    return Schedule(
+        "areal", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
+        Judged.AT_START, Admission.WINDOW, InFlight.RESUMED, Consumption.ANY_GROUPS,
+    )  # fmt: skip
+
+
+def _rollart(alpha: int) -> Schedule:
+    return Schedule(
+        "rollart", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
+        Judged.EVERY_TURN, Admission.WINDOW, InFlight.RESUMED, Consumption.ANY_GROUPS,
+    )  # fmt: skip
+
+
+def _roll_flash(alpha: int) -> Schedule:
+    return Schedule(
+        "roll_flash", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
+        Judged.AT_BATCH, Admission.WINDOW, InFlight.TURN_REDONE, Consumption.ANY_GROUPS,
+    )  # fmt: skip
+
+
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "sync": _sync, "sync_plus": _sync_plus, "one_off": _one_off,
+    "areal": _areal, "rollart": _rollart, "roll_flash": _roll_flash,
+}  # fmt: skip
+"""By name, from alpha. RollArt §7.2 compares the first five."""
+
+FIXED_LAG: dict[str, int] = {"sync": 0, "sync_plus": 0, "one_off": 1}
+"""Schedules whose lag follows from the order of their stages."""
+
+
+def resolve(name: str, staleness: int | None = None) -> Schedule:
+    """The schedule of that name; `staleness` None takes its own (1 where it is free). ValueError names the rule."""
+    name = {"async": "rollart"}.get(name, name)
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule '{name}': choose one of {', '.join(SCHEDULES)}")
+    if name in FIXED_LAG:
+        if staleness not in (None, FIXED_LAG[name]):
+            raise ValueError(
+                f"staleness is {staleness}, but schedule '{name}' always has {FIXED_LAG[name]}: leave it out, or "
+                f"choose areal, rollart or roll_flash"
+            )
+        return SCHEDULES[name](FIXED_LAG[name])
+    alpha = 1 if staleness is None else staleness
+    if alpha < 0:
+        raise ValueError(f"staleness must be at least 0, got {alpha}")
+    return SCHEDULES[name](alpha)
