@@ -1,0 +1,246 @@
+"""Redundant environments: how many more to run than are needed, which to cancel, and what that does to the data.
+
+A batch needs N groups of G trajectories. More groups (`num_env_groups`) and more members per group
+(`group_size_redundancy`) keep one broken or slow environment from holding all of it up (RollArt §1.4, ROLL Flash §2.1:
+more groups beat larger groups). Taking whatever ends first has two prices. Sandbox time is thrown away, up to
+r / (1 + r) of it: so what is launched follows the health that is observed, and is nothing while all is well. And what
+ends first is short and easy: so every cancellation is reported beside what was kept.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = [
+    "BiasReport", "Cancelled", "End", "Extra", "Feature", "GroupProgress", "HealthMeter", "RedundancySettings",
+    "Trajectory", "bias", "launch", "to_cancel",
+]  # fmt: skip
+
+NOTABLE = 0.33
+"""Cliff's delta from which a difference is worth a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
+
+ENOUGH = 20
+"""Trajectories on both sides before a difference is judged: with fewer, 0.33 is within chance."""
+
+
+class End(enum.StrEnum):
+    """How a trajectory ended, as far as redundancy cares."""
+
+    GOOD = "good"
+    FAILED = "failed"
+    """Infrastructure: the environment or its host, never the policy."""
+    STRAGGLED = "straggled"
+    """It ended, but later than its batch could wait."""
+
+
+@dataclass(slots=True)
+class HealthMeter:
+    """Shares of bad ends per (domain, host), with exponential decay over `memory` ends each."""
+
+    memory: int = 200
+    _seen: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, domain: str, host: str, end: End) -> None:
+        keep = 1.0 - 1.0 / self.memory
+        weight, bad = self._seen.get((domain, host), (0.0, 0.0))
+        self._seen[domain, host] = (weight * keep + 1.0, bad * keep + (end is not End.GOOD))
+
+    def rate(self, domain: str, hosts: Mapping[str, float] | None = None) -> tuple[float, float]:
+        """(share of bad ends, ends behind it) of a domain. `hosts` = how much will run on each: rates are weighted with
+        it, a host that was never seen counts as the others together. None: as it ran so far."""
+        mine = {h: v for (d, h), v in self._seen.items() if d == domain}
+        weight = sum(w for w, _ in mine.values())
+        overall = sum(b for _, b in mine.values()) / weight if weight else 0.0
+        total = sum(hosts.values()) if hosts else 0.0
+        if not hosts or not total:
+            return overall, weight
+        rates = {h: mine[h][1] / mine[h][0] if h in mine else overall for h in hosts}
+        return sum(n * rates[h] for h, n in hosts.items()) / total, weight
+
+
+@dataclass(frozen=True, slots=True)
+class RedundancySettings:
+    """`confidence`: how likely the needed number ends well without waiting for a bad one. `by_groups`, `by_size`: which
+    kinds are used. `cap`: extra trajectories as a share of those needed. `prior` is the bad share that is assumed until
+    `min_seen` ends were seen. A bad share below `ignore` launches nothing: retries are cheaper."""
+
+    by_groups: bool = True
+    by_size: bool = False
+    confidence: float = 0.95
+    cap: float = 0.25
+    prior: float = 0.0
+    min_seen: int = 50
+    ignore: float = 0.002
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1 or self.cap < 0 or not 0 <= self.prior < 1 or not 0 <= self.ignore < 1:
+            raise ValueError(
+                f"confidence {self.confidence} must lie within (0, 1), cap {self.cap} not be negative, "
+                f"prior {self.prior} and ignore {self.ignore} lie within [0, 1)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Extra groups, and extra members per group of all groups. `bad` is the share it was sized for; `capped`: the
+    confidence would have asked for more."""
+
+    groups: int
+    members: int
+    bad: float
+    capped: bool = False
+
+
+def launch(groups: int, group_size: int, *, bad: float, seen: float, settings: RedundancySettings) -> Extra:
+    """How much to launch beyond `groups` x `group_size`.
+
+    The smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for members, then
+    over groups with what is left of a group's risk. Members of different hosts fail at different rates; taking their
+    mean is on the safe side (Hoeffding 1956). With both kinds, members come first, for half of the cap.
+    """
+    if groups < 1 or group_size < 1:
+        raise ValueError(f"groups {groups} and group size {group_size} must be positive")
+    bad = settings.prior if seen < settings.min_seen else bad
+    if bad <= settings.ignore or settings.cap == 0:
+        return Extra(0, 0, bad)
+    room, capped, members = int(settings.cap * groups * group_size + 1e-9), False, 0
+    if settings.by_size:
+        most = (room // 2 if settings.by_groups else room) // groups
+        members, met = _smallest(group_size, 1.0 - bad, settings.confidence, most)
+        capped = not met
+        room -= members * groups
+    extra = 0
+    if settings.by_groups:
+        whole = _at_least(group_size, group_size + members, 1.0 - bad)
+        extra, met = _smallest(groups, whole, settings.confidence, room // (group_size + members))
+        capped = not met
+    return Extra(extra, members, bad, capped)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One trajectory as it stood when it was kept or cancelled; of a cancelled one, tokens, age and turns are lower
+    bounds. `difficulty` = mean reward of its group so far, `reward` its own; None where unknown."""
+
+    id: str
+    tokens: int
+    age_s: float
+    turns: int
+    difficulty: float | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """A group under way: who has finished, in order, and who still runs. Lost members are in neither."""
+
+    id: str
+    finished: tuple[Trajectory, ...]
+    running: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Who is cancelled, and why."""
+
+    ids: tuple[str, ...]
+    reason: str
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+
+def to_cancel(groups: Sequence[GroupProgress], *, target: int, group_size: int) -> tuple[Cancelled, ...]:
+    """What is no longer needed: members beyond the first `group_size` of a complete group, and everything else once
+    `target` groups are complete. `groups` stand in order of completion; complete ones beyond the target are surplus.
+    Nothing is cancelled that a group or the batch could still need."""
+    complete = [g for g in groups if len(g.finished) >= group_size]
+    beyond = [t.id for g in complete for t in (*g.finished[group_size:], *g.running)]
+    cancelled = [Cancelled(tuple(beyond), "group_complete")] if beyond else []
+    if len(complete) >= target:
+        kept = {g.id for g in complete[:target]}
+        listed = set(beyond)
+        rest = [t.id for g in groups if g.id not in kept for t in (*g.finished, *g.running) if t.id not in listed]
+        if rest:
+            cancelled.append(Cancelled(tuple(rest), "batch_complete"))
+    return tuple(cancelled)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One figure of kept and cancelled trajectories. `delta` is Cliff's: P(cancelled > kept) - P(cancelled < kept),
+    from -1 to 1; ranks, because lengths have heavy tails."""
+
+    name: str
+    kept: float
+    cancelled: float
+    kept_count: int
+    cancelled_count: int
+    delta: float
+
+    def notable(self, threshold: float = NOTABLE) -> bool:
+        return min(self.kept_count, self.cancelled_count) >= ENOUGH and abs(self.delta) >= threshold
+
+
+@dataclass(frozen=True, slots=True)
+class BiasReport:
+    """How cancelled trajectories differ from kept ones; means and effect size per figure that both sides know."""
+
+    features: tuple[Feature, ...]
+    threshold: float
+
+    def warnings(self) -> tuple[str, ...]:
+        """One line per notable difference."""
+        return tuple(
+            f"cancelled trajectories have {'more' if f.delta > 0 else 'less'} {f.name} than kept ones: "
+            f"{f.cancelled:.3g} against {f.kept:.3g} (Cliff's delta {f.delta:+.2f}, n {f.cancelled_count})"
+            for f in self.features
+            if f.notable(self.threshold)
+        )
+
+
+def bias(kept: Sequence[Trajectory], cancelled: Sequence[Trajectory], *, threshold: float = NOTABLE) -> BiasReport:
+    """The report over any window: a batch, a run."""
+    features = []
+    for name in ("tokens", "age_s", "turns", "difficulty", "reward"):
+        ours = [float(v) for t in kept if (v := getattr(t, name)) is not None]
+        theirs = [float(v) for t in cancelled if (v := getattr(t, name)) is not None]
+        if ours and theirs:
+            means = math.fsum(ours) / len(ours), math.fsum(theirs) / len(theirs)
+            features.append(Feature(name, *means, len(ours), len(theirs), _cliff(theirs, ours)))
+    return BiasReport(tuple(features), threshold)
+
+
+def _cliff(a: Sequence[float], b: Sequence[float]) -> float:
+    """P(a > b) - P(a < b) over all pairs, in O(n log n)."""
+    ranked = sorted(b)
+    above = sum(bisect_left(ranked, x) for x in a)
+    below = sum(len(ranked) - bisect_right(ranked, x) for x in a)
+    return (above - below) / (len(a) * len(b))
+
+
+def _smallest(need: int, good: float, confidence: float, most: int) -> tuple[int, bool]:
+    """The smallest extra <= most that reaches the confidence, or `most` and False."""
+    for extra in range(most + 1):
+        if _at_least(need, need + extra, good) >= confidence:
+            return extra, True
+    return most, False
+
+
+def _at_least(need: int, count: int, good: float) -> float:
+    """P[Binomial(count, good) >= need], summed over the few that may be bad."""
+    if good >= 1.0:
+        return 1.0
+    if good <= 0.0:
+        return float(need <= 0)
+    logs = [
+        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
+        + k * math.log1p(-good) + (count - k) * math.log(good)
+        for k in range(count - need + 1)
+    ]  # fmt: skip
+    return min(math.fsum(map(math.exp, logs)), 1.0)

@@ -1,0 +1,169 @@
+"""In what pieces prompts go to workers, and when enough of them qualify (ROLL Flash §2.1).
+
+Queue scheduling: every piece is a task of its own and goes to the next worker with a free slot, so no worker idles
+while a task waits. A prompt with n candidate responses is one piece on one worker (`PER_PROMPT`), or n pieces anywhere
+(`PER_RESPONSE`, prompt replication: `is_num_return_sequences_expand`). List scheduling bounds the time of Q responses
+on K slots by mean * Q / K + longest, for pieces of one response; pieces of n are n times as coarse.
+
+Dynamic filtering: a group whose rewards are all alike has no advantage and teaches nothing. Extra prompts run, and
+generation stops as soon as enough groups qualify.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Assignment", "DispatchQueue", "DynamicFilter", "FilterDecision", "Piece", "Unit", "Verdict"]
+
+
+class Unit(enum.StrEnum):
+    """What one task is."""
+
+    PER_PROMPT = "per_prompt"
+    PER_RESPONSE = "per_response"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Responses `responses` (indices) of a prompt: what one worker gets at once."""
+
+    prompt: str
+    responses: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    worker: str
+    piece: Piece
+
+
+@dataclass(slots=True)
+class DispatchQueue:
+    """First come, first served: pieces never overtake one another, so every prompt starts.
+
+    A prompt's responses stay adjacent, so that its group completes early and its prefix is still cached. A piece
+    takes as many slots as it has responses; one that is wider than the worker starts on an idle worker. Of the
+    workers with room, the one with most free slots gets it, ties to the smaller name.
+    """
+
+    unit: Unit
+    _waiting: deque[Piece] = field(default_factory=deque)
+
+    def add(self, prompt: str, responses: int) -> None:
+        """A prompt with `responses` candidates."""
+        if responses < 1:
+            raise ValueError(f"prompt {prompt}: {responses} responses, at least 1 is needed")
+        if self.unit is Unit.PER_PROMPT:
+            self._waiting.append(Piece(prompt, tuple(range(responses))))
+        else:
+            self._waiting.extend(Piece(prompt, (i,)) for i in range(responses))
+
+    def waiting(self) -> int:
+        """Pieces that no worker has."""
+        return len(self._waiting)
+
+    def cancel(self, prompt: str) -> int:
+        """Forget what of the prompt has not started; how many responses that were."""
+        gone = [p for p in self._waiting if p.prompt == prompt]
+        self._waiting = deque(p for p in self._waiting if p.prompt != prompt)
+        return sum(len(p.responses) for p in gone)
+
+    def assign(self, free: Mapping[str, int], slots: Mapping[str, int]) -> tuple[Assignment, ...]:
+        """Hand out pieces while the next one fits: `free` of `slots` are free at each worker."""
+        left = dict(free)
+        assigned = []
+        while self._waiting:
+            width = len(self._waiting[0].responses)
+            fits = [w for w in left if left[w] >= min(width, slots[w]) > 0]
+            if not fits:
+                break
+            worker = min(fits, key=lambda w: (-left[w], w))
+            left[worker] = max(left[worker] - width, 0)
+            assigned.append(Assignment(worker, self._waiting.popleft()))
+        return tuple(assigned)
+
+
+class Verdict(enum.StrEnum):
+    """What became of a group, or of all of it."""
+
+    QUALIFIED = "qualified"
+    ALIKE = "alike"
+    """All rewards are the same: no advantage."""
+    FAULTY = "faulty"
+    """A member has no reward because of the infrastructure: nothing is known of it."""
+    SURPLUS = "surplus"
+    """It ended after enough others qualified."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDecision:
+    """`launch` further prompts now; `stop`: enough qualify, cancel whatever runs. `exhausted`: nothing runs and no more
+    may be launched, so the batch stays smaller than its target."""
+
+    verdict: Verdict
+    launch: int = 0
+    stop: bool = False
+    exhausted: bool = False
+
+
+@dataclass(slots=True)
+class DynamicFilter:
+    """Counts groups until `target` qualify, keeping `target + extra - qualified` under way.
+
+    Bound: at most `most` prompts are ever launched. Nothing is launched after `stop`. Groups qualify in the order in
+    which they end, which favours short ones: `policy.redundancy.bias` shows by how much.
+    """
+
+    target: int
+    extra: int = 0
+    most: int | None = None
+    tolerance: float = 1e-8
+    qualified: list[str] = field(default_factory=list)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    launched: int = 0
+
+    def __post_init__(self) -> None:
+        if self.target < 1 or self.extra < 0 or (self.most is not None and self.most < self.target):
+            raise ValueError(
+                f"target {self.target} must be positive, extra {self.extra} not negative, "
+                f"most {self.most} at least the target"
+            )
+
+    @property
+    def live(self) -> int:
+        return self.launched - len(self.verdicts)
+
+    def start(self) -> int:
+        """How many prompts to launch at the beginning."""
+        return self._more()
+
+    def ended(self, group: str, rewards: Sequence[float | None]) -> FilterDecision:
+        """A group ended with its members' rewards (None: an InfraFault, which is never a number)."""
+        if group in self.verdicts:
+            raise ValueError(f"group {group} ended twice")
+        if self.live <= 0:
+            raise ValueError(f"group {group} was not launched: {self.launched} were, all ended")
+        done = len(self.qualified) >= self.target
+        verdict = Verdict.SURPLUS if done else self._judge(rewards)
+        self.verdicts[group] = verdict
+        if verdict is Verdict.QUALIFIED:
+            self.qualified.append(group)
+        stop = len(self.qualified) >= self.target
+        more = 0 if stop else self._more()
+        return FilterDecision(verdict, more, stop, exhausted=not stop and self.live == 0)
+
+    def _judge(self, rewards: Sequence[float | None]) -> Verdict:
+        known = [r for r in rewards if r is not None]
+        if len(known) < len(rewards) or not known:
+            return Verdict.FAULTY
+        return Verdict.QUALIFIED if max(known) - min(known) > self.tolerance else Verdict.ALIKE
+
+    def _more(self) -> int:
+        wanted = self.target + self.extra - len(self.qualified) - self.live
+        allowed = wanted if self.most is None else min(wanted, self.most - self.launched)
+        more = max(allowed, 0)
+        self.launched += more
+        return more

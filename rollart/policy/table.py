@@ -1,0 +1,279 @@
+"""The data plane's control side: a table of samples with readiness per column and consumption per task (AsyncFlow
+§6.1).
+
+A row is a sample, a column a field of it (responses, reward, reference log-probabilities, advantage, ...). A task
+declares which columns it reads; a row is ready for it once all of them are written, and is taken by it once. So reward,
+reference, advantage and training stream independently, each as fast as it can, and a consumer that asks more often
+gets more. The table knows sizes and versions, never payloads: those stay wherever `put` left them until the row is
+freed.
+
+Which ready rows a task takes is a sampler's decision (`rollart.policy.samplers`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.policy.staleness import StalenessBound
+
+__all__ = ["Pick", "Ready", "Row", "SampleTable", "Sampler", "Selection", "Taken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sample as the table sees it. `version` = its v0; `tokens` = what a consumer's work is proportional to."""
+
+    id: str
+    group: str
+    group_size: int
+    tokens: int
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.tokens < 0:
+            raise ValueError(
+                f"row {self.id}: group size {self.group_size} must be positive, tokens {self.tokens} not negative"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A row of a batch: the first `tokens` of its tokens count, with this weight in the loss."""
+
+    row: Row
+    tokens: int
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a sampler sees: the rows that a task may take, by id, in the order in which they became ready; and how many
+    rows of a group are not ready for the task yet."""
+
+    rows: Mapping[str, Row]
+    missing: Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """One batch per consumer, and the rows that are used up by it: all of the picked ones, and what a token budget
+    cut."""
+
+    batches: tuple[tuple[Pick, ...], ...]
+    consumed: tuple[str, ...]
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Selection:
+        """One batch of whole rows."""
+        picks = tuple(Pick(r, r.tokens) for r in rows)
+        return Selection((picks,), tuple(p.row.id for p in picks))
+
+
+Sampler = Callable[[Ready], Selection | None]
+"""Chooses among what is ready; None: not enough yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a task was given. `freed`: rows that no task needs any more; fetch them before their payload goes."""
+
+    batches: tuple[tuple[Pick, ...], ...]
+    consumed: tuple[str, ...]
+    freed: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Task:
+    need: int
+    whole_groups: bool
+    ready: OrderedDict[str, Row] = field(default_factory=OrderedDict)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Rows per group whose columns are written, consumed ones included."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    row: Row
+    left: int
+    """Tasks that have not consumed it."""
+    written: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    rows: list[str] = field(default_factory=list)
+    freed: int = 0
+
+
+class SampleTable:
+    """Rows from `add` until every task has consumed them.
+
+    Invariants: a task takes a row at most once and never before all of its columns are written; a task that was
+    declared with `whole_groups` takes groups whole or not at all (I6); tasks do not see one another. Bound: a group
+    takes room for all of its rows with its first, so at most `capacity` rows are held and every group that began can
+    complete.
+    """
+
+    def __init__(self, columns: Sequence[str], *, capacity: int) -> None:
+        if not columns or len(set(columns)) != len(columns):
+            raise ValueError(f"columns {list(columns)} must be named, each once")
+        if capacity < 1:
+            raise ValueError(f"capacity {capacity} must be at least one row")
+        self._bits = {name: 1 << i for i, name in enumerate(columns)}
+        self._capacity = capacity
+        self._reserved = 0
+        self._tasks: dict[str, _Task] = {}
+        self._rows: dict[str, _Entry] = {}
+        self._groups: dict[str, _Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def declare(self, task: str, columns: Sequence[str], *, whole_groups: bool = False) -> None:
+        """A task that reads these columns. All tasks are declared before the first row: one that came later would have
+        missed those that are freed."""
+        if task in self._tasks:
+            raise ValueError(f"task {task} is declared already")
+        if self._groups:
+            raise ValueError(f"task {task}: declare it before the first row")
+        if not columns:
+            raise ValueError(f"task {task} reads no column: nothing would ever make a row ready for it")
+        self._tasks[task] = _Task(self._mask(columns), whole_groups)
+
+    def room(self) -> int:
+        """Rows of new groups that may be added."""
+        return self._capacity - self._reserved
+
+    def add(self, row: Row, *columns: str) -> None:
+        """A new row, with the columns that are written already. ValueError if a new group does not fit."""
+        if not self._tasks:
+            raise ValueError("no task is declared: nobody would ever free a row")
+        if row.id in self._rows:
+            raise ValueError(f"row {row.id} is in the table already")
+        group = self._groups.get(row.group)
+        if group is None:
+            if row.group_size > self.room():
+                raise ValueError(
+                    f"group {row.group} of {row.group_size} rows does not fit: "
+                    f"{self._reserved} of {self._capacity} are taken"
+                )
+            group = self._groups[row.group] = _Group(row.group_size)
+            self._reserved += row.group_size
+        if row.group_size != group.size or len(group.rows) == group.size:
+            raise ValueError(f"row {row.id}: group {row.group} has {group.size} rows, {len(group.rows)} are here")
+        group.rows.append(row.id)
+        self._rows[row.id] = _Entry(row, len(self._tasks))
+        self.put(row.id, *columns)
+
+    def put(self, row: str, *columns: str) -> bool:
+        """These columns of a row are written. False: the row is gone (dropped), the result is of no use. ValueError
+        if a column was written before."""
+        entry = self._rows.get(row)
+        if entry is None:
+            return False
+        mask, before = self._mask(columns), entry.written
+        if mask & before:
+            twice = [c for c in columns if self._bits[c] & before]
+            raise ValueError(f"row {row}: column {', '.join(twice)} was written before")
+        entry.written = after = before | mask
+        for task in self._tasks.values():
+            if task.need & after == task.need and task.need & before != task.need:
+                self._make_ready(task, entry.row)
+        return True
+
+    def ready(self, task: str) -> Ready:
+        """What `take` would show to a sampler; a view, valid until the table changes."""
+        mine = self._task(task)
+
+        def missing(group: str) -> int:
+            return self._groups[group].size - mine.counts.get(group, 0)
+
+        return Ready(mine.ready, missing)
+
+    def take(self, task: str, sampler: Sampler) -> Taken | None:
+        """Let the sampler choose among the task's ready rows and mark its choice consumed, at once. None: it chose to
+        wait. A selection that breaks a rule of the table is the sampler's error: ValueError, and nothing is
+        consumed."""
+        mine = self._task(task)
+        selection = sampler(self.ready(task))
+        if selection is None:
+            return None
+        self._check(task, mine, selection)
+        freed = []
+        for row in selection.consumed:
+            del mine.ready[row]
+            entry = self._rows[row]
+            entry.left -= 1
+            if not entry.left:
+                self._free(entry.row)
+                freed.append(row)
+        return Taken(selection.batches, selection.consumed, tuple(freed))
+
+    def drop(self, group: str) -> tuple[str, ...]:
+        """Give a group up for all tasks that have not consumed it; the rows that were still held. What comes for it
+        later finds nothing."""
+        found = self._groups.pop(group, None)
+        if found is None:
+            return ()
+        self._reserved -= found.size - found.freed
+        held = tuple(r for r in found.rows if self._rows.pop(r, None) is not None)
+        for task in self._tasks.values():
+            task.counts.pop(group, None)
+            for row in held:
+                task.ready.pop(row, None)
+        return held
+
+    def stale(self, version: int, bound: StalenessBound) -> tuple[str, ...]:
+        """Groups with a row that may no longer be trained at `version`: to be dropped whole (I3, I6)."""
+        old = (e.row.group for e in self._rows.values() if bound.stale(e.row.version, version))
+        return tuple(dict.fromkeys(old))
+
+    def _make_ready(self, task: _Task, row: Row) -> None:
+        count = task.counts[row.group] = task.counts.get(row.group, 0) + 1
+        if not task.whole_groups:
+            task.ready[row.id] = row
+        elif count == row.group_size:
+            for member in self._groups[row.group].rows:
+                task.ready[member] = self._rows[member].row
+
+    def _free(self, row: Row) -> None:
+        del self._rows[row.id]
+        group = self._groups[row.group]
+        group.freed += 1
+        self._reserved -= 1
+        if group.freed == group.size:
+            del self._groups[row.group]
+            for task in self._tasks.values():
+                task.counts.pop(row.group, None)
+
+    def _check(self, name: str, task: _Task, selection: Selection) -> None:
+        consumed = set(selection.consumed)
+        if len(consumed) != len(selection.consumed) or not consumed <= task.ready.keys():
+            bad = sorted(consumed - task.ready.keys()) or "a row twice"
+            raise ValueError(f"task {name}: the sampler consumed {bad}, which is not ready")
+        picked = [p for batch in selection.batches for p in batch]
+        ids = {p.row.id for p in picked}
+        if len(ids) != len(picked) or not ids <= consumed:
+            raise ValueError(f"task {name}: the sampler picked a row twice, or one that it did not consume")
+        if not all(0 < p.tokens <= p.row.tokens or p.tokens == p.row.tokens for p in picked):
+            raise ValueError(f"task {name}: the sampler picked more tokens of a row than it has, or none")
+        if task.whole_groups:
+            for group in {task.ready[row].group for row in consumed}:
+                if not consumed.issuperset(self._groups[group].rows):
+                    raise ValueError(f"task {name}: the sampler split group {group}, which is taken whole")
+
+    def _task(self, name: str) -> _Task:
+        if name not in self._tasks:
+            raise ValueError(f"unknown task {name}: declared are {', '.join(self._tasks) or 'none'}")
+        return self._tasks[name]
+
+    def _mask(self, columns: Iterable[str]) -> int:
+        mask = 0
+        for column in columns:
+            if column not in self._bits:
+                raise ValueError(f"unknown column {column}: the table has {', '.join(self._bits)}")
+            mask |= self._bits[column]
+        return mask

@@ -1,0 +1,252 @@
+"""Which engines take a new version now, which wait, and why.
+
+A publish makes version n current. Engines may lag behind it, but never so far that they would be of no use: a
+trajectory that begins on an engine with version v has v0 = v, so an engine with n - v > alpha may not generate for it
+at all. Such an engine is *blocked* until it is updated, whatever the policy. The policies differ in what else they do:
+
+- all at once: every engine stands still, all update, all resume (RollArt §1.5, steps 2-4). Nobody serves meanwhile.
+- delayed: an engine keeps its weights until its generation iteration ends, or for `longest_s` (AsyncFlow §6.2). What is
+  in flight is not interrupted, and the weights reach the host's memory meanwhile.
+- staggered: at most a fraction updates at a time and somebody always serves (AsyncFlow's sub-step asynchrony, proposed
+  there and not built).
+- on divergence: an engine pulls when the new policy has moved away from its own by more than a threshold, or when alpha
+  asks for it. AAPS as a pull: a small probe goes out at each publish, weights only to engines that want them.
+
+Pure: values in, a plan out. The caller asks again after each publish and each finished update.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "AllAtOnce", "Delayed", "EngineState", "OnDivergence", "Probe", "Reason", "Staggered", "UpdatePlan", "UpdatePolicy",
+    "bytes_on_wire", "may_publish", "may_serve",
+]  # fmt: skip
+
+
+class Reason(enum.StrEnum):
+    """Why an engine updates now, or waits."""
+
+    NEW_VERSION = "new_version"
+    ALPHA = "alpha"
+    """It is blocked, or would be too soon for what it starts now."""
+    IDLE = "idle"
+    """Its iteration has ended: an update interrupts nothing."""
+    WAITED = "waited"
+    """It has put the update off for as long as it may."""
+    DIVERGED = "diverged"
+    SAME_WEIGHTS = "same_weights"
+    """The hash says that it has these weights: only its version number changes, no byte is sent."""
+    ITERATION = "iteration"
+    """Waits for what it generates."""
+    TURN = "turn"
+    """Waits for others to finish updating, so that somebody serves."""
+    CLOSE = "close"
+    """Waits because the new policy is as good as its own."""
+    UPDATING = "updating"
+    DOWN = "down"
+    """It loads the current version when it comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """An engine as the planner sees it. `busy` = requests in flight that began before the current version was
+    published; `since_s` = seconds since then on the caller's clock; `weights` = hash of what it serves."""
+
+    id: str
+    version: int
+    busy: int = 0
+    healthy: bool = True
+    updating: bool = False
+    since_s: float = 0.0
+    weights: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a publish announces: the version, the hash of its weights, and how far it is from earlier versions: mean
+    KL in nats per token, measured by the trainer on recent prompts. A version that is not listed counts as far away."""
+
+    version: int
+    weights: str
+    divergence: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """`update`: engines that load the version now. `relabel`: that have its weights already. `wait`: all others that
+    lag. `blocked`: may not generate until they are updated, those that update included. `drain`: take no new
+    trajectories."""
+
+    update: Mapping[str, Reason]
+    relabel: Mapping[str, Reason]
+    wait: Mapping[str, Reason]
+    blocked: frozenset[str]
+    drain: frozenset[str] = frozenset()
+
+    def serving(self, engines: Sequence[EngineState]) -> tuple[str, ...]:
+        """Healthy engines that generate while the plan is carried out."""
+        return tuple(e.id for e in engines if e.healthy and e.id not in self.blocked)
+
+
+class UpdatePolicy(Protocol):
+    def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
+        """What to do now that `version` is current. ValueError if an engine is ahead of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AllAtOnce:
+    """Suspend all, update all, resume all: nothing is generated until the last has the version."""
+
+    def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
+        lag = _Lag(engines, version, alpha)
+        update = {e.id: Reason.NEW_VERSION for e in lag.behind}
+        unfinished = bool(update) or any(e.updating and e.healthy for e in engines)
+        blocked = frozenset(e.id for e in engines) if unfinished else frozenset[str]()
+        return UpdatePlan(update, {}, lag.waiting, blocked)
+
+
+@dataclass(frozen=True, slots=True)
+class Delayed:
+    """Each engine updates when what it generates is done, or after `longest_s`. Until then it starts no new
+    trajectories, or its iteration would never end."""
+
+    longest_s: float
+
+    def __post_init__(self) -> None:
+        if not self.longest_s >= 0:
+            raise ValueError(f"longest_s {self.longest_s} must not be negative")
+
+    def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
+        lag = _Lag(engines, version, alpha)
+        update, wait = {}, dict(lag.waiting)
+        for e in lag.behind:
+            if e.id in lag.too_old:
+                update[e.id] = Reason.ALPHA
+            elif e.busy == 0:
+                update[e.id] = Reason.IDLE
+            elif e.since_s >= self.longest_s:
+                update[e.id] = Reason.WAITED
+            else:
+                wait[e.id] = Reason.ITERATION
+        drain = frozenset(n for n, why in wait.items() if why is Reason.ITERATION)
+        return UpdatePlan(update, {}, wait, lag.blocked(update), drain)
+
+
+@dataclass(frozen=True, slots=True)
+class Staggered:
+    """At most `fraction` of the healthy engines (at least one) update at a time, and one that may generate stays.
+
+    Order: oldest version first, then fewest requests in flight, then id. Engines that are blocked anyway all update
+    at once: that takes nobody from serving. With alpha 0 every publish blocks all engines, so it needs alpha >= 1; a
+    single engine cannot both update and serve, and updates at once. Somebody serves at every moment if each publish
+    waits for `may_publish`.
+    """
+
+    fraction: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction {self.fraction} must lie within (0, 1]")
+
+    def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
+        if alpha < 1:
+            raise ValueError(
+                "staggered updates need staleness of at least 1: with 0 no engine may serve an old version"
+            )
+        lag = _Lag(engines, version, alpha)
+        update = {e.id: Reason.ALPHA for e in lag.behind if e.id in lag.too_old}
+        wait = dict(lag.waiting)
+        healthy = [e for e in engines if e.healthy]
+        able = [e for e in healthy if e.id not in lag.too_old and not e.updating]
+        # Those that update although they could serve: only they count against the fraction.
+        away = sum(e.updating and e.id not in lag.too_old for e in healthy)
+        most = max(int(self.fraction * len(healthy)), 1)
+        for e in sorted(lag.behind, key=lambda e: (e.version, e.busy, e.id)):
+            if e.id in update:
+                continue
+            if away < most and (len(able) > 1 or len(healthy) == 1):
+                update[e.id] = Reason.NEW_VERSION
+                able.remove(e)
+                away += 1
+            else:
+                wait[e.id] = Reason.TURN
+        return UpdatePlan(update, {}, wait, lag.blocked(update))
+
+
+@dataclass(frozen=True, slots=True)
+class OnDivergence:
+    """An engine pulls when KL(its version, current) > `threshold` nats, or when it lags by more than alpha - `reserve`.
+
+    `reserve` is how many publishes a trajectory that begins on a lagging engine can still live through: with 0 it may
+    be stale at the very next one. So alpha = 1 with reserve 1 pulls every version, and savings begin at alpha = 2.
+    """
+
+    probe: Probe
+    threshold: float
+    reserve: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 0 or self.reserve < 0:
+            raise ValueError(f"threshold {self.threshold} and reserve {self.reserve} must not be negative")
+
+    def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
+        if self.probe.version != version:
+            raise ValueError(f"the probe is of version {self.probe.version}, current is {version}")
+        lag = _Lag(engines, version, alpha)
+        update, relabel, wait = {}, {}, dict(lag.waiting)
+        for e in lag.behind:
+            if e.weights and e.weights == self.probe.weights:
+                relabel[e.id] = Reason.SAME_WEIGHTS
+            elif version - e.version > max(alpha - self.reserve, 0):
+                update[e.id] = Reason.ALPHA
+            elif not self.probe.divergence.get(e.version, math.inf) <= self.threshold:
+                update[e.id] = Reason.DIVERGED
+            else:
+                wait[e.id] = Reason.CLOSE
+        return UpdatePlan(update, relabel, wait, lag.blocked(update) - relabel.keys())
+
+
+def may_publish(engines: Sequence[EngineState], *, version: int, alpha: int) -> bool:
+    """Whether `version` may be published now: it leaves an engine that may generate, or none is being updated that
+    would be worth waiting for. With alpha 0 every publish blocks all engines."""
+    healthy = [e for e in engines if e.healthy]
+    serves = any(not e.updating and version - e.version <= alpha for e in healthy)
+    return serves or alpha == 0 or not any(e.updating for e in healthy)
+
+
+def may_serve(engine: EngineState, *, v0: int | None, version: int, alpha: int) -> bool:
+    """Whether a turn of a trajectory that began under `v0` (None: it begins here) may go to the engine.
+
+    Where engines lag, an engine older than v0 would write tokens that are older than the trajectory seems to be, and
+    the bound on n - v0 would no longer bound them. So versions never fall along a trajectory.
+    """
+    fresh = version - engine.version <= alpha
+    return engine.healthy and not engine.updating and fresh and (v0 is None or engine.version >= v0)
+
+
+def bytes_on_wire(plan: UpdatePlan, *, engines: int, weight_bytes: int, probe_bytes: int) -> int:
+    """What the plan sends: the probe to every engine, the weights to those that update."""
+    return engines * probe_bytes + len(plan.update) * weight_bytes
+
+
+class _Lag:
+    """What all policies agree on: who lags, who may not generate, who cannot be updated now."""
+
+    def __init__(self, engines: Sequence[EngineState], version: int, alpha: int) -> None:
+        if ahead := sorted(e.id for e in engines if e.version > version):
+            raise ValueError(f"engines {ahead} are past version {version}")
+        self.behind = [e for e in engines if e.version < version and e.healthy and not e.updating]
+        self.too_old = frozenset(e.id for e in engines if version - e.version > alpha)
+        self.waiting = {e.id: Reason.UPDATING for e in engines if e.healthy and e.updating}
+        self.waiting |= {e.id: Reason.DOWN for e in engines if not e.healthy and e.version < version}
+
+    def blocked(self, update: Mapping[str, Reason]) -> frozenset[str]:
+        updating = {n for n, why in self.waiting.items() if why is Reason.UPDATING}
+        return self.too_old | updating | update.keys()
