@@ -1,0 +1,133 @@
+"""Which engine takes which trajectory when some are much longer than others (StreamRL, arXiv 2504.15930).
+
+The predicted longest go to instances of their own with smaller batches, so that they decode fast and hold nobody up; in
+an instance the longest start first. Lengths come from `policy.lengths`; seconds per token from a model of the engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Group",
+    "Split",
+    "longest",
+    "lpt",
+    "lpt_order",
+    "makespan",
+    "split_instances",
+]
+
+LONG_SHARE = 0.2
+"""Share of the trajectories, by predicted length, that are called long (StreamRL's alpha)."""
+
+
+def lpt_order(lengths: Sequence[float]) -> list[int]:
+    """Indices, longest first; equal ones in the order given."""
+    return sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
+
+
+def lpt(lengths: Sequence[float], workers: int) -> list[list[int]]:
+    """Longest processing time first: each next one goes to the worker that is free first (the lowest number of equals).
+    Returns the indices per worker in the order run. Its makespan is at most 4/3 - 1/(3 m) of the best (Graham 1969)."""
+    free = _workers(workers)
+    taken: list[list[int]] = [[] for _ in range(workers)]
+    for n in lpt_order(lengths):
+        at, worker = free[0]
+        heapq.heapreplace(free, (at + lengths[n], worker))
+        taken[worker].append(n)
+    return taken
+
+
+def makespan(durations: Iterable[float], workers: int) -> float:
+    """When the last is done if each worker that is free takes the next in the order given (list scheduling)."""
+    free = _workers(workers)
+    end = 0.0
+    for duration in durations:
+        at, worker = free[0]
+        heapq.heapreplace(free, (at + duration, worker))
+        end = max(end, at + duration)
+    return end
+
+
+def longest(predicted: Sequence[float], share: float = LONG_SHARE) -> list[int]:
+    """Indices of that share (rounded up) with the largest predictions, longest first; of equals those given first."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"share {share} of the trajectories: between 0 and 1")
+    return lpt_order(predicted)[: math.ceil(share * len(predicted) - 1e-9)]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Trajectories that are served alike: how many, the tokens each is taken to generate (StreamRL: P90 of the long
+    group, P50 of the rest), and the largest batch whose KV cache fits an instance."""
+
+    trajectories: int
+    tokens: float
+    most_batch: int
+
+    def __post_init__(self) -> None:
+        if self.trajectories < 0 or self.tokens < 0 or self.most_batch < 1:
+            raise ValueError(f"{self}: nothing negative, and a batch of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Instances and batch size of each group, and when both are done, in seconds. A group without trajectories has no
+    instance and batch 0."""
+
+    long_instances: int
+    long_batch: int
+    rest_instances: int
+    rest_batch: int
+    seconds: float
+
+
+def split_instances(instances: int, long: Group, rest: Group, token_s: Callable[[int], float]) -> Split:
+    """Every division N_l + N_r = N of equal instances, and every batch size: the one that is done first, where a group
+    takes `PTL(bs) x L x ceil(M / bs)` for the M trajectories that an instance of it gets.
+
+    `token_s(bs)` is the seconds per generated token of one trajectory in a batch of bs. Ties: the lesser sum of both
+    groups' times, then fewer instances for the long ones. Raises ValueError where there is no instance for each group.
+    """
+    need = (long.trajectories > 0) + (rest.trajectories > 0)
+    if instances < max(need, 1):
+        raise ValueError(f"{instances} instances for {need} groups: at least one for each")
+    times_long = _times(long, instances, token_s)
+    times_rest = _times(rest, instances, token_s)
+    if need < 2:
+        some = instances if long.trajectories else 0
+        divisions: Iterable[int] = (some,)
+    else:
+        divisions = range(1, instances)
+    best: tuple[float, float, int] | None = None
+    for n in divisions:
+        a, b = times_long[n][0], times_rest[instances - n][0]
+        if best is None or (max(a, b), a + b, n) < best:
+            best = (max(a, b), a + b, n)
+    assert best is not None
+    seconds, _, n = best
+    return Split(n, times_long[n][1], instances - n, times_rest[instances - n][1], seconds)
+
+
+def _times(group: Group, instances: int, token_s: Callable[[int], float]) -> list[tuple[float, int]]:
+    """Per number of instances 0..N: the least seconds and the smallest batch size that needs them."""
+    if group.trajectories == 0:
+        return [(0.0, 0)] * (instances + 1)
+    most = min(group.most_batch, group.trajectories)
+    per_token = [token_s(batch) for batch in range(1, most + 1)]
+    times = [(math.inf, 0)]
+    for n in range(1, instances + 1):
+        share = math.ceil(group.trajectories / n)
+        sizes = range(1, min(most, share) + 1)
+        times.append(min((per_token[bs - 1] * group.tokens * math.ceil(share / bs), bs) for bs in sizes))
+    return times
+
+
+def _workers(count: int) -> list[tuple[float, int]]:
+    if count < 1:
+        raise ValueError(f"{count} workers: at least one")
+    return [(0.0, n) for n in range(count)]

@@ -1,0 +1,169 @@
+"""How long a trajectory will be, learned from those that finished: what dispatch and lending plan with.
+
+StreamRL (arXiv 2504.15930) trains a small model to rank prompts by length; here the same answer comes from
+quantiles that run along: of the prompt (the prompts of an epoch come again, and the members of a group finish one after
+another), of its domain, and of the attempt (a prompt that was put off is put off because it was long).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["LengthEstimate", "LengthRanker", "Window", "conditional_quantile"]
+
+WINDOW = 512
+"""Finished trajectories of a domain and attempt that its quantiles look back on: a P90 over so many has an error of
+about 1.3 % of rank, and a policy whose answers grow is followed within a few steps."""
+
+PROMPT_WINDOW = 32
+"""The same per prompt: a few groups."""
+
+PROMPTS = 16_384
+"""Prompts remembered, the least recently finished dropped first: about 35 MB at the most."""
+
+PRIOR = 2.0
+"""Trajectories of a prompt that count as much as its domain's quantile in its estimate: with fewer, one odd answer
+would rank it; with more, a group of eight would not."""
+
+ATTEMPTS = 3
+"""Attempts told apart: the first, the second, and later ones."""
+
+
+class Window:
+    """Exact quantiles over the last `size` values; O(size) per value to keep them sorted, with a small constant."""
+
+    __slots__ = ("_order", "_sorted", "size")
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a window of {size} values: at least 1")
+        self.size = size
+        self._order: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, value: float) -> None:
+        self._order.append(value)
+        bisect.insort(self._sorted, value)
+        if len(self._order) > self.size:
+            del self._sorted[bisect.bisect_left(self._sorted, self._order.popleft())]
+
+    def quantile(self, q: float) -> float:
+        """The value at rank ceil(q n); ValueError without values."""
+        if not self._sorted:
+            raise ValueError("no quantile of nothing: ask only where something finished")
+        return _at(self._sorted, 0, q)
+
+    def values(self) -> tuple[float, ...]:
+        """Ascending."""
+        return tuple(self._sorted)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthEstimate:
+    """Tokens that a trajectory is taken to generate. `own` counts the prompt's finished trajectories behind it, `known`
+    those of its domain."""
+
+    p50: float
+    p90: float
+    own: int
+    known: int
+
+
+@dataclass(slots=True)
+class LengthRanker:
+    """Fed once per finished trajectory; what it says depends on nothing but what it was fed, in order.
+
+    Trajectories that were stopped early are lower bounds: `stopped` counts them only where they are already longer than
+    what was expected, so that a batch that keeps its short members does not teach that all are short.
+    """
+
+    default_tokens: float = 512.0
+    """The estimate while nothing has finished; P50 of the published workloads."""
+    _domains: dict[tuple[str, int], Window] = field(default_factory=dict)
+    _all: Window = field(default_factory=lambda: Window(WINDOW))
+    _prompts: OrderedDict[tuple[str, str], Window] = field(default_factory=OrderedDict)
+
+    def finished(self, prompt: str, domain: str, tokens: float, *, attempt: int = 0) -> None:
+        """A trajectory generated `tokens` and ended by itself. `prompt` identifies it within its domain (a hash)."""
+        _check(tokens, attempt)
+        self._all.add(tokens)
+        kind = (domain, min(attempt, ATTEMPTS - 1))
+        if kind not in self._domains:
+            self._domains[kind] = Window(WINDOW)
+        self._domains[kind].add(tokens)
+        self._own(prompt, domain).add(tokens)
+
+    def stopped(self, prompt: str, domain: str, tokens: float, *, attempt: int = 0) -> None:
+        """A trajectory was stopped after `tokens`, for being long, stale or no more needed."""
+        _check(tokens, attempt)
+        if tokens > self.estimate(prompt, domain, attempt=attempt).p50:
+            self._own(prompt, domain).add(tokens)
+
+    def estimate(self, prompt: str, domain: str, *, attempt: int = 0) -> LengthEstimate:
+        """Quantiles of the domain and attempt, drawn towards the prompt's own on the log scale: weights n and PRIOR.
+        What was not seen falls back: attempt to earlier attempts, domain to all domains, all to `default_tokens`."""
+        _check(0.0, attempt)
+        known = self._known(domain, attempt)
+        p50 = known.quantile(0.5) if known else self.default_tokens
+        p90 = known.quantile(0.9) if known else self.default_tokens
+        own = self._prompts.get((domain, prompt))
+        if not own:
+            return LengthEstimate(p50, p90, 0, len(known))
+        a = _blend(own.quantile(0.5), len(own), p50)
+        return LengthEstimate(a, max(_blend(own.quantile(0.9), len(own), p90), a), len(own), len(known))
+
+    def ranked(self, prompts: Sequence[tuple[str, str, int]]) -> list[int]:
+        """Indices of (prompt, domain, attempt), longest estimate first; equal ones in the order given."""
+        estimates = [self.estimate(p, d, attempt=a) for p, d, a in prompts]
+        return sorted(range(len(prompts)), key=lambda n: (-estimates[n].p50, -estimates[n].p90, n))
+
+    def lengths(self, domain: str, *, attempt: int = 0) -> tuple[float, ...]:
+        """What finished of a domain and attempt within the window, ascending: a distribution for `parallelism.lend`."""
+        return self._known(domain, attempt).values()
+
+    def _known(self, domain: str, attempt: int) -> Window:
+        for k in range(min(attempt, ATTEMPTS - 1), -1, -1):
+            found = self._domains.get((domain, k))
+            if found:
+                return found
+        return self._all
+
+    def _own(self, prompt: str, domain: str) -> Window:
+        key = (domain, prompt)
+        if key not in self._prompts:
+            self._prompts[key] = Window(PROMPT_WINDOW)
+            if len(self._prompts) > PROMPTS:
+                self._prompts.popitem(last=False)
+        self._prompts.move_to_end(key)
+        return self._prompts[key]
+
+
+def conditional_quantile(lengths: Sequence[float], so_far: float, q: float) -> float | None:
+    """The q-quantile of ascending lengths among those longer than `so_far`: what a trajectory that has come so far will
+    end at. None where nothing was longer: then nothing is known but its limit."""
+    start = bisect.bisect_right(lengths, so_far)
+    return _at(lengths, start, q) if start < len(lengths) else None
+
+
+def _at(ascending: Sequence[float], start: int, q: float) -> float:
+    if not 0 <= q <= 1:
+        raise ValueError(f"quantile {q}: between 0 and 1")
+    count = len(ascending) - start
+    return ascending[start + max(math.ceil(q * count - 1e-9) - 1, 0)]
+
+
+def _blend(own: float, count: int, known: float) -> float:
+    """Geometric mean with weights: lengths are nearer to log-normal than to normal."""
+    return math.exp((count * math.log1p(own) + PRIOR * math.log1p(known)) / (count + PRIOR)) - 1.0
+
+
+def _check(tokens: float, attempt: int) -> None:
+    if not 0 <= tokens < math.inf or attempt < 0:
+        raise ValueError(f"{tokens} tokens at attempt {attempt}: finite, and neither is negative")

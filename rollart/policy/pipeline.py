@@ -1,0 +1,187 @@
+"""Look-ahead for work that crosses a slow link (Adaptra, arXiv 2504.19232): how much must be in flight.
+
+A static order absorbs a delay only up to its slack. Two forms of that one rule live here: the quotas of a pipeline of
+F/B/W stages (its schedules are in `policy.pipelining`), and `in_flight` for any hop between a producer and a consumer.
+Times are seconds in the docstrings; every function keeps the unit it is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Pipeline",
+    "Stage",
+    "absorbed_delay",
+    "accumulated_delay",
+    "adapted_quotas",
+    "handoff_depth",
+    "in_flight",
+    "initial_quotas",
+    "prefetched_environments",
+    "slackness",
+    "weight_buckets_in_flight",
+]
+
+ROUNDING = 1e-9
+"""Share of one unit of work below which a look-ahead is not rounded up: (0.1 + 2 x 0.1) / 0.1 is 3, whatever floating
+point makes of it."""
+
+LEAST_SLACK = 2
+"""Slackness of a link without delay: one micro-batch on its way forward and one on its way back (Adaptra)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Seconds per micro-batch: forward, backward for the input, backward for the weights (which nobody waits for)."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+
+    def __post_init__(self) -> None:
+        if not all(0 < x < math.inf for x in (self.forward_s, self.backward_s, self.weight_s)):
+            raise ValueError(f"{self}: every time must be positive and finite")
+
+    @property
+    def turn_s(self) -> float:
+        """One forward and one backward: the pace at which a stage returns what it was given."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """`delays_s[i]` is what the link between stages i and i+1 adds to each activation (forward) and to each gradient
+    (backward) without keeping either stage busy; shape (stages - 1,). `memory` is the most micro-batches whose
+    activations a stage can hold between their forward and their backward: M / M_F of the paper."""
+
+    stages: tuple[Stage, ...]
+    delays_s: tuple[float, ...]
+    micro_batches: int
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stages or len(self.delays_s) != len(self.stages) - 1:
+            raise ValueError(f"{len(self.stages)} stages with {len(self.delays_s)} links: one link less than stages")
+        if not all(0 <= c < math.inf for c in self.delays_s):
+            raise ValueError(f"delays_s {self.delays_s}: a link's delay is finite and not negative")
+        if self.micro_batches < 1 or (self.memory is not None and self.memory < 1):
+            raise ValueError(f"micro_batches {self.micro_batches}, memory {self.memory}: at least 1")
+
+    @property
+    def most(self) -> int:
+        """No quota is above it: there are no more micro-batches, or there is no room for them."""
+        return self.micro_batches if self.memory is None else min(self.micro_batches, self.memory)
+
+
+def initial_quotas(pipeline: Pipeline) -> tuple[int, ...]:
+    """In-flight micro-batches per stage before any delay is known: the room of the first stage, spread over the links
+    as evenly as it goes, the first links having one more; 1 at the last stage (Adaptra's initial schedule). Without
+    a bound on memory, the slack of a zero-bubble schedule: two per link."""
+    links = len(pipeline.stages) - 1
+    first = pipeline.most if pipeline.memory is not None else min(pipeline.most, 1 + LEAST_SLACK * links)
+    quotas, share, rest = [first], *divmod(first - 1, max(links, 1))
+    for link in range(links):
+        quotas.append(quotas[-1] - share - (1 if link < rest else 0))
+    return tuple(quotas)
+
+
+def adapted_quotas(pipeline: Pipeline, *, most_slack: int | None = None) -> tuple[int, ...]:
+    """In-flight micro-batches per stage that absorb the measured delays (Adaptra's adaptation): from the last stage on,
+    a link's slack is the round trip of its upper stage over the pace of its lower one, and at least 2.
+
+    Bounded by the micro-batches and by memory; where memory is short, the upper links lose their slack first. The paper
+    also bounds the slack by N - 2S (`most_slack`), which is inert in long runs of micro-batches and starves short ones:
+    by up to 31 % at N = 2S + 2.
+    """
+    if most_slack is not None and most_slack < 1:
+        raise ValueError(f"most_slack {most_slack}: a link without slack never moves; at least 1")
+    quotas = [1]
+    for link in reversed(range(len(pipeline.delays_s))):
+        upper, lower = pipeline.stages[link], pipeline.stages[link + 1]
+        slack = max(_whole((upper.turn_s + 2 * pipeline.delays_s[link]) / lower.turn_s), LEAST_SLACK)
+        quotas.append(quotas[-1] + (slack if most_slack is None else min(slack, most_slack)))
+    return tuple(min(x, pipeline.most) for x in reversed(quotas))
+
+
+def slackness(quotas: Sequence[int]) -> tuple[int, ...]:
+    """Per link, how many micro-batches its upper stage has in flight beyond its lower one; shape (stages - 1,)."""
+    return tuple(a - b for a, b in itertools.pairwise(quotas))
+
+
+def absorbed_delay(pipeline: Pipeline, quotas: Sequence[int]) -> tuple[float, ...]:
+    """Per link, the largest delay that costs nothing beyond its own two crossings: the c of
+    `tF_i + tB_i + 2c = slack x (tF_{i+1} + tB_{i+1})`, which is (slack - 1) t for equal times (Adaptra, Theorem 1)."""
+    stages, slack = pipeline.stages, slackness(quotas)
+    return tuple(max((s * stages[i + 1].turn_s - stages[i].turn_s) / 2, 0.0) for i, s in enumerate(slack))
+
+
+def accumulated_delay(pipeline: Pipeline, quotas: Sequence[int]) -> float:
+    """Order of the delay of one iteration under a static order, in seconds (Adaptra, Theorem 1): c for a link that is
+    absorbed, N c / (slack + 1) for one that is not; slow links add up. A growth law with a constant of order 1, not a
+    forecast: `pipelining.replayed` gives the exact figure."""
+    total = 0.0
+    for delay, room, slack in zip(pipeline.delays_s, absorbed_delay(pipeline, quotas), slackness(quotas), strict=True):
+        absorbed = delay <= room * (1 + ROUNDING)
+        total += delay if absorbed else pipeline.micro_batches * delay / (slack + 1)
+    return total
+
+
+def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, least: int = 1, most: int | None = None) -> int:
+    """The fewest items in flight on a hop that keep its consumer busy: ceil((work + 2 delay) / work).
+
+    The consumer works `work_s` on an item; then the request for another one takes `delay_s` to its producer, and the
+    item as long back, `jitter_s` more each at worst. With one item less the consumer waits in every round.
+
+    `most` (memory) wins over the rule, and both over nothing: a hop that takes no time to work needs a `most`.
+    Raises ValueError for negative or infinite times, for least > most, and for no work without `most`.
+    """
+    if not (0 <= work_s < math.inf and 0 <= delay_s < math.inf and 0 <= jitter_s < math.inf):
+        raise ValueError(f"work {work_s} s, delay {delay_s} s, jitter {jitter_s} s: finite and not negative")
+    if least < 1 or (most is not None and most < least):
+        raise ValueError(f"look-ahead between {least} and {most}: at least 1, and the least not above the most")
+    round_trip = 2 * (delay_s + jitter_s)
+    if round_trip <= 0:
+        return least
+    need = (work_s + round_trip) / work_s if work_s > 0 else math.inf
+    if most is not None and need >= most:
+        return most
+    if math.isinf(need):
+        raise ValueError(f"a consumer that takes {work_s} s is never kept busy by a finite look-ahead: give `most`")
+    return max(_whole(need), least)
+
+
+def weight_buckets_in_flight(
+    load_s: float, delay_s: float, *, bucket_bytes: float, memory_bytes: float, jitter_s: float = 0.0
+) -> int:
+    """Weight buckets on their way to an engine that takes `load_s` to load one: as many as keep it loading, within the
+    memory that it can spare. Raises ValueError where not even one bucket fits."""
+    if bucket_bytes <= 0 or memory_bytes < bucket_bytes:
+        raise ValueError(
+            f"a weight bucket of {bucket_bytes:.4g} bytes in {memory_bytes:.4g} bytes of memory: use smaller buckets"
+        )
+    return in_flight(load_s, delay_s, jitter_s=jitter_s, most=int(memory_bytes // bucket_bytes))
+
+
+def handoff_depth(admit_s: float, transfer_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
+    """Depth of the queue of prefilled requests before a decode engine that admits one every `admit_s`, where the
+    request for more and the KV cache take `transfer_s` each way. `most`: the requests whose KV fits beside those that
+    decode. Prefill engines are taken to keep pace; that is the placer's part."""
+    return in_flight(admit_s, transfer_s, jitter_s=jitter_s, most=most)
+
+
+def prefetched_environments(episode_s: float, reset_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
+    """Environments per slot that are reset ahead of need, beside the one in use: as many as keep the slot busy where an
+    episode takes `episode_s` and a reset `reset_s`, `jitter_s` more at worst. Resets of one slot run side by side.
+    `most` bounds them; 0 where a reset takes no time."""
+    if most is not None and most < 0:
+        raise ValueError(f"most {most}: a number of environments is not negative")
+    bound = None if most is None else most + 1
+    return in_flight(episode_s, reset_s / 2, jitter_s=jitter_s / 2, most=bound) - 1
+
+
+def _whole(x: float) -> int:
+    return math.ceil(x * (1 - ROUNDING))
