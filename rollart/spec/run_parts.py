@@ -121,6 +121,10 @@ class DomainSpec(Entry):
     loss_weight: float = Field(
         default=1.0, ge=1e-9, le=1e9, description="Weight of its mean in the loss, see domain_balance."
     )
+    shape: Literal["swe", "frozenlake", "webshop", "gem_math", "gem_game", "math_14b", "production"] | None = Field(
+        default=None,
+        description="Published shape that `rollart simulate` draws trajectories from; from `profile` if not given.",
+    )
     profile: ProfileSpec | None = Field(
         default=None, description="Its work, for the placer; measured or assumed from the bounds if not given."
     )

@@ -1,0 +1,324 @@
+"""Continuous batching as exact processor sharing, one timer per engine: the part of a simulated engine that computes.
+
+Requests wait, are prefilled in rounds that share steps with the decodes, decode together, and are preempted where the
+KV memory is full. The state between two events is five numbers; `sharing` says when the next event is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from rollart.errors import EngineError
+from rollart.model import EngineId, FinishReason, GenerateRequest
+from rollart.sim.jobs import DECODE, OVER, PREFILL, WAITING, Job, answer
+from rollart.sim.retained import Retained
+from rollart.sim.sharing import seconds_for, tokens_in
+from rollart.sim.steps import PrefillWork, StepModel
+
+__all__ = ["ContinuousBatch", "EngineLimits"]
+
+_NEVER = math.inf
+_EPSILON = 1e-9
+"""Service: events closer than this happen together."""
+
+_ROOM = 1e-6
+"""Tokens of KV: as close as this the memory is full. Sums of many contexts are exact to less."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """`slots` sequences at a time (vLLM's max_num_seqs); a step carries at most `step_tokens` (max_num_batched_tokens);
+    `kv_tokens` replaces what the roofline says fits. A request is admitted while running ones leave the share
+    `watermark` of the KV free after it (vLLM's rule), so that the next step does not preempt it at once."""
+
+    slots: int = 256
+    step_tokens: int = 8192
+    kv_tokens: int | None = None
+    watermark: float = 0.01
+
+
+class ContinuousBatch:
+    """What is in an engine: requests, their progress, the KV memory.
+
+    `_at` is the moment up to which everything is accounted for, `_service` the tokens that each sequence has got until
+    then, `_context` the tokens of all that decode; `_when` is the moment of the next event, at service `_target`.
+    `_held` tokens of KV are reserved for the round of prefills, `_pinned` for others. Every public call first catches
+    up with the loop's clock.
+    """
+
+    def __init__(self, name: str, steps: StepModel, *, version: int, limits: EngineLimits) -> None:
+        self._id = EngineId(name)
+        self._steps = steps
+        self._version = version
+        self._slots, self._budget = limits.slots, limits.step_tokens
+        self.kv_tokens = steps.kv_tokens if limits.kv_tokens is None else limits.kv_tokens
+        """Tokens of KV that it holds."""
+        if self.kv_tokens < 2 or limits.slots < 1 or limits.step_tokens < 1:
+            raise ValueError(f"engine {name}: {self.kv_tokens} tokens of KV, {limits} (rule: room for a request)")
+        self._spare = int(limits.watermark * self.kv_tokens)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = _NEVER
+        self._at = self._when = 0.0
+        self.prefill_s = self.decode_s = 0.0
+        self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
+        self.preemptions = self.recomputed_tokens = 0
+        self._empty()
+
+    def _empty(self) -> None:
+        """Nothing is in flight and no KV is held."""
+        self._jobs: dict[str, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._late: list[Job] = []
+        self._running: dict[str, Job] = {}
+        self._ends: list[tuple[float, int, Job]] = []
+        self._round: list[Job] = []
+        self._work: PrefillWork | None = None
+        self._held = self._pinned = 0
+        self.retained = Retained()
+        self._service = self._context = self._round_end = 0.0
+        self._target = 0.0
+        self._when = _NEVER
+        self._arrivals = 0
+        self._paused = self._closed = False
+        self._quiet: asyncio.Future[None] | None = None
+
+    def _submit(self, request: GenerateRequest, tokens: int, output: int) -> Job:
+        if tokens < 1 or tokens + output > self.kv_tokens or request.request_id in self._jobs:
+            raise EngineError(
+                f"{self._id} refuses {request.request_id}: {tokens} tokens and {output} more, {self.kv_tokens} fit "
+                "(rule: at least one token of prompt, all fit, an id is used once)",
+                retryable=False,
+            )
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+            self._at = loop.time()
+        self._arrivals += 1
+        job = Job(request, tokens, output, self._arrivals, loop.create_future())
+        self._jobs[request.request_id] = job
+        if self._closed:
+            self._late.append(job)
+            return job
+        self._waiting.append(job)
+        # A round of prefills under way takes nobody in: only without one does an arrival change anything.
+        if self._work is None and not self._paused:
+            self._catch_up()
+            self._go_on()
+            self._arm()
+        return job
+
+    def _tick(self) -> None:
+        self._timer, self._timer_at = None, _NEVER
+        self._catch_up()
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer, never later than the next event; one that is too early looks again."""
+        if self._when < self._timer_at and self._loop is not None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = self._when
+            self._timer = self._loop.call_at(self._when, self._tick)
+
+    def _catch_up(self) -> None:
+        if self._loop is None:
+            return
+        now = self._loop.time()
+        while self._when <= now:
+            self._pass(self._when, self._target)
+            self._arrive()
+        if now > self._at:
+            if self._when < _NEVER:
+                n = len(self._running)
+                passed = tokens_in(now - self._at, self._lines, n, self._context)
+                self._pass(now, min(self._service + passed, self._target))
+            else:
+                self._at = now
+
+    def _pass(self, at: float, service: float) -> None:
+        self._context += len(self._running) * (service - self._service)
+        if self._work is None:
+            self.decode_s += at - self._at
+        else:
+            self.prefill_s += at - self._at
+        self._at, self._service = at, service
+
+    def _arrive(self) -> None:
+        """What happens at this service: finished sequences, the end of the round, a full memory."""
+        service = self._service + _EPSILON
+        ends, running = self._ends, self._running
+        while ends and ends[0][0] <= service:
+            end, _, job = heappop(ends)
+            if job.phase is DECODE and job.end == end:
+                del running[job.request.request_id]
+                self._context -= job.tokens + job.output
+                self._finish(job)
+        if self._work is not None and self._round_end <= service:
+            self._end_round()
+        while running and self._context + self._held >= self.kv_tokens - self._pinned + _ROOM:
+            self._preempt()
+        self._go_on()
+
+    def _end_round(self) -> None:
+        """Its prompts are computed, and each has its next token."""
+        jobs, self._round, self._work, self._held = self._round, [], None, 0
+        for job in jobs:
+            job.done += 1
+            if job.done >= job.output:
+                self._finish(job)
+                continue
+            job.phase, job.base = DECODE, self._service
+            job.end = self._service + job.output - job.done
+            self._running[job.request.request_id] = job
+            self._context += job.tokens + job.done
+            heappush(self._ends, (job.end, job.arrival, job))
+
+    def _stop(self) -> None:
+        self._paused = True
+        self._when = _NEVER
+
+    def _go_on(self) -> None:
+        """Start a round if there is one to start, and plan the next event."""
+        if self._paused:
+            self._when = _NEVER
+            return
+        if self._work is None and self._waiting:
+            self._refill()
+        n = len(self._running)
+        if self._work is not None:
+            self._lines = self._steps.mixed(n, self._work)
+            target = self._round_end
+        elif n:
+            self._lines = self._steps.decoding(n)
+            target = _NEVER
+        else:
+            self._ends.clear()
+            self._service = self._context = 0.0
+            self._when = _NEVER
+            return
+        if n:
+            ends = self._ends
+            while ends[0][2].phase is not DECODE or ends[0][2].end != ends[0][0]:
+                heappop(ends)
+            room = self.kv_tokens - self._pinned - self._held - self._context
+            full = self._service + (room + 2 * _ROOM if room > 0 else 2 * _ROOM) / n
+            if ends[0][0] < target:
+                target = ends[0][0]
+            if full < target:
+                target = full
+        self._target = target
+        self._when = self._at + seconds_for(target - self._service, self._lines, n, self._context)
+
+    def _refill(self) -> None:
+        """A round of the prefills that waited longest: as many as a step carries, each whole, one at least. One that
+        does not fit into the memory holds back those behind it."""
+        waiting, running = self._waiting, len(self._running)
+        chunk = max(self._budget - running, self._budget // 4, 1)
+        tokens, jobs = 0, self._round
+        self._evict()
+        while waiting and tokens < chunk and running + len(jobs) < self._slots:
+            job = waiting[0]
+            if job.phase is OVER:
+                waiting.popleft()
+                continue
+            need = job.tokens + job.done + 1
+            room = self.kv_tokens - self._pinned - self._context - self._held
+            if need + (self._spare if running or jobs else 0) > room:
+                break
+            waiting.popleft()
+            request = job.request
+            kept = min(self.retained.held(request.session, request.cache_salt), need - 2)
+            self.retained.take(request.session)
+            self._held += need
+            self._evict()
+            job.phase, job.new = PREFILL, need - 1 - kept
+            if job.seen:
+                self.recomputed_tokens += job.new
+            else:
+                job.seen, job.cached = True, kept
+                self.prompt_tokens += job.tokens
+                self.cached_tokens += kept
+            tokens += job.new
+            jobs.append(job)
+        if jobs:
+            self._work = self._steps.work([(j.new, j.tokens + j.done - j.new) for j in jobs], chunk)
+            self._round_end = self._service + self._work.steps
+
+    def _start_over(self) -> None:
+        """All KV goes; what is in flight waits to be prefilled again, with the tokens that it has."""
+        again = sorted((j for j in (*self._running.values(), *self._round)), key=lambda j: j.arrival)
+        for job in again:
+            job.done = job.generated(self._service)
+            job.phase = WAITING
+        for job in self._jobs.values():
+            job.mark(self._version, job.done)
+        self._running.clear()
+        self._ends.clear()
+        self._round, self._work = [], None
+        self._held, self._context = 0, 0.0
+        self._waiting.extendleft(reversed(again))
+        self.retained.clear()
+
+    def _evict(self) -> None:
+        """Idle sessions leave the memory that running requests need."""
+        room = self.kv_tokens - self._pinned - self._context - self._held + _ROOM
+        if self.retained.total > room:
+            self.retained.shrink(room)
+
+    def _preempt(self) -> None:
+        """The request that came last gives its KV back, and is computed again when there is room."""
+        job = max(self._running.values(), key=lambda j: j.arrival)
+        self._leave(job)
+        job.phase = WAITING
+        self._waiting.appendleft(job)
+        self.preemptions += 1
+
+    def _leave(self, job: Job) -> None:
+        """It does not decode any more; `done` says how far it came."""
+        del self._running[job.request.request_id]
+        self._context -= job.tokens + job.done + (self._service - job.base)
+        job.done = job.generated(self._service)
+
+    def _finish(self, job: Job) -> None:
+        self._retain(job, job.tokens + job.output - 1)  # the KV of the last token is not there yet
+        self._close(job, FinishReason.LENGTH)
+
+    def _retain(self, job: Job, tokens: int) -> None:
+        self.retained.keep(job.request.session, tokens, job.request.cache_salt)
+
+    def _close(self, job: Job, finish: FinishReason) -> None:
+        job.phase = OVER
+        del self._jobs[job.request.request_id]
+        self.generated_tokens += job.done if finish is FinishReason.ABORT else job.output
+        if not job.future.done():
+            tokens = job.done if finish is FinishReason.ABORT else job.output
+            job.future.set_result(answer(job, finish, self._version, tokens))
+        if self._quiet is not None and not self._jobs.keys() - {j.request.request_id for j in self._late}:
+            if not self._quiet.done():
+                self._quiet.set_result(None)
+            self._quiet = None
+
+    def _end_early(self, job: Job) -> None:
+        """The request leaves at once, whatever it was at; its `generate`, if it still waits, returns what there is."""
+        self._catch_up()
+        if job.phase is OVER:
+            return
+        if job.phase is DECODE:
+            self._leave(job)
+        elif job.phase is PREFILL:
+            self._round.remove(job)
+            self._held -= job.tokens + job.done + 1
+            if not self._round:
+                self._work = None
+        self._close(job, FinishReason.ABORT)
+        self._go_on()
+        self._arm()
+
+    def _drop(self, job: Job) -> None:
+        if job.phase is not OVER:
+            self._end_early(job)

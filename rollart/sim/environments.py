@@ -1,0 +1,182 @@
+"""Environments on virtual time: scripts played by hosts that may be slow, crowded or broken.
+
+A `World` is one domain: its environments know their trajectory's script when they are reset. What an observation shows
+is its mass (`mass`), and its `max_tokens` is what the engine will answer, so nothing but the product's own border lies
+between a workload and an engine. The run's context limit, which counts pieces, must be out of the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from rollart.model import Observation, Step
+from rollart.sim.draws import generator
+from rollart.sim.links import SharedLink
+from rollart.sim.workload import Script, Workload
+
+__all__ = ["Host", "ModelledEnvironment", "ResetFaults", "World"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResetFaults:
+    """What goes wrong with resets besides their distribution. With probability `fail` one raises when its time is over,
+    with `stall` it takes `stall_s`. In a burst, both have the probabilities `burst_fail` and `burst_stall` on the hosts
+    that it hits: a registry or a link that is overrun takes many down together (RA-2).
+
+    Bursts come `burst_every_s` apart on average (exponential), for `burst_s`, each on a share `burst_hosts` of hosts.
+    """
+
+    fail: float = 0.0
+    stall: float = 0.0
+    stall_s: float = 400.0
+    burst_every_s: float = math.inf
+    burst_s: float = 120.0
+    burst_hosts: float = 0.25
+    burst_fail: float = 0.0
+    burst_stall: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("fail", "stall", "burst_hosts", "burst_fail", "burst_stall"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)} (rule: a probability)")
+
+
+@dataclass(slots=True)
+class Host:
+    """A machine that environments live on. `work` is shared by what they do there at a time, in seconds of one alone
+    (a link of as many "GB/s" as it has cores, a stream of at most 1); None: nobody is in another's way."""
+
+    name: str
+    work: SharedLink | None = None
+    up: bool = True
+    live: int = 0
+
+
+@dataclass
+class World:
+    """One domain's environments. Give `make` to the product as the domain's factory.
+
+    Hosts take environments in turn. The members of a prompt are counted in the order they are reset in.
+    """
+
+    workload: Workload
+    seed: int = 0
+    name: str = ""
+    hosts: Sequence[Host] = field(default_factory=lambda: (Host("host-0"),))
+    faults: ResetFaults | None = None
+    resets: int = 0
+    failed_resets: int = 0
+    stalled_resets: int = 0
+    steps: int = 0
+    _members: dict[int, int] = field(default_factory=dict)
+    _bursts: list[float] = field(default_factory=list)
+    """When they begin, as far as drawn."""
+    _luck: Random | None = None
+    _made: int = 0
+
+    def make(self) -> ModelledEnvironment:
+        """An environment on the next host that is up."""
+        for _ in range(len(self.hosts)):
+            host = self.hosts[self._made % len(self.hosts)]
+            self._made += 1
+            if host.up:
+                return ModelledEnvironment(self, host)
+        raise ConnectionError(f"no host of {self.name or 'the environments'} is up")
+
+    def script(self, prompt: int) -> tuple[Script, int]:
+        """The next member's script, and which member that is."""
+        member = self._members.get(prompt, 0)
+        self._members[prompt] = member + 1
+        return self.workload.script(prompt, member), member
+
+    def reset_trouble(self, prompt: int, member: int, host: Host, now: float) -> tuple[bool, float]:
+        """Whether this reset fails, and the seconds that it stalls."""
+        faults = self.faults
+        if faults is None:
+            return False, 0.0
+        rng = generator(self.seed, self.name, "reset", prompt, member)
+        burst = self._in_burst(faults, host, now)
+        fails = rng.random() < (faults.burst_fail if burst else faults.fail)
+        stalls = rng.random() < (faults.burst_stall if burst else faults.stall)
+        self.failed_resets += fails
+        self.stalled_resets += stalls
+        return fails, faults.stall_s if stalls else 0.0
+
+    def _in_burst(self, faults: ResetFaults, host: Host, now: float) -> bool:
+        """Bursts are drawn as time goes on, each host's own part in them by a hash: nothing depends on who asks."""
+        if faults.burst_every_s == math.inf:
+            return False
+        bursts = self._bursts
+        if self._luck is None:
+            self._luck = generator(self.seed, self.name, "bursts")
+            bursts.append(self._luck.expovariate(1.0 / faults.burst_every_s))
+        while bursts[-1] <= now:
+            bursts.append(bursts[-1] + self._luck.expovariate(1.0 / faults.burst_every_s))
+        first = bisect_right(bursts, now - faults.burst_s)
+        return any(
+            bursts[i] <= now and generator(self.seed, self.name, host.name, i).random() < faults.burst_hosts
+            for i in range(first, len(bursts))
+        )
+
+
+class ModelledEnvironment:
+    """Implements `ports.Environment`. A call on a host that went down raises ConnectionError, as a broken one does."""
+
+    __slots__ = ("_host", "_live", "_script", "_turn", "_world")
+
+    def __init__(self, world: World, host: Host) -> None:
+        self._world, self._host = world, host
+        self._turn = 0
+        self._live = False
+
+    async def reset(self, seed: int) -> Observation:
+        world, host = self._world, self._host
+        self._script, member = world.script(seed)
+        self._turn = 0
+        if not self._live:
+            self._live = True
+            host.live += 1
+        world.resets += 1
+        fails, stalled = world.reset_trouble(seed, member, host, asyncio.get_running_loop().time())
+        if stalled:
+            await asyncio.sleep(stalled)
+        await self._spend(self._script.reset_s)
+        if fails:
+            raise ConnectionError(f"the container of {host.name} did not start")
+        return self._observation()
+
+    async def step(self, action: str) -> Step:
+        script, turn = self._script, self._turn
+        self._world.steps += 1
+        await self._spend(script.step_s[turn])
+        self._turn = turn + 1
+        if self._turn < script.turns:
+            return Step(self._observation())
+        return Step(_OVER, 1.0, True, True, {"payload_bytes": script.payload_bytes})
+
+    async def close(self) -> None:
+        if self._live:
+            self._live = False
+            self._host.live -= 1
+
+    def _observation(self) -> Observation:
+        script, turn = self._script, self._turn
+        return Observation(str(script.shown[turn]), None, script.answers[turn])
+
+    async def _spend(self, seconds: float) -> None:
+        host = self._host
+        if host.work is not None:
+            await host.work.transfer(seconds)
+        elif seconds:
+            await asyncio.sleep(seconds)
+        if not host.up:
+            raise ConnectionError(f"{host.name} is down")
+
+
+_OVER = Observation("1")
+"""Nobody answers the last observation."""

@@ -1,0 +1,165 @@
+"""What dies in a simulated world, and when it comes back: on a schedule, or at seeded exponential rates.
+
+A subject is anything with two calls, down and up; a host is several subjects that fall together. A part that is down
+for two reasons comes back when both are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.sim.draws import generator
+from rollart.sim.environments import Host
+from rollart.sim.fleet import Mortal
+from rollart.sim.links import SharedLink
+
+__all__ = ["FaultPlan", "Happened", "Outage", "Rate", "Subject", "engine", "host", "link"]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Something that can be taken down and brought back."""
+
+    down: Callable[[], None]
+    up: Callable[[], None]
+
+
+def engine(part: Mortal, version: Callable[[], int] | None) -> Subject:
+    """An engine that dies; it comes back with the version given then. None: others restart it (supervision)."""
+
+    def down() -> None:
+        part.fail = True
+
+    return Subject(down, (lambda: None) if version is None else (lambda: part.restart(version())))
+
+
+def host(of: Host) -> Subject:
+    """A host of environments: what runs there breaks, and nothing new is put there."""
+
+    def set_up(up: bool) -> None:
+        of.up = up
+
+    return Subject(lambda: set_up(False), lambda: set_up(True))
+
+
+def link(of: SharedLink, *, rate: float = 0.0) -> Subject:
+    """A link that falls to a share of its bandwidth; with 0 what crosses it stands still."""
+
+    def set_rate(share: float) -> None:
+        of.rate = share
+
+    return Subject(lambda: set_rate(rate), lambda: set_rate(1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """These subjects are down from `at` for `seconds` (infinite: for good)."""
+
+    subjects: Sequence[str]
+    at: float
+    seconds: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Each of these subjects dies `every_s` after it last came back, on average, and is down for `seconds`, on average;
+    both exponential. A subject of several names (a host of engines) is one entry of a tuple."""
+
+    subjects: Sequence[str | tuple[str, ...]]
+    every_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    t: float
+    subject: str
+    up: bool
+
+
+@dataclass
+class FaultPlan:
+    """Run `run` as a task beside the world; cancel it when the run is over. `happened` is what it did, in order.
+
+    ValueError when a plan names a subject that is not there.
+    """
+
+    subjects: Mapping[str, Subject]
+    outages: Sequence[Outage] = ()
+    rates: Sequence[Rate] = ()
+    seed: int = 0
+    happened: list[Happened] = field(default_factory=list)
+    _reasons: dict[str, int] = field(default_factory=dict)
+    _noted: int = 0
+
+    def __post_init__(self) -> None:
+        named = [n for o in self.outages for n in o.subjects]
+        named += [n for r in self.rates for s in r.subjects for n in _all(s)]
+        for name in named:
+            if name not in self.subjects:
+                raise ValueError(f"faults of {name!r}, which is not there (rule: one of {', '.join(self.subjects)})")
+
+    async def run(self) -> None:
+        """Returns when nothing more will happen; with rates, never."""
+        loop = asyncio.get_running_loop()
+        agenda: list[tuple[float, int, tuple[str, ...], bool, _Life | None]] = []
+        for outage in self.outages:
+            self._note(agenda, outage.at, tuple(outage.subjects), up=False)
+            self._note(agenda, outage.at + outage.seconds, tuple(outage.subjects), up=True)
+        for rate in self.rates:
+            for subject in rate.subjects:
+                one = _Life(self.seed, _all(subject), rate)
+                self._note(agenda, one.draw(rate.every_s), one.names, up=False, life=one)
+        while agenda:
+            at, _, names, up, life = heapq.heappop(agenda)
+            await asyncio.sleep(at - loop.time())
+            for name in names:
+                self._change(name, up=up, now=loop.time())
+            if life is not None:
+                again = at + life.draw(life.rate.every_s if up else life.rate.seconds)
+                self._note(agenda, again, names, up=not up, life=life)
+
+    def down(self) -> set[str]:
+        """Subjects that are down now."""
+        return {name for name, reasons in self._reasons.items() if reasons}
+
+    def _note(
+        self,
+        agenda: list[tuple[float, int, tuple[str, ...], bool, _Life | None]],
+        at: float,
+        names: tuple[str, ...],
+        *,
+        up: bool,
+        life: _Life | None = None,
+    ) -> None:
+        if at < math.inf:
+            self._noted += 1
+            heapq.heappush(agenda, (at, self._noted, names, up, life))
+
+    def _change(self, name: str, *, up: bool, now: float) -> None:
+        before = self._reasons.get(name, 0)
+        after = self._reasons[name] = before + (-1 if up else 1)
+        if (before == 0) == (after == 0):
+            return
+        self.happened.append(Happened(now, name, up))
+        (self.subjects[name].up if up else self.subjects[name].down)()
+
+
+class _Life:
+    """Deaths and returns of one subject, from a generator of its own."""
+
+    def __init__(self, seed: int, names: tuple[str, ...], rate: Rate) -> None:
+        self.names = names
+        self.rate = rate
+        self._rng = generator(seed, "faults", *names)
+
+    def draw(self, mean: float) -> float:
+        return self._rng.expovariate(1.0 / mean)
+
+
+def _all(subject: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (subject,) if isinstance(subject, str) else subject

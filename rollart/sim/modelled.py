@@ -1,0 +1,189 @@
+"""A whole run over modelled parts: the product's control plane, its ledger, and a world that takes time.
+
+Nothing here decides anything: scheduling, routing, rewards and publishing are `rollart.runtime`'s, so what is simulated
+is what ships. The world's parts are made by `compose`, from a plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollart.fleet import Seat
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.ledger.store import Ledger
+from rollart.model import EngineId, WeightsRef
+from rollart.ports import Clock, Rewarder
+from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
+from rollart.runtime.domain import Domain
+from rollart.runtime.leases import Leases
+from rollart.runtime.training import StepDone
+from rollart.sim.engines import ModelledEngine
+from rollart.sim.mass import MassTokenizer, mass_of
+from rollart.sim.trainers import ModelledTrainer
+from rollart.sim.world import MemoryWeights
+
+__all__ = ["Billed", "ModelledRun", "Place", "StepSeen", "Traced"]
+
+LOOK_S = 3.0
+"""After so many seconds an engine in doubt is looked at again; a restart of the real ones takes about as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Billed:
+    """Devices that somebody pays for: how many units at which price, and as what they are written down."""
+
+    role: str
+    name: str
+    units: float
+    usd_per_unit_hour: float
+
+    def clock(self, ledger: Ledger, state: str = "idle", cause: str = "") -> ResourceClock:
+        now = asyncio.get_running_loop().time
+        return ResourceClock(
+            role=self.role, resource=self.name, recorder=ledger, clock=now, units=self.units,
+            usd_per_unit_hour=self.usd_per_unit_hour, state=state, cause=cause,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An engine, where it sits and what it costs."""
+
+    engine: ModelledEngine
+    seat: Seat
+    billed: Billed
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """One training step: loop seconds at which its batch was complete and at which its version served, what it waited
+    for the batch, seconds of training, trained tokens and trajectories, and how many samples had which lag (versions
+    between their first token and the one they were trained from)."""
+
+    step: int
+    began: float
+    ended: float
+    waited_s: float
+    train_s: float
+    tokens: int
+    trajectories: int
+    lags: Counter[int]
+
+
+class Traced(Ledger):
+    """A ledger on virtual time that also hashes everything that is recorded, in order: two runs with the same trace did
+    the same."""
+
+    def __init__(self, directory: Path, *, clock: Clock, config: Mapping[str, Any]) -> None:
+        super().__init__(directory, clock=clock, config=config, inline=True)
+        self._hash = hashlib.blake2b(digest_size=12)
+        write = self.record
+
+        def record(row: Any) -> None:
+            self._hash.update(repr(row).encode())
+            write(row)
+
+        self.record = record
+
+    def __enter__(self) -> Traced:
+        return self
+
+    @property
+    def trace(self) -> str:
+        return self._hash.hexdigest()
+
+
+@dataclass
+class ModelledRun:
+    """Run it once, on a virtual loop. `seen` and the ledger have what happened."""
+
+    domains: Sequence[Domain]
+    places: Sequence[Place]
+    trainer: ModelledTrainer
+    trained_by: Billed
+    rewarder: Rewarder
+    settings: ControlSettings
+    ledger: Ledger
+    unused: Sequence[Billed] = ()
+    on_step: Callable[[StepSeen], None] = lambda _: None
+    seen: list[StepSeen] = field(default_factory=list)
+    control: ControlPlane = field(init=False)
+    _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
+    _looked_at: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
+    _tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        now = asyncio.get_running_loop().time
+        clocks = [self.trained_by.clock(self.ledger), *(b.clock(self.ledger, cause="not_in_plan") for b in self.unused)]
+        self.control = ControlPlane(
+            self.domains,
+            tokenizer=MassTokenizer(),
+            rewarder=self.rewarder,
+            trainer=self.trainer,
+            journal=self.ledger,
+            weights=MemoryWeights(),
+            recorder=self.ledger,
+            leases=Leases(self.ledger),
+            trainer_clock=clocks[0],
+            version=0,
+            settings=self.settings,
+            hooks=Hooks(self._recover, self._suspect, step=self._stepped),
+        )
+        for place in self.places:
+            clock = place.billed.clock(self.ledger)
+            clocks.append(clock)
+            shares = self._shares[place.engine.id] = EngineShares(clock, clock=now)
+            self.control.gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self.control.session().run(step=0, steps=self.settings.schedule.steps)
+                for task in self._looked_at.values():
+                    task.cancel()
+        finally:
+            for clock in clocks:
+                clock.close()
+        await self.ledger.flush()
+
+    async def _recover(self) -> None:
+        await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))
+
+    def _suspect(self, engine_id: EngineId) -> None:
+        task = self._looked_at.get(engine_id)
+        if self._tasks is not None and (task is None or task.done()):
+            self._looked_at[engine_id] = self._tasks.create_task(self._look(engine_id), name=f"look at {engine_id}")
+
+    async def _look(self, engine_id: EngineId) -> None:
+        """What supervision does: an engine that answers is trusted again, one that was down joins with the weights."""
+        engine = next(p.engine for p in self.places if p.engine.id == engine_id)
+        gateway = self.control.gateway
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not await engine.healthy():
+                continue
+            if not gateway.trust(engine_id):
+                await gateway.bring_in(
+                    engine, loaded=engine.version, weights=lambda: WeightsRef(gateway.version, ""),
+                    shares=self._shares[engine_id],
+                )  # fmt: skip
+            return
+
+    def _stepped(self, done: StepDone) -> None:
+        samples = [s for g in done.groups for s in g.samples]
+        seen = StepSeen(
+            done.step,
+            done.t0,
+            done.t1,
+            done.waited_s,
+            done.report.seconds,
+            sum(mass_of(s.token_ids) for s in samples),
+            len(samples),
+            Counter(done.version - 1 - s.v0 for s in samples),
+        )
+        self.seen.append(seen)
+        self.on_step(seen)

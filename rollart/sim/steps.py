@@ -1,0 +1,138 @@
+"""What a step of a simulated engine takes: the roofline of `placement`, brought into the form that can be integrated.
+
+A step with n sequences of C tokens of context in all takes the larger of two lines in C, arithmetic and memory traffic,
+both with everything in them that does not depend on C. A step that carries prefill has the same form with other
+intercepts. Exact for architectures without sliding windows; with windows the bytes and FLOPs of a sequence are replaced
+by a line through two points around `context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from placement.architecture import Shape
+from placement.roofline import ACTIVATION_BYTES, Roofline
+
+__all__ = ["Lines", "PrefillWork", "StepModel"]
+
+
+class Lines(NamedTuple):
+    """Seconds of a step: max(flat_s + flat_slope × x, steep_s + steep_slope × x) at x tokens of context in all."""
+
+    flat_s: float
+    flat_slope: float
+    steep_s: float
+    steep_slope: float
+
+    def at(self, context: float) -> float:
+        return max(self.flat_s + self.flat_slope * context, self.steep_s + self.steep_slope * context)
+
+
+class PrefillWork(NamedTuple):
+    """What each of the `steps` steps of a round of prefills carries beside its decodes."""
+
+    steps: float
+    tokens: float
+    seconds: float
+    """Of arithmetic."""
+    reads: float
+    """Cached tokens whose KV is read."""
+    rows: float
+    own_s: float
+    """Cost of accepting the requests."""
+
+
+class StepModel:
+    """Step times of one engine instance, from its roofline. Immutable but for its table by batch size; engines of one
+    kind share one.
+
+    `context` is the typical context of a sequence: it matters to models with sliding windows alone.
+    """
+
+    def __init__(self, roofline: Roofline, *, context: float = 8192.0) -> None:
+        shape, c, device, tp = roofline.shape, roofline.constants, roofline.device, roofline.tp
+        peak = device.tflops_fp8 if roofline.precision == "fp8" else device.tflops_bf16
+        self.roofline = roofline
+        prefill_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu)
+        decode_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu_decode)
+        self._bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
+        self._fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
+        self._row_s, self._request_s = c.row_s, c.request_s
+        passes = c.expert_passes * shape.expert_layers
+        self._expert_s = passes * shape.hidden * ACTIVATION_BYTES / self._bytes_per_s
+        self._touched = shape.touched_weight_bytes
+        self._weights_s = None if shape.expert_layers else self._touched(1.0) / self._bytes_per_s
+        """Of reading the weights; None where it depends on the tokens (experts)."""
+        windows = isinstance(shape, Shape) and shape.window is not None
+        near, far = (context / 2, context * 1.5) if windows else (0.0, context)
+        self._flops_s, self._flops_slope = _line(near, far, lambda x: shape.decode_flops(x) / decode_per_s)
+        copies = shape.kv_copies(tp)
+        self._kv_s, self._kv_slope = _line(near, far, lambda x: shape.kv_bytes(x) * copies / self._bytes_per_s)
+        self._first_s, self._new_s, self._pair_s = _prefill(roofline, prefill_per_s, context if windows else 1000.0)
+        at_one = max(shape.decode_flops(0.0) / decode_per_s, self._touched(1.0) / self._bytes_per_s)
+        own_s = roofline.decode_step_s(1.0, 0.0) - self._fixed_s - self._row_s
+        self._comm_s = 0.0 if tp == 1 else max(0.0, own_s - at_one)
+        self._table: list[Lines] = []
+        self.kv_bytes_per_token = shape.kv_bytes(context) / context
+        """KV of a token of context, one copy."""
+        self.kv_tokens = int(roofline.kv_capacity_bytes / self.kv_bytes_per_token)
+        """Tokens of KV that an instance holds."""
+        self.weight_bytes = shape.weight_bytes
+
+    def decoding(self, n: int) -> Lines:
+        """A step that only decodes, for n sequences."""
+        table = self._table
+        while len(table) <= n:
+            table.append(self._lines(len(table), None))
+        return table[n]
+
+    def mixed(self, n: int, work: PrefillWork) -> Lines:
+        """A step that decodes for n sequences and carries its share of a round of prefills."""
+        return self._lines(n, work)
+
+    def work(self, parts: Iterable[tuple[int, int]], chunk: float) -> PrefillWork:
+        """A round of prefills of (new, cached) tokens in steps of at most `chunk` new tokens."""
+        tokens = cached = count = 0
+        seconds = 0.0
+        for new, before in parts:
+            tokens += new
+            cached += before
+            count += 1
+            seconds += self._first_s + new * (self._new_s + self._pair_s * (before + new / 2))
+        steps = max(1.0, tokens / chunk)
+        # A prompt in several chunks reads what the chunks before left, half of it on average.
+        reads = cached + tokens * (steps - 1) / (2 * steps)
+        return PrefillWork(steps, tokens / steps, seconds / steps, reads, count, count * self._request_s / steps)
+
+    def _lines(self, n: int, work: PrefillWork | None) -> Lines:
+        tokens, reads, rows, arithmetic, accept = 0.0, 0.0, 0.0, 0.0, 0.0
+        if work is not None:
+            _, tokens, arithmetic, reads, rows, accept = work
+        fixed = (
+            self._fixed_s + accept + (n + rows) * self._row_s + (n + tokens) * self._comm_s + tokens * self._expert_s
+        )
+        weights = self._weights_s
+        if weights is None:
+            weights = self._touched(n + tokens) / self._bytes_per_s
+        by_flops, by_bytes = fixed + arithmetic + n * self._flops_s, fixed + weights + n * self._kv_s
+        by_bytes += reads * self._kv_slope
+        if self._flops_slope <= self._kv_slope:
+            return Lines(by_flops, self._flops_slope, by_bytes, self._kv_slope)
+        return Lines(by_bytes, self._kv_slope, by_flops, self._flops_slope)
+
+
+def _line(near: float, far: float, of: Callable[[float], float]) -> tuple[float, float]:
+    """Intercept and slope of the line through two points of a function."""
+    low, high = of(near), of(far)
+    slope = (high - low) / (far - near)
+    return low - slope * near, slope
+
+
+def _prefill(roofline: Roofline, per_s: float, context: float) -> tuple[float, float, float]:
+    """Seconds of arithmetic of a prefill: per request, per new token, and per pair of a new token and one before it."""
+    flops = roofline.shape.flops
+    first = flops(0.0, 0.0, 1.0)
+    pair = (flops(1.0, context, 1.0) - flops(1.0, 0.0, 1.0)) / context
+    new = flops(1.0, 0.0, 1.0) - first - pair / 2
+    return first / per_s, new / per_s, pair / per_s

@@ -1,0 +1,118 @@
+"""A trainer on virtual time: seconds from the tokens it is given and the devices it has.
+
+Arithmetic as in the placer's training (`placement.workload.Train`): forward and backward FLOPs of the architecture at a
+share of the devices' peak, and a part of every step that does not depend on the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from placement.architecture import Shape
+from placement.types import Device
+from rollart.errors import TrainerError
+from rollart.model import TrainReport, TrainSample, WeightsRef
+from rollart.sim.mass import mass_of, sampled_mass
+from rollart.sim.weights import WeightTransfer
+
+__all__ = ["ModelledTrainer", "TrainerSpeed"]
+
+FORWARD_SHARE = 1 / 3
+"""Of a training pass: the backward pass takes twice the forward one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpeed:
+    """`devices` of a type at `mfu` of their dense bf16 peak, `epochs` over each batch, `seconds_per_step` besides."""
+
+    shape: Shape
+    device: Device
+    devices: int
+    mfu: float = 0.40
+    epochs: int = 1
+    seconds_per_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.device.tflops_bf16 is None or self.devices < 1 or not 0 < self.mfu <= 1:
+            raise ValueError(
+                f"trainer on {self.devices} {self.device.name} at {self.mfu} of {self.device.tflops_bf16} TFLOP/s "
+                "(rule: at least one device with a peak, a share in (0, 1])"
+            )
+
+    def pass_s(self, lengths: Sequence[int]) -> float:
+        """Forward and backward of sequences of these lengths, once."""
+        flops = sum(self.shape.train_flops(n, n / 2) for n in lengths if n)
+        return flops / (self.devices * (self.device.tflops_bf16 or 0.0) * 1e12 * self.mfu)
+
+    def step_s(self, lengths: Sequence[int]) -> float:
+        return self.seconds_per_step + self.epochs * self.pass_s(lengths)
+
+
+class ModelledTrainer:
+    """Implements `ports.Trainer`; a sample's tokens are masses. One call at a time.
+
+    A publish takes `publish_s` and, with a `transfer`, its push. `fail` breaks the call that is under way and all that
+    follow, with `TrainerError`, until `restore`.
+    """
+
+    def __init__(self, speed: TrainerSpeed, *, transfer: WeightTransfer | None = None, publish_s: float = 0.0) -> None:
+        self.speed = speed
+        self._transfer = transfer
+        self._publish_s = publish_s
+        self._dead = False
+        self._under_way: asyncio.Future[None] | None = None
+        self.busy_s = 0.0
+        self.trained_tokens = 0
+        """Real tokens with loss."""
+        self.steps = 0
+
+    async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
+        seconds = self.speed.step_s([mass_of(s.token_ids) for s in samples])
+        await self._work(seconds)
+        tokens = sum(map(sampled_mass, samples))
+        self.trained_tokens += tokens
+        self.steps += 1
+        return TrainReport(tokens, seconds, {})
+
+    async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
+        seconds = batches * self.speed.step_s([mass_of(s.token_ids) for s in samples])
+        await self._work(seconds)
+        return TrainReport(batches * sum(map(sampled_mass, samples)), seconds, {})
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
+        return [s.logprobs for s in samples]
+
+    async def publish(self, version: int) -> WeightsRef:
+        await self._work(self._publish_s)
+        if self._transfer is not None:
+            await self._transfer.push(version)
+        return WeightsRef(version, f"v{version:06d}")
+
+    async def restore(self, weights: WeightsRef) -> None:
+        self._dead = False
+
+    @property
+    def fail(self) -> bool:
+        return self._dead
+
+    @fail.setter
+    def fail(self, dead: bool) -> None:
+        self._dead = dead
+        if dead and self._under_way is not None and not self._under_way.done():
+            self._under_way.set_exception(TrainerError("the trainer died"))
+
+    async def _work(self, seconds: float) -> None:
+        if self._dead:
+            raise TrainerError("the trainer is down")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        over = self._under_way = loop.create_future()
+        timer = loop.call_later(seconds, lambda: None if over.done() else over.set_result(None))
+        try:
+            await over
+        finally:
+            timer.cancel()
+            self.busy_s += loop.time() - began

@@ -1,0 +1,134 @@
+"""New weights on their way: pushed once into a store, bucket by bucket, and pulled from it by every engine.
+
+Push and pull overlap rollout: an engine fetches a bucket as soon as it is in the store. What is exposed is what an
+engine that already stands still waits for: buckets that have not come yet, and loading them onto its devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollart.model import WeightsRef
+from rollart.sim.links import RDMA, SharedLink
+
+__all__ = ["Moved", "WeightTransfer"]
+
+
+@dataclass(slots=True)
+class Moved:
+    """What one version took. Seconds of its push; by engine, seconds in which it pulled (summed over its buckets, as
+    RA-16 counts) and for which it stood still."""
+
+    version: int
+    push_s: float = math.nan
+    pull_s: dict[str, float] = field(default_factory=dict)
+    exposed_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Pull:
+    """Buckets of one version at one engine."""
+
+    version: int
+    arrived: int = 0
+    moving: bool = False
+    wanted: bool = False
+    """The engine stands still and waits for it."""
+    began: float = 0.0
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class WeightTransfer:
+    """Called by the trainer (`push`, which waits for the store to have all) and by engines (`load`, which waits for the
+    weights to be on the devices; unblocked by the pulls that `push` sets off).
+
+    `gb` in buckets of `bucket_gb`; an engine pulls in `streams` streams from the link that `pull` gives for it. Loading
+    goes at `load_gb_per_s` per engine: by default what RDMA reaches (`links`), which gives a third of RA-16's pull as
+    exposed; tuned by that choice and not further. Without `prefetch` an engine pulls when it stands still.
+    """
+
+    def __init__(
+        self,
+        gb: float,
+        *,
+        push: SharedLink,
+        pull: Callable[[str], SharedLink],
+        bucket_gb: float = 1.0,
+        streams: int = 1,
+        load_gb_per_s: float = RDMA.gb_per_s,
+        prefetch: bool = True,
+    ) -> None:
+        if not (gb > 0 and bucket_gb > 0 and load_gb_per_s > 0):
+            raise ValueError(f"{gb} GB in buckets of {bucket_gb}, {load_gb_per_s} GB/s (rule: all above 0)")
+        self.gb = gb
+        self.buckets = math.ceil(gb / bucket_gb)
+        self._bucket_gb = gb / self.buckets
+        self._push, self._pull = push, pull
+        self._streams = streams
+        self._load_s = gb / load_gb_per_s
+        self._prefetch = prefetch
+        self._stored: dict[int, int] = {}
+        """Buckets in the store, by version that is being pushed or was."""
+        self._pulls: dict[str, _Pull] = {}
+        self.moved: dict[int, Moved] = {}
+
+    def subscribe(self, engine: str) -> None:
+        """The engine fetches new versions from now on."""
+        self._pulls.setdefault(engine, _Pull(-1))
+
+    def unsubscribe(self, engine: str) -> None:
+        """It is gone, with all that it had fetched."""
+        self._pulls.pop(engine, None)
+
+    async def push(self, version: int) -> None:
+        """Every bucket once over the push link, one after the other."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        report = self.moved[version] = Moved(version)
+        self._stored = {v: n for v, n in self._stored.items() if v >= version - 1} | {version: 0}
+        for _ in range(self.buckets):
+            await self._push.transfer(self._bucket_gb)
+            self._stored[version] += 1
+            for engine in list(self._pulls):
+                self._fetch(engine, version)
+        report.push_s = loop.time() - began
+
+    async def load(self, engine: str, weights: WeightsRef) -> None:
+        """The engine stands still and wants these weights. A version that was never pushed here lies in the store."""
+        loop = asyncio.get_running_loop()
+        began, version = loop.time(), weights.version
+        self._stored.setdefault(version, self.buckets)
+        self.subscribe(engine)
+        if self._pulls[engine].version < version:
+            self._pulls[engine] = _Pull(version)
+        self._pulls[engine].wanted = True
+        self._fetch(engine, version)
+        await self._pulls[engine].complete.wait()
+        await asyncio.sleep(self._load_s)
+        report = self.moved.setdefault(version, Moved(version))
+        report.exposed_s[engine] = loop.time() - began
+
+    def _fetch(self, engine: str, version: int) -> None:
+        """The next bucket that the engine lacks, if it is in the store and nothing else is under way."""
+        pull = self._pulls.get(engine)
+        if pull is None or pull.version > version:
+            return
+        if pull.version < version:
+            pull = self._pulls[engine] = _Pull(version)
+        if pull.moving or pull.arrived >= self._stored[version] or not (self._prefetch or pull.wanted):
+            return
+        pull.moving, pull.began = True, asyncio.get_running_loop().time()
+        self._pull(engine).send(self._bucket_gb, lambda: self._arrived(engine, pull), self._streams)
+
+    def _arrived(self, engine: str, pull: _Pull) -> None:
+        pull.moving = False
+        pull.arrived += 1
+        seconds = self.moved.setdefault(pull.version, Moved(pull.version)).pull_s
+        seconds[engine] = seconds.get(engine, 0.0) + asyncio.get_running_loop().time() - pull.began
+        if pull.arrived == self.buckets:
+            pull.complete.set()
+        elif self._pulls.get(engine) is pull:
+            self._fetch(engine, pull.version)

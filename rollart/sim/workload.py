@@ -1,0 +1,216 @@
+"""What simulated trajectories ask for: turns, tokens, seconds of their environments, bytes of their rewards.
+
+A `Shape` describes a task domain; `PRESETS` has the published ones. `Generated` draws trajectories from a shape;
+`Replayed` repeats those of a recorded run. Both give a `Script`: all of a trajectory, drawn when it is reset, a pure
+function of (seed, prompt, member).
+
+Lengths of answers are log-normal, the logarithm split between prompt and member, so that answers to one prompt resemble
+each other. A run-away prompt has answers of 25 to 32 times the median, up to the cap: what makes rollouts wait
+(RollPacker §2, RA-25).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from rollart.ledger.reader import FinishedRow
+from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, Tailed, generator
+
+__all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Workload", "capped", "replay"]
+
+
+_NONE = Constant(0.0)
+
+
+class Script(NamedTuple):
+    """One trajectory from beginning to end. Of each turn: tokens shown, tokens answered, seconds of the step."""
+
+    shown: tuple[int, ...]
+    answers: tuple[int, ...]
+    reset_s: float
+    step_s: tuple[float, ...]
+    payload_bytes: int = 0
+    """What its reward is sent."""
+
+    @property
+    def turns(self) -> int:
+        return len(self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.shown) + sum(self.answers)
+
+
+class Workload(Protocol):
+    """Where an environment's script comes from. `member` counts the resets of one prompt."""
+
+    def script(self, prompt: int, member: int) -> Script: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Tokens of one answer: median, sigma of the logarithm, the share of its variance that is the prompt's, and
+    `runaways`: the share of prompts whose answers run away, each with `likely` probability."""
+
+    median: float
+    sigma: float
+    cap: int
+    prompt_share: float = 0.5
+    runaways: float = 0.0
+    likely: float = 0.75
+    farthest: tuple[float, float] = (25.0, 32.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A task domain. `context` ends a trajectory that would grow beyond it, in tokens."""
+
+    turns: Distribution
+    first: Distribution
+    observation: Distribution
+    answers: Answers
+    reset_s: Distribution = _NONE
+    step_s: Distribution = _NONE
+    payload_bytes: Distribution = _NONE
+    context: int = 32_768
+    most_turns: int = 1_000
+
+
+class Generated:
+    """Trajectories of a shape (implements `Workload`)."""
+
+    def __init__(self, shape: Shape, seed: int, *, name: str = "") -> None:
+        self.shape = shape
+        self._seed, self._name = seed, name
+
+    def script(self, prompt: int, member: int) -> Script:
+        shape, a = self.shape, self.shape.answers
+        ours = generator(self._seed, self._name, prompt)
+        theirs = math.sqrt(a.prompt_share) * ours.gauss(0.0, 1.0)
+        runs_away = ours.random() < a.runaways
+        first = max(1, round(shape.first.draw(ours)))
+        rng = generator(self._seed, self._name, prompt, member)
+        own = math.sqrt(1.0 - a.prompt_share)
+        count = min(max(1, round(shape.turns.draw(rng))), shape.most_turns)
+        shown: list[int] = []
+        answers: list[int] = []
+        total = 0
+        for turn in range(count):
+            seen = max(1, round(shape.observation.draw(rng))) if turn else min(first, shape.context - 1)
+            if runs_away and rng.random() < a.likely:
+                said = a.median * rng.uniform(*a.farthest)
+            else:
+                said = a.median * math.exp(a.sigma * (theirs + own * rng.gauss(0.0, 1.0)))
+            room = shape.context - total - seen
+            if room < 1:
+                break
+            shown.append(seen)
+            answers.append(max(1, min(round(said), a.cap, room)))
+            total += seen + answers[-1]
+        steps = tuple(shape.step_s.draw(rng) for _ in answers)
+        payload = round(shape.payload_bytes.draw(rng))
+        return Script(tuple(shown), tuple(answers), shape.reset_s.draw(rng), steps, payload)
+
+
+class Replayed:
+    """Trajectories of a recorded run (implements `Workload`). Their sums are exact; within one, turns are alike.
+
+    `resample`: each trajectory is one of the recorded, drawn by (seed, prompt, member). Otherwise they are given out in
+    the order they ended in, over and over: the recorded set, in whatever order they are asked for.
+    """
+
+    def __init__(self, scripts: Sequence[Script], *, seed: int = 0, resample: bool = False) -> None:
+        if not scripts:
+            raise ValueError("no trajectory to replay (rule: at least one that finished)")
+        self.scripts = tuple(scripts)
+        self._seed, self._resample = seed, resample
+        self._next = 0
+
+    def script(self, prompt: int, member: int) -> Script:
+        if self._resample:
+            return self.scripts[generator(self._seed, prompt, member).randrange(len(self.scripts))]
+        self._next += 1
+        return self.scripts[(self._next - 1) % len(self.scripts)]
+
+
+def replay(rows: Iterable[FinishedRow], *, seed: int = 0, resample: bool = False) -> Mapping[str, Replayed]:
+    """Workloads by domain from a run's ledger (`Reader.finished`)."""
+    found: dict[str, list[Script]] = {}
+    for row in rows:
+        found.setdefault(row.domain, []).append(_recorded(row))
+    return {domain: Replayed(s, seed=seed, resample=resample) for domain, s in sorted(found.items())}
+
+
+def _recorded(row: FinishedRow) -> Script:
+    turns = max(row.turns, 1)
+    first = max(row.first_tokens, 1)
+    later = _parts(row.tokens - row.action_tokens - row.first_tokens, turns - 1)
+    answers = _parts(row.action_tokens, turns)
+    return Script((first, *later), answers, row.reset_s, (row.env_s / turns,) * turns)
+
+
+def _parts(total: int, count: int) -> tuple[int, ...]:
+    """`total` in `count` whole parts as equal as can be, none below 1."""
+    if not count:
+        return ()
+    base, more = divmod(max(total, count), count)
+    return (base + 1,) * more + (base,) * (count - more)
+
+
+_RESET = Tailed(LogNormal(10.0, 0.8), share=0.02, start=60.0, alpha=1.1, high=900.0)
+"""Containers: seconds as a rule, hundreds in the tail (RA-5). The body's median and the tail's share are ours."""
+
+_ONE = Constant(1)
+_SWE = Shape(
+    turns=Normal(40, 6), first=LogNormal(2_000, 0.5, high=12_000), observation=LogNormal(400, 0.7, high=8_000),
+    answers=Answers(220, 0.8, cap=4_096, prompt_share=0.3), reset_s=_RESET, step_s=LogNormal(1.0, 1.0, high=60.0),
+    payload_bytes=LogNormal(10_000, 1.5, high=5_200_000), most_turns=50,
+)  # fmt: skip
+_MATH = Shape(
+    turns=_ONE, first=LogNormal(150, 0.4, high=2_000), observation=_ONE,
+    answers=Answers(544, 0.859, cap=16_384, runaways=0.02), payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
+)  # fmt: skip
+
+PRESETS: Mapping[str, Shape] = {
+    "swe": _SWE,
+    "frozenlake": Shape(
+        turns=LogNormal(36, 0.25, low=10, high=100), first=Constant(800), observation=Normal(800, 60),
+        answers=Answers(18, 0.3, cap=512), step_s=Constant(0.02), most_turns=100,
+    ),
+    "webshop": Shape(
+        turns=LogNormal(40, 0.35, low=3, high=100), first=LogNormal(800, 0.3), observation=LogNormal(700, 0.6),
+        answers=Answers(60, 0.6, cap=1_024), reset_s=LogNormal(2.0, 0.5), step_s=LogNormal(0.3, 0.6), most_turns=100,
+    ),
+    "gem_math": Shape(
+        turns=LogNormal(3, 0.3, low=1, high=5), first=LogNormal(500, 0.3), observation=LogNormal(500, 0.3),
+        answers=Answers(1_400, 0.85, cap=16_384, runaways=0.01), step_s=LogNormal(0.3, 0.8),
+    ),
+    "gem_game": Shape(
+        turns=LogNormal(4, 0.3, low=1, high=5), first=LogNormal(300, 0.3), observation=LogNormal(120, 0.4),
+        answers=Answers(700, 0.8, cap=8_192, runaways=0.01), step_s=Constant(0.01),
+    ),
+    "math_14b": _MATH,
+    "production": Shape(
+        turns=Tailed(LogNormal(6, 1.0, low=1, high=48), share=0.005, start=60, alpha=1.3, high=480),
+        first=LogNormal(3_000, 0.8, high=12_000), observation=LogNormal(300, 0.9, high=8_000),
+        answers=Answers(600, 0.9, cap=46_000, runaways=0.005), reset_s=_RESET, step_s=LogNormal(1.0, 1.2, high=600.0),
+        payload_bytes=LogNormal(10_000, 1.5, high=5_200_000), context=131_072, most_turns=480,
+    ),
+}  # fmt: skip
+"""Published shapes (RollArt Table 1 and §8, RA-5, RA-25; RollPacker RP-1) by name.
+
+Published: turns (SWE 30–50, FrozenLake and WebShop 30–100, GEM at most 5, production 1–48 with more than 40 times the
+mean), context, caps, prompts up to 12k and answers up to 46k tokens in production, payloads, and of `math_14b` the
+median 544 and third quartile 971 (sigma 0.859) with a longest of 25 to 32 medians. FrozenLake's tokens are chosen so
+that RA-3's 0.53 comes out within its 32k of context, and GEM-Math's 500 and 2,000 (mean) are the placer's for RA-3.
+What else they have (tokens of other domains, seconds of steps, how many prompts run away) is assumed: nobody published
+it.
+"""
+
+
+def capped(shape: Shape, cap: int) -> Shape:
+    """The shape with answers of at most `cap` tokens: RollPacker's 8k, 16k and 32k."""
+    return replace(shape, answers=replace(shape.answers, cap=cap), context=max(shape.context, 2 * cap))

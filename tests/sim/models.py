@@ -1,0 +1,60 @@
+"""Engines of the published hardware and models, for tests of the simulated world."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from placement.architecture import Shape, shape_of
+from placement.constants import Constants
+from placement.hardware import device
+from placement.roofline import Roofline, RooflinePerformance
+from rollart.model import GenerateRequest, Sampling
+from rollart.sim.engines import EngineLimits, ModelledEngine
+from rollart.sim.steps import StepModel
+
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, object]] = {
+    "8B": QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "32B": QWEN3 | {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+    "30B-A3B": QWEN3 | {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+}  # fmt: skip
+"""What matters of `config.json` of Qwen/Qwen3-8B, -32B and -30B-A3B."""
+
+
+@cache
+def shape(model: str = "8B") -> Shape:
+    return shape_of(MODELS[model], name=model)
+
+
+@cache
+def roofline(kind: str = "H800", tp: int = 1, model: str = "8B", request_s: float = 0.0) -> Roofline:
+    constants = {kind: Constants(request_s=request_s)} if request_s else {}
+    found = RooflinePerformance(shape(model), constants).instance(device(kind), tp)
+    assert isinstance(found, Roofline), found
+    return found
+
+
+@cache
+def steps(kind: str = "H800", tp: int = 1, model: str = "8B") -> StepModel:
+    return StepModel(roofline(kind, tp, model))
+
+
+def engine(name: str = "e", kind: str = "H800", *, version: int = 0, **limits: float) -> ModelledEngine:
+    return ModelledEngine(name, steps(kind), version=version, limits=EngineLimits(**limits))  # type: ignore[arg-type]
+
+
+def turn(
+    name: str, prompt: int, output: int, *, session: str = "", salt: str | None = None, kv: object = None
+) -> GenerateRequest:
+    """A request of masses: `prompt` tokens in one piece."""
+    return GenerateRequest(name, session or name, (prompt,), Sampling(max_tokens=output), salt, kv)  # type: ignore[arg-type]

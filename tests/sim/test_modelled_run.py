@@ -1,0 +1,74 @@
+"""The product's own control plane over the modelled world: one short run of every modelled part together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from placement.hardware import device
+from rollart.model import WeightsRef
+from rollart.runtime.gateway import GatewayLimits
+from rollart.runtime.trajectory import WaitLimits
+from rollart.sim.engines import ModelledEngine
+from rollart.sim.environments import ResetFaults, World
+from rollart.sim.links import PUSH, TCP, SharedLink
+from rollart.sim.loop import run
+from rollart.sim.mass import MassTokenizer
+from rollart.sim.run import SimulatedRun, make
+from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
+from rollart.sim.weights import WeightTransfer
+from rollart.sim.workload import PRESETS, Generated
+from tests.sim.models import shape, steps
+
+
+def modelled(domain: str, *, quota: int, engines: int, faults: ResetFaults | None = None) -> tuple[SimulatedRun, World]:
+    """Qwen3-8B on H20s, trained on 32 H800s; weights pushed once and pulled by every engine."""
+    world = World(Generated(PRESETS[domain], 0, name=domain), name=domain, faults=faults)
+    ways = {f"e{i}": SharedLink(TCP) for i in range(engines)}
+    transfer = WeightTransfer(15.26, push=SharedLink(PUSH), pull=ways.__getitem__)
+
+    def loader(name: str) -> ModelledEngine:
+        async def load(weights: WeightsRef) -> None:
+            await transfer.load(name, weights)
+
+        transfer.subscribe(name)
+        return ModelledEngine(name, steps("H20"), load=load)
+
+    made = make(quotas={domain: (quota, 4)}, steps=3, alpha=1)
+    made.engines = [loader(name) for name in ways]  # type: ignore[misc]
+    made.trainer = ModelledTrainer(TrainerSpeed(shape(), device("H800"), 32), transfer=transfer)  # type: ignore[assignment]
+    made.tokenizer = MassTokenizer()
+    made.waits = WaitLimits(env_reset_s=3600.0, env_step_s=3600.0, context_tokens=1 << 40)
+    made.limits = GatewayLimits(generate_s=36_000.0, engine_s=36_000.0, sync_s=3600.0)
+    of = made.domains[0]
+    made.domains = [dataclasses.replace(of, environment=world.make, max_turns=1000, max_tokens=1 << 30)]
+    return made, world
+
+
+async def played(made: SimulatedRun) -> float:
+    await made.run()
+    return asyncio.get_running_loop().time()
+
+
+def test_the_product_runs_on_modelled_parts() -> None:
+    made, world = modelled("gem_math", quota=16, engines=2)
+    seconds = run(played(made))
+    trainer, engines = made.trainer, made.engines
+    assert isinstance(trainer, ModelledTrainer)
+    assert (trainer.steps, made.published) == (3, [1, 2, 3])
+    assert 0 < trainer.trained_tokens <= sum(e.generated_tokens for e in engines if isinstance(e, ModelledEngine))
+    for e in engines:
+        assert isinstance(e, ModelledEngine)
+        assert e.version == 3
+        assert e.busy_s <= seconds
+        assert e.recomputed_tokens > 0, "updates find requests in flight"
+    assert world.hosts[0].live == 0
+    again, _ = modelled("gem_math", quota=16, engines=2)
+    assert run(played(again)) == seconds
+
+
+def test_resets_that_fail_cost_time_and_no_step() -> None:
+    made, world = modelled("gem_math", quota=16, engines=2, faults=ResetFaults(fail=0.1))
+    run(played(made))
+    assert world.failed_resets > 0
+    assert made.published == [1, 2, 3]
