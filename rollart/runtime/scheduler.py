@@ -15,7 +15,7 @@ from rollart.ports import Journal, Recorder, Recovered, RunEvent
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.groups import GroupRun, GroupTable
+from rollart.runtime.groups import GroupRun, GroupTable, Rolling
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
 
@@ -85,6 +85,7 @@ class Scheduler:
         self._freed = asyncio.Event()
         self._closed = False
         self._drops: list[tuple[GroupId, str]] = []
+        self.rolling = Rolling()
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
 
     async def run(self, version: Callable[[], int], recovered: Recovered | None = None) -> None:
@@ -222,7 +223,12 @@ class Scheduler:
                 return
 
     async def _attempt(self, live: Live) -> TrainSample:
-        trajectory = await self._runner.run(live)
+        self.rolling.begin(live)
+        try:
+            trajectory = await self._runner.run(live)
+            self.rolling.ask(live, asyncio.get_running_loop().time())
+        finally:
+            self.rolling.leave(live)
         return await self._rewarding.score(trajectory)
 
     def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
