@@ -15,6 +15,7 @@ The controller reads them from the source text (`declarations`), so user code ru
 from __future__ import annotations
 
 import ast
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
@@ -111,6 +112,10 @@ def _decorated(node: ast.expr, filename: str) -> dict[str, Any] | None:
         try:
             if keyword.arg is None:
                 raise ValueError
+            if keyword.arg not in _SETTINGS:
+                raise SpecInvalid(
+                    f"{filename}:{keyword.value.lineno}: @reward has no argument '{keyword.arg}'{_nearest(keyword.arg)}"
+                )
             settings[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError:
             shown = f"{keyword.arg}=..." if keyword.arg else "**..."
@@ -145,6 +150,11 @@ _SETTINGS = frozenset(
         "warm",
     }
 )
+
+
+def _nearest(wrong: str) -> str:
+    close = difflib.get_close_matches(wrong, _SETTINGS, n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(sorted(_SETTINGS))}"
 
 
 def _known(settings: dict[str, Any]) -> None:

@@ -95,6 +95,10 @@ class Offload:
         """Items that wait for a call."""
         return sum(line.waiting for line in self._lines.values())
 
+    def waiting_for(self, function: str) -> int:
+        """Items of one function that wait for a call."""
+        return self._line(function).waiting
+
     def stages(self) -> dict[str, dict[Stage, StageCounts]]:
         """What every stage did, cost and saved since the start, by function: a copy."""
         return {name: {s: replace(c) for s, c in line.stages.items()} for name, line in self._lines.items()}

@@ -25,8 +25,8 @@ class Waiter:
 class Entry:
     """One piece of work: an item that one or more submits wait for, until `expires`, the latest of their deadlines.
 
-    `lane` is the first provider that it may still use, `on` the one that it was sent to last, `done` that nobody
-    waits any more, `alone` that it was in a call that failed as a whole and shares none again.
+    `lane` is the first provider that has not failed it, `on` the one that it was sent to last, `done` that nobody waits
+    any more, `alone` that it was in a call that failed as a whole and shares none again.
     """
 
     wire: WireItem

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import replace
 
 from serverless import wire
 from serverless.backends.base import Backend, Reply
 from serverless.meter import billed_seconds
+from serverless.pipeline_calls import CAUSED_BY, cause_of, divisible, elsewhere, limited
 from serverless.pipeline_entry import Call, Entry, Try
 from serverless.pipeline_hedge import Hedger
 from serverless.pipeline_owner import Owner
@@ -18,14 +20,15 @@ from serverless.pipeline_stats import Stage
 from serverless.policy.batch import BatchPolicy
 from serverless.policy.breaker import Breaker, BreakerState, counts
 from serverless.policy.concurrency import Window
+from serverless.policy.retry import lost
 from serverless.settings import PipelineSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, ModelFault
 
 __all__ = ["Lane"]
 
-_NOT_THE_ITEMS = frozenset({FaultKind.THROTTLED, FaultKind.UNAVAILABLE, FaultKind.DEADLINE})
-"""Faults of a call that no item of it can have caused: there is nothing to isolate."""
+_UNANSWERED = InfraFault(FaultKind.DEADLINE, retryable=False, detail="a trial had no answer before its deadline")
+"""Of a trial that was cancelled because its items' time was over."""
 
 _EPS = 1e-9
 """Loop times this close are the same."""
@@ -47,6 +50,9 @@ class Lane:
         self.index = index
         self._spec = spec
         self._backend = backend
+        self.provider = backend.provider
+        self.why = ""
+        """The fault by which the breaker opened last."""
         self._settings = settings
         self._rng = rng
         self._alone = alone
@@ -84,7 +90,7 @@ class Lane:
         return (self.breaker is None or self.breaker.admits(now)) and not self._exhausted(now)
 
     def open_at(self) -> float:
-        """When it may admit again, loop seconds."""
+        """When it may admit again, loop seconds; infinite while a trial is out."""
         until = self.breaker.until if self.breaker is not None else 0.0
         return max(until, self._window.ready_at()) if self._window is not None else until
 
@@ -96,6 +102,7 @@ class Lane:
     def purge(self) -> None:
         """Forget entries that nobody waits for."""
         self._queue.purge()
+        self._groups = deque([e for e in group if not e.done] for group in self._groups)
 
     def drain(self) -> list[Entry]:
         """Give up everything that waits."""
@@ -136,7 +143,7 @@ class Lane:
                 continue
             batch, wait = self._queue.take(now)
             if batch:
-                self._begin(batch, _cause(batch), now)
+                self._begin(batch, cause_of(batch), now)
             elif wait is not None:
                 self._timer = loop.call_later(wait, self._pump)
                 return
@@ -147,7 +154,7 @@ class Lane:
             return False
         ready = self._window.ready_at() if self._window is not None else now
         if self.breaker is not None and not self.breaker.admits(now):
-            if self.breaker.state is BreakerState.HALF_OPEN and self._tries:
+            if math.isinf(self.breaker.until):
                 return False  # the trial is out
             ready = max(ready, self.breaker.until)
         if ready <= now + _EPS:
@@ -157,7 +164,7 @@ class Lane:
 
     def _begin(self, entries: list[Entry], cause: Cause, now: float) -> None:
         limits = [self._owner.limit(entry) for entry in entries]
-        wires = [e.wire if t is None else _limited(e.wire, t) for e, t in zip(entries, limits, strict=True)]
+        wires = [e.wire if t is None else limited(e.wire, t) for e, t in zip(entries, limits, strict=True)]
         expires = max([entry.expires for entry in entries])
         limit = limits[0] if len(entries) == 1 and (limits[0] or 0.0) < self._spec.timeout_s else None
         counted = cause is not Cause.ISOLATION or len(entries) == 1
@@ -171,6 +178,8 @@ class Lane:
         self._try(call, cause)
         if self._hedger is not None:
             self._hedger.called(call, now)
+        if call.tries[0].trial:
+            self._owner.shut(self.index)  # nobody else goes here until it ended, and another provider may be sooner
 
     def _count(self, call: Call, waited: float) -> None:
         items = len(call.entries)
@@ -186,13 +195,13 @@ class Lane:
             admission = self._admissions
             admission.entered += items
             admission.waited_s += waited - batching
-        if call.cause in _CAUSED_BY:
-            self._counts[_CAUSED_BY[call.cause]].extra_calls += 1
+        if call.cause in CAUSED_BY:
+            self._counts[CAUSED_BY[call.cause]].extra_calls += 1
 
     def _try(self, call: Call, cause: Cause) -> None:
         now = asyncio.get_running_loop().time()
         trial = self.breaker.begin(now) if self.breaker is not None else False
-        one = Try(call, cause, now, trial, self._window.begin() if self._window is not None else 0)
+        one = Try(call, cause, now, trial, self._window.begin(len(self._tries)) if self._window is not None else 0)
         call.tries.append(one)
         self._tries[one] = None
         one.task = self._owner.spawn(self._run(one))
@@ -211,7 +220,8 @@ class Lane:
         self._tries.pop(one, None)
         now = asyncio.get_running_loop().time()
         if not one.reported and self.breaker is not None:
-            self.breaker.ended(now, None, trial=one.trial)
+            over = one.trial and now >= one.call.expires - _EPS
+            self._judge(self.breaker, one, _UNANSWERED if over else None, now, cancelled=True)
         if self._hedger is not None:
             self._hedger.pump()
         self._pump()
@@ -251,24 +261,37 @@ class Lane:
         seconds, items, others = now - one.began, len(one.call.entries), len(self._tries)
         if reply.invocation is not None:
             self._owner.billed(reply.invocation)
-            if one.call.cause in _CAUSED_BY:
-                self._counts[_CAUSED_BY[one.call.cause]].extra_billed_s += reply.invocation.billed_s
+            if one.call.cause in CAUSED_BY:
+                self._counts[CAUSED_BY[one.call.cause]].extra_billed_s += reply.invocation.billed_s
         fault = reply.fault
         if fault is None:
             if self._window is not None:
-                self._window.answered(now, seconds, items, in_flight=others)
+                self._window.answered(now, seconds, items, in_flight=others, number=one.number)
             if self._hedger is not None:
                 cold_s = reply.invocation.cold_start_s if reply.invocation is not None else 0.0
                 self._hedger.answered(max(0.0, seconds - cold_s), items)
         elif fault.kind is FaultKind.THROTTLED and self._window is not None:
             self._window.throttled(fault, now, one.number, self._rng, in_flight=others)
         if self.breaker is not None:
-            failed = False if fault is None else counts(fault, alone=self._alone)
-            if failed and not one.trial and (one.cause is Cause.ISOLATION or self._items_fault(fault)):
-                failed = None  # the item's doing, most likely
-            if self.breaker.ended(now, failed, trial=one.trial):
-                self._counts[Stage.BREAKER].acted += 1
-                self._owner.leave(self.index)
+            self._judge(self.breaker, one, fault, now)
+
+    def _judge(
+        self, breaker: Breaker, one: Try, fault: InfraFault | None, now: float, *, cancelled: bool = False
+    ) -> None:
+        """What a try's end says to the breaker, and what follows for those who wait."""
+        failed = counts(fault, alone=self._alone) if fault is not None else None if cancelled else False
+        if failed and not one.trial and (one.cause is Cause.ISOLATION or self._items_fault(fault)):
+            failed = None  # the item's doing, most likely
+        elif one.trial and fault is not None and fault.kind is FaultKind.DEADLINE:
+            failed = True if breaker.unanswered(now - one.began) else None
+        if breaker.ended(now, failed, trial=one.trial):
+            self.why = fault.detail if fault is not None else ""
+            self._counts[Stage.BREAKER].acted += 1
+            self._owner.shut(self.index)
+        elif one.trial and breaker.state is BreakerState.CLOSED:
+            if self._window is not None:
+                self._window.restart()
+            self._owner.back(self.index)
 
     def _exhausted(self, now: float) -> bool:
         window = self._window
@@ -296,18 +319,25 @@ class Lane:
             read = wire.outcomes(reply.body, call.event, deterministic=self._spec.deterministic)
             for entry, outcome in zip(entries, read, strict=True):
                 self._owner.receive(entry, outcome, seconds=seconds)
-        elif fault.kind is FaultKind.THROTTLED and fault.retryable and self._window is not None:
+            return
+        if fault.kind is FaultKind.THROTTLED and fault.retryable and self._window is not None:
             self._readmit(call, fault)
-        elif _providers(fault, reply.invocation):
+            return
+        if lost(fault, reply.invocation):  # it may have been executed: again only if that does no harm
+            fault = replace(fault, retryable=self._may_repeat(fault))
+        if len(entries) > 1 and self._settings.isolation.enabled and divisible(fault, reply.invocation):
+            self._isolate(call)
+        elif elsewhere(fault, reply.invocation):
             for entry in entries:
                 entry.alone = entry.alone or call.cause is Cause.ISOLATION
                 self._owner.provider_failed(self.index, entry, fault)
-        elif len(entries) > 1 and fault.kind not in _NOT_THE_ITEMS and self._settings.isolation.enabled:
-            self._isolate(call)
         else:
             for entry in entries:
                 entry.alone = entry.alone or call.cause is Cause.ISOLATION
                 self._failed(entry, call, fault, reply.invocation)
+
+    def _may_repeat(self, fault: InfraFault) -> bool:
+        return fault.kind is FaultKind.UNAVAILABLE and self._settings.retry.lost and self._spec.deterministic
 
     def _failed(self, entry: Entry, call: Call, fault: InfraFault, bill: Invocation | None) -> None:
         """A call's fault, as it concerns one item: a time limit that passed while a worker ran it may be its own."""
@@ -350,7 +380,7 @@ class Lane:
             for entry in reversed(back):
                 self._queue.put_back(entry)
         if self._exhausted(now):
-            self._owner.leave(self.index)
+            self._owner.shut(self.index)
 
     def _isolate(self, call: Call) -> None:
         """A shared call failed as a whole: its halves are called, so that in the end only the guilty item fails.
@@ -368,28 +398,3 @@ class Lane:
         for half in (live[:middle], live[middle:]):
             if half:
                 self._groups.append(half)
-
-
-_CAUSED_BY = {
-    Cause.RETRY: Stage.RETRY,
-    Cause.ISOLATION: Stage.ISOLATION,
-    Cause.FALLBACK: Stage.FALLBACK,
-}
-"""The stage whose doing a call is. (A hedge is a second try of a call.)"""
-
-
-def _cause(entries: Sequence[Entry]) -> Cause:
-    """A call that carries any item for the first time would have been made anyway."""
-    first = entries[0].cause
-    return first if all(entry.cause is first for entry in entries) else Cause.CALL
-
-
-def _providers(fault: InfraFault, bill: Invocation | None) -> bool:
-    """Whether another provider would do: it is away, it refuses, or the function did not start on it."""
-    if fault.kind in (FaultKind.UNAVAILABLE, FaultKind.THROTTLED):
-        return True
-    return fault.kind is not FaultKind.DEADLINE and (bill is None or bill.items == 0)
-
-
-def _limited(item: wire.WireItem, limit: float) -> wire.WireItem:
-    return {**item, "metadata": {**item["metadata"], "timeout_s": limit}}

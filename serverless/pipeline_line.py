@@ -12,6 +12,7 @@ from serverless.backends.base import Backend
 from serverless.cache import Cache
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, Saving
+from serverless.pipeline_chain import Chain
 from serverless.pipeline_entry import Entry, Waiter
 from serverless.pipeline_lane import Lane
 from serverless.pipeline_stats import FunctionHealth, Stage, StageCounts
@@ -63,13 +64,15 @@ class Line:
         self._stages = {stage: StageCounts() for stage in Stage}
         self._validated, self._checked = self._stages[Stage.VALIDATE], self._stages[Stage.SCHEMA]
         self._retries, self._fallbacks = self._stages[Stage.RETRY], self._stages[Stage.FALLBACK]
-        self._breakers, self._shared = self._stages[Stage.BREAKER], self._stages[Stage.DEDUPE]
+        self._shared = self._stages[Stage.DEDUPE]
         self.health = FunctionHealth()
         self._billed_s = 0.0
         self._billed_items = 0
         chain = backends if settings.fallback.enabled else backends[:1]
         alone = len(chain) == 1
         self.lanes = [Lane(self, n, self.spec, b, settings, self._rng, alone=alone) for n, b in enumerate(chain)]
+        breakers, fallbacks = self._stages[Stage.BREAKER], self._fallbacks
+        self._chain = Chain(self.spec.name, self.lanes, breakers=breakers, fallbacks=fallbacks, give_up=self._settle)
 
     @property
     def waiting(self) -> int:
@@ -116,7 +119,7 @@ class Line:
         if len(entry.waiters) == 1 and entry not in self._live:
             self._live[entry] = None
             entry.since = now
-            self._route(entry, now)
+            self._chain.route(entry, now)
         try:
             return await waiter.outcome
         finally:
@@ -172,7 +175,7 @@ class Line:
         """The next provider of the chain, else what a retry can do."""
         if entry.done:
             return
-        if lane + 1 >= len(self.lanes):
+        if lane < entry.lane or lane + 1 >= len(self.lanes) or self._chain.hopeless():
             self.receive(entry, fault)
             return
         entry.lane = lane + 1
@@ -186,28 +189,13 @@ class Line:
         now = asyncio.get_running_loop().time()
         entry.call = None
         entry.since = now
-        self._route(entry, now)
+        self._chain.route(entry, now)
 
-    def leave(self, lane: int) -> None:
-        """What waits for a provider that admits nothing goes to another, if there is one."""
-        if len(self.lanes) > 1:
-            now = asyncio.get_running_loop().time()
-            for entry in self.lanes[lane].drain():
-                self._route(entry, now)
+    def shut(self, lane: int) -> None:
+        self._chain.shut(lane)
 
-    def _route(self, entry: Entry, now: float) -> None:
-        """The first provider from the entry's on whose breaker lets it through; else the one that will first."""
-        lanes = self.lanes
-        chosen = lanes[entry.lane]
-        self._breakers.entered += chosen.breaker is not None
-        if len(lanes) > 1 and not chosen.admits(now):
-            rest = lanes[entry.lane :]
-            chosen = next((lane for lane in rest if lane.admits(now)), None) or min(rest, key=Lane.open_at)
-            if chosen.index > entry.lane:
-                entry.cause = Cause.FALLBACK
-                self._fallbacks.acted += 1
-        entry.on = chosen.index
-        chosen.enqueue(entry)
+    def back(self, lane: int) -> None:
+        self._chain.back(lane)
 
     def _known(self, key: bytes | None) -> Outcome | None:
         """The cached result of an item."""
@@ -263,8 +251,8 @@ class Line:
         return self.waiting < self.spec.queue
 
     def _again(self, entry: Entry, fault: InfraFault) -> bool:
-        """Schedule another attempt, if the policy and the budget allow one."""
-        if self._retry is None or self._budget is None:
+        """Schedule another attempt, if the policy and the budget allow one and somebody may answer it."""
+        if self._retry is None or self._budget is None or self._chain.hopeless():
             return False
         loop = asyncio.get_running_loop()
         wait = self._retry.delay(fault, max(1, entry.attempts), entry.expires - loop.time(), self._rng)

@@ -34,5 +34,8 @@ class Owner(Protocol):
 
     def billed(self, invocation: Invocation) -> None: ...
 
-    def leave(self, lane: int) -> None:
-        """The lane admits nothing for a while."""
+    def shut(self, lane: int) -> None:
+        """The lane admits nothing for a while: its breaker opened, its trial is out, or its provider refuses."""
+
+    def back(self, lane: int) -> None:
+        """Its breaker closed."""

@@ -6,7 +6,7 @@ import enum
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from serverless.types import FaultKind, InfraFault, Outcome
+from serverless.types import FaultKind, InfraFault, ModelFault, Outcome
 
 __all__ = ["FunctionHealth", "Stage", "StageCounts"]
 
@@ -57,6 +57,7 @@ class FunctionHealth:
 
     outcomes: int = 0
     faults: int = 0
+    model_faults: int = 0
     by_kind: Counter[FaultKind] = field(default_factory=Counter)
     _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
@@ -66,6 +67,7 @@ class FunctionHealth:
             self.by_kind[outcome.kind] += 1
         self.outcomes += 1
         self.faults += fault
+        self.model_faults += isinstance(outcome, ModelFault)
         self._recent.append(fault)
 
     @property

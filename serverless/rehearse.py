@@ -165,7 +165,9 @@ class Rehearsal:
 def read_cases(path: pathlib.Path) -> list[Case]:
     """The cases of a JSONL file. `SpecInvalid` with `file:line` for a line that is none, and for an empty file."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise SpecInvalid(f"cases {path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise SpecInvalid(f"cases {path}: {error.strerror}", remedy="give a JSONL file of items") from None
     cases: list[Case] = []
@@ -175,13 +177,23 @@ def read_cases(path: pathlib.Path) -> list[Case]:
         try:
             line = _Line.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise SpecInvalid(f"{path.name}:{number}: {where + ': ' if where else ''}{first['msg']}") from None
+            raise SpecInvalid(f"{path.name}:{number}: {_said(error)}") from None
         cases.append(Case(line.item(number), line.expected))
     if not cases:
         raise SpecInvalid(f"cases {path}: no item in it", remedy="write one JSON object a line")
     return cases
+
+
+def _said(error: ValidationError) -> str:
+    """The first thing that is wrong with a line."""
+    first = error.errors()[0]
+    where, text = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        model = Expected if first["loc"][0] == "expected" else _Line
+        return f"unknown key '{where}' (rule: one of {', '.join(model.model_fields)})"
+    if first["type"] == "string_pattern_mismatch":
+        text = f"{first['input']!r} (rule: one of {', '.join(['model', 'any', *FaultKind])})"
+    return f"{where}: {text}" if where else text
 
 
 async def rehearse(

@@ -18,7 +18,7 @@ from typing import Protocol
 from serverless.policy.autoscale import Autoscaler, ScalePolicy
 from serverless.policy.forecast import Forecast, workers_for
 
-__all__ = ["Ahead", "Call", "OnDemand", "Reactive", "Replayed", "Scaling", "dedicated", "elastic"]
+__all__ = ["Ahead", "Call", "OnDemand", "Reactive", "Replayed", "Scaling", "dedicated", "elastic", "fewest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,32 @@ def dedicated(calls: Iterable[Call], workers: int) -> Replayed:
         last = max(last, start + call.seconds)
     span = last - ordered[0].t
     return Replayed(tuple(waits), span * workers, sum(c.seconds for c in ordered), 0.0, 0, workers, span)
+
+
+def fewest(calls: Sequence[Call], wait_s: float, *, quantile: float = 0.99) -> int:
+    """The smallest number of dedicated workers with which this quantile of the waits is at most `wait_s`.
+
+    More workers never make anyone wait longer (first come, first served, whatever calls take), so it is found by
+    halving; as many as calls overlap are always enough. 1 for no calls.
+    """
+    low, high = 1, max(1, _overlap(calls))
+    while low < high:
+        middle = (low + high) // 2
+        if dedicated(calls, middle).wait(quantile) <= wait_s:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _overlap(calls: Sequence[Call]) -> int:
+    """The most calls at work at once if none waits; one that ends as another begins does not overlap it."""
+    edges = sorted([(c.t, 1) for c in calls] + [(c.t + c.seconds, -1) for c in calls])
+    now = most = 0
+    for _, step in edges:
+        now += step
+        most = max(most, now)
+    return most
 
 
 def elastic(

@@ -73,7 +73,9 @@ class BatchingSpec(StageSpec):
 
 
 class HedgeSpec(StageSpec):
-    """A second call for one that is late; the first answer counts."""
+    """A second call for one that is late; the first answer counts. So a hedged item is executed twice, on purpose: of a
+    function that is not deterministic either answer is as good, and stateless it must be. Switch it off for one whose
+    calls cost too much to be made twice, or have effects elsewhere."""
 
     quantile: float = Field(default=0.95, gt=0.0, lt=1.0)
     budget: float = Field(default=0.05, ge=0.0, le=1.0)
@@ -93,6 +95,9 @@ class RetrySpec(StageSpec):
     """Retries earned per item."""
     reserve: float = Field(default=20.0, ge=0.0)
     """Retries before any was earned."""
+    lost: bool = False
+    """Also call again, elsewhere or there, where the connection was lost after the call was sent. It may have been
+    executed, or still be: deterministic functions only, and they may be billed twice."""
 
     def policy(self) -> RetryPolicy | None:
         policy = RetryPolicy(self.max_attempts, self.base_s, self.cap_s, self.budget, self.reserve)
@@ -109,9 +114,12 @@ class BreakerSpec(StageSpec):
     open_s: float = Field(default=1.0, gt=0.0)
     max_open_s: float = Field(default=30.0, gt=0.0)
     """The first pause and the longest; each is twice the one before."""
+    trials: int = Field(default=3, ge=1)
+    """Failed trials in a row, of every provider of the chain, after which items that wait fail instead of waiting on:
+    so a run learns of an outage in seconds (7 s with these pauses), and not from its items' deadlines."""
 
     def policy(self) -> BreakerPolicy | None:
-        policy = BreakerPolicy(self.consecutive, self.rate, self.window, self.open_s, self.max_open_s)
+        policy = BreakerPolicy(self.consecutive, self.rate, self.window, self.open_s, self.max_open_s, self.trials)
         return policy if self.enabled else None
 
 

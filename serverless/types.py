@@ -129,3 +129,12 @@ class Invocation:
     status: str
     cause: Cause = Cause.CALL
     provider_id: str = ""
+    queued_s: float = 0.0
+    """How long before `t0` it was asked for, where the backend makes calls wait for a worker."""
+    cold_billed_s: float | None = None
+    """What of `billed_s` was start-up; None: as much of `cold_start_s` as was billed."""
+
+    @property
+    def start_billed_s(self) -> float:
+        """Billed seconds of start-up."""
+        return min(self.billed_s, self.cold_start_s if self.cold_billed_s is None else self.cold_billed_s)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from rollart.errors import UsageError
 
@@ -19,6 +21,7 @@ __all__ = [
     "colour",
     "crash_directory",
     "find_run",
+    "json_option",
     "known_runs",
     "native_output_to_stderr",
     "output_option",
@@ -51,10 +54,27 @@ def native_output_to_stderr() -> Iterator[None]:
 
 
 def output_option(command: Command) -> Command:
+    """`-o FORMAT` as `output`, with `--json` as its short form. UsageError where they disagree."""
+
+    @functools.wraps(command)
+    def with_output(*args: Any, output: str, as_json: bool, **options: Any) -> Any:
+        if as_json:
+            given = click.get_current_context().get_parameter_source("output")
+            if given is not ParameterSource.DEFAULT and output != "json":
+                raise UsageError(f"--json and -o {output} (rule: one of them)", remedy="drop one")
+            output = "json"
+        return command(*args, output=output, **options)
+
+    short = click.option("--json", "as_json", is_flag=True, help="Short for -o json.")(cast(Command, with_output))
     return click.option(
         "-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True,
         help="For people, or for machines.",
-    )(command)  # fmt: skip
+    )(short)  # fmt: skip
+
+
+def json_option(command: Command) -> Command:
+    """`--json` as `as_json`, for commands whose output is no table."""
+    return click.option("--json", "as_json", is_flag=True, help="Output for machines.")(command)
 
 
 def runs_option(command: Command) -> Command:

@@ -64,11 +64,15 @@ def doctor(output: str, runs_dir: Path) -> None:
 
 def _sandboxes() -> Iterator[Check]:
     """Ways to run code that the policy wrote, best first; each is tried."""
-    from serverless.sandbox import detect
+    from serverless.sandbox import detect, required
 
     for rung in detect():
         use = "for untrusted rewards" if rung.name != "unsafe" else "no isolation: only where a spec allows it"
         yield Check(f"sandbox {rung.name}", "ok" if rung.available else "missing", rung.why_not or use)
+    wall = bool(required.order("untrusted", allow_unsafe=False))
+    has = "no network and no files of the host, also beside the sandbox"
+    why = "they contain what they run in the sandbox, and only that"
+    yield Check("wall of untrusted workers", "ok" if wall else "missing", has if wall else why)
 
 
 def _machine(runs: Path) -> Iterator[Check]:

@@ -18,6 +18,7 @@ from rollart.cli.context import crash_directory
 from rollart.cli.doctor import doctor
 from rollart.cli.launch import launch
 from rollart.cli.plan import plan
+from rollart.cli.prices import prices
 from rollart.cli.reports import report
 from rollart.cli.rewards import rewards
 from rollart.cli.runs import status, stop
@@ -37,7 +38,7 @@ def cli() -> None:
     """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
 
 
-for _command in (launch, plan, calibrate, rewards, validate, schema, report, status, stop, doctor):
+for _command in (launch, plan, calibrate, rewards, prices, validate, schema, report, status, stop, doctor):
     cli.add_command(_command)
 
 

@@ -59,6 +59,25 @@ def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> Non
         write_png(rows, png)
 
 
+@report.command()
+@run_argument
+@output_option
+@runs_option
+@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.25, show_default=True,
+              help="Seconds that the p99 of a call may wait for a dedicated worker.")  # fmt: skip
+def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
+    """Show what the run's function calls would have cost on dedicated workers, and on functions scaled otherwise."""
+    from rollart.ledger.reader import Reader
+    from rollart.report.offload import offload as replay
+    from rollart.report.offload import trace
+
+    directory = find_run(run, runs_dir)
+    rows = _collect(directory)
+    with Reader(directory) as reader:
+        found = trace(reader)
+    _print(replay(rows, found, wait_s=wait_s), output)
+
+
 def show(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
     """Print several reports of one run as tables."""
     rows = _collect(directory)

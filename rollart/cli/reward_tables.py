@@ -13,10 +13,11 @@ from rollart.report.render import render
 from rollart.report.rows import Cell, Column, Report, Table
 
 if TYPE_CHECKING:
-    from serverless.backends.base import Change, Deployed
+    from rollart.compose.providers import Trial
+    from serverless.backends.base import Change, Deployed, LogLine
     from serverless.rehearse import Rehearsal
 
-__all__ = ["show_changes", "show_costs", "show_deployed", "show_rehearsals"]
+__all__ = ["show_changes", "show_costs", "show_deployed", "show_logs", "show_rehearsals", "trial_line"]
 
 DIGEST = 12
 """Characters of a version for people: `rollback --to` takes as many as are needed."""
@@ -51,14 +52,17 @@ def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
         _show(Report("test", one.function, tables, notes), output)
 
 
-def show_changes(found: Sequence[Change], output: str) -> None:
+def show_changes(found: Sequence[Change], output: str, notes: Sequence[str] = ()) -> None:
     nothing = ("nothing: this version is current",)
     rows = [(c.function, c.provider, line) for c in found for line in (c.lines or nothing)]
     table = Table("changes", "Would change", (Column("function"), Column("provider"), Column("change")), tuple(rows))
-    _show(Report("deploy", "functions", (table,)), output)
+    _show(Report("deploy", "functions", (table,), tuple(notes)), output)
 
 
-def show_deployed(found: Sequence[Deployed], output: str) -> None:
+def show_deployed(
+    found: Sequence[Deployed], output: str, notes: Sequence[str] = (), trials: Sequence[Trial] = ()
+) -> None:
+    """Functions or versions. `notes` go to the foot; `trials` are the calls that deploying them took."""
     people = output == "table"
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (d.function, d.provider, d.version[:DIGEST] if people else d.version, d.provider_version,
@@ -71,7 +75,40 @@ def show_deployed(found: Sequence[Deployed], output: str) -> None:
         Column("created"), Column("MB", "count"), Column("warm", "count"), Column("most", "count"),
         Column("endpoint", people=False),
     )  # fmt: skip
-    _show(Report("rewards", "functions", (Table("functions", "Functions", columns, rows),)), output)
+    tables = [Table("functions", "Functions", columns, rows)]
+    if people:
+        notes = (*notes, *(f"{t.function}: {trial_line(t)}" for t in trials))
+    elif trials:
+        tables.append(_trials(trials))
+    _show(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
+
+
+def _trials(trials: Sequence[Trial]) -> Table:
+    columns = (
+        Column("function"), Column("provider"), Column("status"), Column("billed_s", "seconds"), Column("MB", "count"),
+        Column("usd", "usd"),
+    )  # fmt: skip
+    rows = tuple((t.function, t.provider, t.status, t.billed_s, t.memory_mb, t.usd) for t in trials)
+    return Table("trials", "Trial calls", columns, rows)
+
+
+def trial_line(trial: Trial) -> str:
+    failed = "" if trial.status == "ok" else f" ({trial.status})"
+    return f"trial{failed} billed {trial.billed_s:.3g} s at {trial.memory_mb} MB: ${trial.usd:.7f}"
+
+
+def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
+    """As they were printed, or as rows."""
+    if output == "json":
+        rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
+        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
+    elif output == "csv":
+        columns = (Column("t"), Column("source"), Column("text"))
+        cells = tuple((line.t, line.source, line.text) for line in lines)
+        _show(Report("logs", function, (Table("lines", "Lines", columns, cells),)), output)
+    else:
+        for line in lines:
+            click.echo(" ".join(part for part in (line.t, line.source, line.text) if part))
 
 
 def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | None, output: str) -> None:

@@ -6,16 +6,19 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollart.cli.context import output_option
+from rollart.cli.context import json_option, output_option
+from rollart.cli.reward_serve import serve
 from rollart.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
     from serverless.backends.base import Deployer
+    from serverless.meter import MeterSink
     from serverless.rehearse import Rehearsal
 
 __all__ = ["rewards"]
@@ -27,7 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def provider_options(command: Command) -> Command:
     for option in (
         click.option("--root", type=click.Path(path_type=Path), default=Path(".rollart/functions"), show_default=True,
-                     help="Directory of locally deployed functions."),
+                     help="Directory of locally deployed functions; RUN/functions has the logs of a run's."),
         click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec with the provider's settings."),
         click.option("--provider", default="local", show_default=True, metavar="[local|aws|modal]",
                      help="Where functions are."),
@@ -48,15 +51,19 @@ def rewards() -> None:
 @rewards.command()
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("reward"))
 @click.option("--name", default=None, help="Name of the reward; the directory's if not given.")
-def init(directory: Path, name: str | None) -> None:
+@json_option
+def init(directory: Path, name: str | None, as_json: bool) -> None:
     """Write a reward that works, with cases that it passes, into DIRECTORY."""
     from rollart.compose.providers import translated
     from serverless.deploy import template
 
     with translated():
         written = template.write(directory, name or directory.resolve().name.replace("-", "_"))
-    for path in written:
-        click.echo(str(path))
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, "files": [str(path) for path in written]}))
+    else:
+        for path in written:
+            click.echo(str(path))
     source = next(p for p in written if p.suffix == ".py")
     click.echo(f"try it: rollart rewards test {source}", err=True)
 
@@ -89,18 +96,31 @@ def deploy(
     source: str, provider: str, cluster: Path | None, root: Path, dry_run: bool, name: str | None, output: str
 ) -> None:
     """Deploy rewards to a provider. A version that is there already changes nothing."""
-    from rollart.cli.reward_tables import show_changes, show_deployed
-    from rollart.compose.providers import packages_in
+    from rollart.cli.reward_tables import show_changes, show_deployed, trial_line
+    from rollart.compose.price_files import in_effect
+    from rollart.compose.providers import Trials, packages_in
+    from rollart.ledger.prices import PriceBook
+    from rollart.spec.prices import PriceList
 
     packages = packages_in(source, name=name)
+    notes = [f"{one.spec.name}: {warning}" for one in packages for warning in one.warnings]
+    trials = Trials(PriceBook(PriceList(prices=in_effect(cluster))))
+    done: list[Any] = []
 
-    async def main(place: Deployer) -> list[Any]:
-        if dry_run:
-            return [await place.plan(package) for package in packages]
-        return [await place.deploy(package) for package in packages]
+    async def main(place: Deployer) -> None:
+        for package in packages:
+            done.append(await (place.plan(package) if dry_run else place.deploy(package)))
 
-    found = _with(provider, cluster, root, main)
-    (show_changes if dry_run else show_deployed)(found, output)
+    try:
+        _with(provider, cluster, root, main, meter=trials)
+    finally:  # what was deployed and billed before another one failed is told too
+        if dry_run and done:
+            show_changes(done, output, notes)
+        elif done:
+            show_deployed(done, output, notes, trials.bills)
+        else:
+            for bill in trials.bills:
+                click.echo(f"{bill.function}: {trial_line(bill)}", err=True)
 
 
 @rewards.command(name="list")
@@ -130,14 +150,17 @@ def versions(function: str, provider: str, cluster: Path | None, root: Path, out
 @provider_options
 @click.option("--timeout", "seconds", type=click.FloatRange(min=0.001), default=60.0, show_default=True,
               help="Seconds to wait, cold start included.")  # fmt: skip
-def invoke(source: str, item: str | None, provider: str, cluster: Path | None, root: Path, seconds: float) -> None:
+@json_option
+def invoke(
+    source: str, item: str | None, provider: str, cluster: Path | None, root: Path, seconds: float, as_json: bool
+) -> None:
     """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
 
-    The function is deployed first if its version is not there.
+    The function is deployed first if its version is not there. With --json the bill is printed with the answer.
     """
     from rollart.compose.providers import backend, canonical, packages_in, translated
 
-    event = _event(item if item is not None else sys.stdin.read())
+    event = _event(sys.stdin.read() if item is None else item)
     packages = packages_in(source)
     if len(packages) != 1:
         raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
@@ -152,11 +175,16 @@ def invoke(source: str, item: str | None, provider: str, cluster: Path | None, r
         reply = asyncio.run(main())
     if reply.fault is not None:
         raise RunFailed(f"{package.spec.name} on {name}: {reply.fault.kind}: {reply.fault.detail}")
-    click.echo(json.dumps(reply.body, indent=2, ensure_ascii=False))
     bill = reply.invocation
-    if bill is not None:
+    shown = {"schema_version": 1, "answer": reply.body, "bill": bill and asdict(bill)} if as_json else reply.body
+    click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    if bill is not None and not as_json:
         cold = f", cold start {bill.cold_start_s:.3f} s" if bill.cold_start_s else ""
         click.echo(f"billed {bill.billed_s:.3f} s at {bill.memory_mb} MB{cold}", err=True)
+    answers = reply.body if isinstance(reply.body, list) else []
+    failed = [one for one in answers if isinstance(one, dict) and "error" in one]
+    if failed:
+        raise RunFailed(f"{len(failed)} of {len(event)} items failed")
 
 
 @rewards.command()
@@ -170,13 +198,10 @@ def logs(
     function: str, provider: str, cluster: Path | None, root: Path, since_s: float, limit: int, output: str
 ) -> None:
     """What a function printed, oldest first."""
+    from rollart.cli.reward_tables import show_logs
+
     lines = _with(provider, cluster, root, lambda place: place.logs(function, since_s=since_s, limit=limit))
-    if output == "json":
-        rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
-        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
-        return
-    for line in lines:
-        click.echo(" ".join(part for part in (line.t, line.source, line.text) if part))
+    show_logs(function, lines, output)
 
 
 @rewards.command()
@@ -216,8 +241,12 @@ def rollback(function: str, version: str, provider: str, cluster: Path | None, r
 @click.argument("function")
 @provider_options
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool) -> None:
+@json_option
+def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool, as_json: bool) -> None:
     """Remove a function with all its versions from a provider."""
+    from rollart.compose.providers import canonical
+
+    canonical(provider)  # before anybody is asked
     if not yes:
         click.confirm(f"delete '{function}' and all its versions on {provider}?", abort=True, err=True)
 
@@ -225,6 +254,8 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
         await place.delete(function)
 
     _with(provider, cluster, root, main)
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, "deleted": function, "provider": canonical(provider)}))
     click.echo(f"{function} is deleted on {provider}", err=True)
 
 
@@ -245,6 +276,9 @@ def plan(source: str, cases: Path | None, items: int, runs_per_month: float, bef
     show_costs(found, items, runs_per_month, now, output)
 
 
+rewards.add_command(serve)
+
+
 def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:
     """Every reward of FILE run on the cases, those beside it if none are given."""
     from rollart.compose.providers import backend, packages_in, translated, units_by_provider
@@ -263,14 +297,21 @@ def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -
         return asyncio.run(all_of_them())
 
 
-def _with(provider: str, cluster: Path | None, root: Path, do: Callable[[Deployer], Awaitable[T]]) -> T:
+def _with(
+    provider: str,
+    cluster: Path | None,
+    root: Path,
+    do: Callable[[Deployer], Awaitable[T]],
+    *,
+    meter: MeterSink | None = None,
+) -> T:
     """Open the provider's control plane, do something, and close it."""
     from rollart.compose.providers import canonical, deployer, translated
 
     name = canonical(provider)
 
     async def main() -> T:
-        async with deployer(name, _settings(name, cluster), root=root) as place:
+        async with deployer(name, _settings(name, cluster), root=root, meter=meter) as place:
             return await do(place)
 
     with translated():
@@ -287,6 +328,8 @@ def _settings(provider: str, cluster: Path | None) -> dict[str, Any]:
 
 
 def _event(text: str) -> list[dict[str, Any]]:
+    if not text.strip():
+        raise UsageError("no item", remedy="give --item, or JSON on standard input")
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:

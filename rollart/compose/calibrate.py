@@ -205,7 +205,7 @@ def _steady(resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapp
         state: sum(max(0.0, min(i.t1, span[1]) - max(i.t0, span[0])) for i in trainer if i.state == state) / len(window)
         for state in (State.BUSY, State.SYNC)
     }
-    waits = {f.name: f.batch_wait_ms / 1e3 for f in resolved.run.functions}
+    waits = {name: spec.batch.max_wait_ms / 1e3 for name, spec in resolved.functions.items()}
     profiles, training = profiles_of(run_dir), resolved.run.training
     return Measured(
         rate=trained / (t1 - t0),

@@ -19,7 +19,7 @@ from rollart.errors import PartDied, SpecError
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.spec.resolve import Resolved
-from rollart.spec.run_parts import DomainSpec, FunctionEntry
+from rollart.spec.run_parts import DomainSpec
 
 __all__ = [
     "domains",
@@ -129,14 +129,15 @@ async def produce_artefacts(resolved: Resolved, run_dir: Path) -> dict[str, list
     for function in resolved.run.functions:
         if function.artefact is None:
             continue
-        if ":" not in function.artefact:
-            found[function.name] = [str(Path(resolved.base) / function.artefact)]
+        given = [function.artefact] if isinstance(function.artefact, str) else function.artefact
+        if not (len(given) == 1 and ":" in given[0]):
+            found[function.name] = [str(Path(resolved.base) / path) for path in given]
             continue
         directory = run_dir / "artefacts" / function.name
         marker = directory / "COMPLETE"
         if not marker.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            await _produce(function, directory, resolved.run.seed)
+            await _produce(function.name, given[0], directory, resolved.run.seed)
             marker.touch()
         found[function.name] = [str(p) for p in sorted(directory.iterdir()) if p != marker]
     return found
@@ -215,8 +216,8 @@ def _factory(spec: DomainSpec) -> Callable[[], Any]:
     return lambda: make(**arguments)
 
 
-async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
-    module, _, name = str(function.artefact).partition(":")
+async def _produce(function: str, producer: str, directory: Path, seed: int) -> None:
+    module, _, name = producer.partition(":")
     guard = f"from rollart.adapters.clusters.pdeathsig import die_with_parent; die_with_parent({os.getpid()})"
     code = f"{guard}; import sys; from {module} import {name}; {name}(sys.argv[1], int(sys.argv[2]))"
     process = await asyncio.create_subprocess_exec(
@@ -240,7 +241,7 @@ async def _produce(function: FunctionEntry, directory: Path, seed: int) -> None:
         raise
     if process.returncode != 0:
         lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise PartDied(f"artefact of function '{function.name}'", f"{function.artefact} failed: {lines[-1][:300]}")
+        raise PartDied(f"artefact of function '{function}'", f"{producer} failed: {lines[-1][:300]}")
 
 
 def one_line(error: Exception) -> str:

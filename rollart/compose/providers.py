@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, UsageError
-from rollart.spec.cluster import FunctionProvider
-from rollart.spec.load import builtin, load_prices
+from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError
+from rollart.ledger.prices import PriceBook
+from rollart.spec.cluster import ClusterFunctions, FunctionProvider, LocalFunctions
+from rollart.spec.load import builtin, load_prices, value_problem
 from rollart.spec.prices import PriceList
 from rollart.spec.suggest import did_you_mean
 from serverless.backends.base import Backend, Deployer
@@ -28,18 +31,22 @@ from serverless.errors import (
     SpecInvalid,
     UnknownFunction,
 )
-from serverless.meter import MeterSink
+from serverless.meter import MeterSink, NullMeter
 from serverless.settings import PipelineSpec
 from serverless.spec import FunctionSpec
+from serverless.types import Invocation
 
 __all__ = [
     "DEPLOYED",
     "PROVIDERS",
+    "Trial",
+    "Trials",
     "backend",
     "canonical",
     "deployer",
     "packages_in",
     "pipeline_settings",
+    "ready",
     "translated",
     "units_by_provider",
 ]
@@ -57,7 +64,8 @@ def canonical(name: str) -> str:
     """A provider's name from what people call it. `UsageError` for none that is known."""
     found = ALIASES.get(name, name)
     if found not in PROVIDERS:
-        raise UsageError(f"no provider '{name}' (rule: one of {', '.join(PROVIDERS)}{did_you_mean(name, PROVIDERS)})")
+        known = [*PROVIDERS, *ALIASES]
+        raise UsageError(f"no provider '{name}' (rule: a provider of functions{did_you_mean(name, known)})")
     return found
 
 
@@ -68,6 +76,12 @@ def translated(what: str = "") -> Iterator[None]:
         yield
     except ServerlessError as error:
         raise _translate(error, what) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise StorageFailed(
+            f"{what}{error.filename}: {error.strerror}", remedy="choose another place, or mend its permissions"
+        ) from None
 
 
 def _translate(error: ServerlessError, what: str) -> RollartError:
@@ -89,21 +103,32 @@ def packages_in(source: str, *, name: str | None = None, base: Path | None = Non
     head, _, attribute = source.partition(":")
     with translated():
         if attribute or not head.endswith(".py"):
-            return [build(FunctionSpec(name=name or _name(attribute or head), source=source), base=base)]
+            return [build(_spec(name or _name(attribute or head), source), base=base)]
         declared = _declared(Path(base or ".") / head)
         if name is not None and len(declared) != 1:
             raise UsageError(f"{head} has {len(declared)} rewards: --name is for one", remedy=f"name one: {head}:NAME")
         return [
-            build(FunctionSpec(name=name or str(settings.get("name") or _name(found)), source=f"{head}:{found}"),
-                  base=base)
+            build(_spec(name or str(settings.get("name") or _name(found)), f"{head}:{found}"), base=base)
             for found, settings in declared.items()
-        ]  # fmt: skip
+        ]
+
+
+def _spec(name: str, source: str) -> FunctionSpec:
+    try:
+        return FunctionSpec(name=name, source=source)
+    except ValidationError:
+        raise UsageError(
+            f"'{name}' cannot name a function (rule: up to 64 letters, digits, '_', '-')",
+            remedy="name it with --name, or `name` of @reward",
+        ) from None
 
 
 def _declared(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """The decorated rewards of a file; a single plain function counts as one."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", remedy="give the path of a Python file with rewards") from None
     declared = declarations(text, filename=str(path))
@@ -126,22 +151,50 @@ def _name(attribute: str) -> str:
     return attribute.rpartition(".")[2].rpartition("/")[2]
 
 
-def deployer(provider: str, settings: Mapping[str, Any] | None = None, *, root: Path) -> Deployer:
-    """The control plane of a provider, not open yet. `root` keeps what is deployed locally. SpecError for settings."""
+def deployer(
+    provider: str, settings: Mapping[str, Any] | None = None, *, root: Path, meter: MeterSink | None = None
+) -> Deployer:
+    """The control plane of a provider, not open yet. `root` keeps what is deployed locally; `meter` gets the bills of
+    trials. SpecError for settings."""
     with translated():
         if provider == "local":
             from serverless.deploy.local import LocalDeployer
 
-            return LocalDeployer(root)
+            return LocalDeployer(root, meter=meter)
         if provider == "aws_lambda":
             from serverless.deploy.aws import AwsDeployer
 
-            return AwsDeployer(_aws(settings))
+            return AwsDeployer(_aws(settings), meter=meter)
         if provider == "modal":
             from serverless.deploy.modal_app import ModalDeployer
 
-            return ModalDeployer(_modal(settings))
+            return ModalDeployer(_modal(settings), meter=meter)
     raise UsageError(f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYED)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What trying a new version cost: a deployment calls it once before it becomes current."""
+
+    function: str
+    provider: str
+    status: str
+    billed_s: float
+    memory_mb: int
+    usd: float
+
+
+class Trials(NullMeter):
+    """The meter of a deployer. `bills` are its trials, priced by a list."""
+
+    def __init__(self, prices: PriceBook) -> None:
+        self._prices = prices
+        self.bills: list[Trial] = []
+
+    def invocation(self, invocation: Invocation) -> None:
+        call = invocation
+        usd = self._prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
+        self.bills.append(Trial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd))
 
 
 def backend(
@@ -155,9 +208,7 @@ def backend(
     """Where calls go, not open yet. `root` keeps logs of local workers. SpecError for settings that are none."""
     with translated():
         if provider == "local":
-            from serverless.backends.local import LocalBackend
-
-            return LocalBackend(meter=meter, root=root, allow_unsafe=allow_unsafe)
+            return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe)
         if provider == "aws_lambda":
             from serverless.backends.aws_lambda import AwsLambdaBackend
 
@@ -173,14 +224,45 @@ def backend(
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
 
 
+def _local(settings: Mapping[str, Any], *, meter: MeterSink | None, root: Path | None, allow_unsafe: bool) -> Backend:
+    """Workers here, as themselves or as a provider's (`rehearse`): later to start, throttled, with its overhead."""
+    from serverless.backends.local import LocalBackend
+
+    try:
+        local = LocalFunctions(**settings)
+    except ValidationError as error:
+        raise _refused("local", error) from None
+    common: dict[str, Any] = {"meter": meter, "root": root, "runtime": local.runtime, "allow_unsafe": allow_unsafe}
+    if local.rehearse is None:
+        return LocalBackend(**common)
+    from serverless.backends.rehearsal import PLATFORMS, RehearsedBackend, RehearsedLauncher
+
+    platform = PLATFORMS[local.rehearse]
+    inner = LocalBackend(**common, launcher=lambda own: RehearsedLauncher(own, platform, seed=local.seed))
+    return RehearsedBackend(inner, platform, seed=local.seed)
+
+
+def ready(functions: ClusterFunctions) -> None:
+    """What can be known before anything starts of the providers that a run will call: settings, client libraries and
+    named secrets. `SpecError` or `ProviderError`; credentials are only known when a provider is asked."""
+    pipeline_settings(functions.pipeline)
+    for name in functions.chain:
+        backend(name, functions.settings(name))
+        for library in _LIBRARIES.get(name, ()):
+            if importlib.util.find_spec(library) is None:
+                raise ProviderError(f"{library} is not installed", remedy=f"pip install 'rollart[{_EXTRAS[name]}]'")
+
+
+_LIBRARIES = {"aws_lambda": ("boto3", "aiobotocore"), "modal": ("modal",)}
+_EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
+
+
 def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
     """SpecError for a stage or constant that is not there."""
     try:
         return PipelineSpec.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["functions", "pipeline", *map(str, first["loc"])])
-        raise SpecError(f"{where}: {first['msg']} (got {first['input']!r:.60})") from None
+        raise _refused("pipeline", error) from None
 
 
 def _aws(settings: Mapping[str, Any] | None) -> Any:
@@ -199,33 +281,34 @@ def _valid(provider: str, model: Any, settings: Mapping[str, Any] | None) -> Any
     try:
         return model(**(settings or {}))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["functions", provider, *map(str, first["loc"])])
-        raise SpecError(f"{where}: {first['msg']} (got {first['input']!r:.60})") from None
+        raise _refused(provider, error) from None
     except (TypeError, ValueError) as error:
         raise SpecError(f"functions.{provider}: {error}") from None
+
+
+def _refused(part: str, error: ValidationError) -> SpecError:
+    """For settings that no file was checked for: those of a library's caller, and of overrides."""
+    first = error.errors()[0]
+    return SpecError(value_problem(first, ".".join(["functions", part, *map(str, first["loc"])])))
 
 
 def _endpoints(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`{function: {url, token_env | secret_env + key}}`: secrets are named, never written down."""
     from serverless.backends.http import Bearer, Endpoint, Signed
 
+    try:
+        functions = ClusterFunctions(http=dict(settings)).http
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(value_problem(first, ".".join(["functions", *map(str, first["loc"])]))) from None
     found = {}
-    for function, given in settings.items():
-        entry = {"url": given} if isinstance(given, str) else dict(given)
-        unknown = set(entry) - {"url", "token_env", "secret_env", "key"}
-        if unknown or not isinstance(entry.get("url"), str):
-            rule = "url, and token_env or secret_env and key"
-            raise SpecError(f"functions.http.{function}: {sorted(entry)} (rule: {rule})")
+    for name, given in functions.items():
         auth: Bearer | Signed | None = None
-        if "token_env" in entry:
-            auth = Bearer(_secret(function, entry["token_env"]))
-        elif "secret_env" in entry:
-            auth = Signed(str(entry.get("key", "rollart")), _secret(function, entry["secret_env"]))
-        try:
-            found[function] = Endpoint(entry["url"], auth)
-        except ValueError as error:
-            raise SpecError(f"functions.http.{function}: {error}") from None
+        if given.token_env is not None:
+            auth = Bearer(_secret(name, given.token_env))
+        elif given.secret_env is not None:
+            auth = Signed(given.key, _secret(name, given.secret_env))
+        found[name] = Endpoint(given.url, auth, idempotent=given.idempotent)
     return found
 
 

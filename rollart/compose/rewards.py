@@ -11,12 +11,12 @@ from typing import Any
 
 from rollart.compose.prepare import import_attribute, one_line
 from rollart.errors import SpecError
+from rollart.spec.functions import effective, function_spec
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import FunctionEntry
 from serverless.deploy.package import Package, build
 from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
 from serverless.inline import Inline, inline
-from serverless.spec import BatchSpec, FunctionSpec
 
 __all__ = ["Rewards", "rewards"]
 
@@ -45,13 +45,16 @@ def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewar
 def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> Inline:
     """A reward in this process. `SpecError` if it is not to be trusted there, or needs an environment's inside."""
     try:
+        spec = effective(function, base)
+        if spec.trust == "untrusted":
+            raise SpecInvalid("it is untrusted: it cannot run in this process", remedy="make it stateless")
         target = _attribute(function, base)
         needed = {"env", "environment"} & set(inspect.signature(target).parameters)
         if needed:
             raise SpecError(
                 f"function '{function.name}' takes an environment", remedy="pay it from the environment's own rewards"
             )
-        return inline(target, artefacts=_directory(artefacts), timeout_s=function.timeout_s)
+        return inline(target, takes=spec.takes, artefacts=_directory(artefacts), timeout_s=spec.timeout_s)
     except SpecInvalid as error:
         raise SpecError(
             f"function '{function.name}': {refused.message}; {error.message}", remedy=error.remedy
@@ -78,21 +81,8 @@ def _attribute(function: FunctionEntry, base: Path) -> Any:
 
 
 def _package(function: FunctionEntry, artefacts: Sequence[str], base: Path) -> Package:
-    in_module = not function.source.endswith(".py")
-    spec = FunctionSpec(
-        name=function.name,
-        source=f"{function.source}:{function.handler}" if in_module else function.source,
-        handler="" if in_module else function.handler,
-        memory_mb=function.memory_mb,
-        timeout_s=function.timeout_s,
-        concurrency=function.concurrency,
-        batch=BatchSpec(max_items=function.batch_items, max_wait_ms=function.batch_wait_ms),
-        keep_alive_s=function.keep_alive_s,
-        artefacts=tuple(artefacts),
-        preload=tuple(function.preload),
-    )
     try:
-        return build(spec, base=base)
+        return build(function_spec(function, artefacts), base=base)
     except NotOffloadable:
         raise
     except ServerlessError as error:

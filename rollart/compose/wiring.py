@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollart.adapters.clusters.local import LocalRuntime
@@ -16,13 +16,15 @@ from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.compose.actors import nodes, part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.fleet import LocalSite
+from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
-from rollart.compose.providers import backend, pipeline_settings, translated
+from rollart.compose.providers import backend, pipeline_settings, ready, translated
 from rollart.compose.rewards import Rewards
 from rollart.compose.routing import SERVING, router, seats
+from rollart.compose.scaling import scaler, scaling_settings
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
@@ -42,9 +44,8 @@ from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import LeasesSpec
-from serverless.meter import Saving
 from serverless.pipeline import Offload
-from serverless.types import Invocation
+from serverless.scaling_seen import Seen
 
 __all__ = ["Parts", "wire"]
 
@@ -127,9 +128,12 @@ class Parts:
     @contextlib.asynccontextmanager
     async def open_functions(self, rewards: Rewards) -> AsyncIterator[None]:
         """The reward functions are deployed while the body runs."""
-        spec, meter, root = self.resolved.cluster.functions, _CallsToLedger(self.ledger), self.directory / "functions"
+        spec, root = self.resolved.cluster.functions, self.directory / "functions"
+        meter, plan = Seen(CallsToLedger(self.ledger)), reward_plan(self.resolved)
         for name, why in rewards.why.items():
             self.say("reward_beside", name, why=why)
+        if (played := spec.local.rehearse) is not None and "local" in spec.chain:
+            self.say("rehearsal", "functions", provider=played, seed=spec.local.seed)
         with translated("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
                 chain = [
@@ -147,18 +151,17 @@ class Parts:
                     seed=self.resolved.run.seed,
                 )
                 await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(Scorers(offload, rewards.beside), reward_plan(self.resolved))
-                yield
-                self._stages(offload)
-
-    def _stages(self, offload: Offload) -> None:
-        """What every stage of the pipeline did, cost and saved, as events."""
-        now = asyncio.get_running_loop().time()
-        for function, stages in offload.stages().items():
-            for stage, counts in stages.items():
-                fields = {k: v for k, v in asdict(counts).items() if v}
-                if fields:
-                    self.ledger.event(RunEvent(now, "offload_stage", function, {"stage": str(stage), **fields}))
+                self.rewarder = OffloadRewarder(Scorers(offload, rewards.beside), plan)
+                scheduler = self.control.scheduler
+                scaling = scaler(
+                    self.resolved, offload, chain, seen=meter, rolling=scheduler.rolling, plan=plan,
+                    live=scheduler.live, events=self, directory=self.directory,
+                )  # fmt: skip
+                await stack.enter_async_context(scaling)
+                try:
+                    yield
+                finally:  # of a run that fails on its functions' faults above all
+                    record_offload(self.ledger, offload, asyncio.get_running_loop().time())
 
     def session(self) -> Session:
         """The run over the started parts."""
@@ -288,6 +291,7 @@ def stall_seconds(leases: LeasesSpec) -> float:
 SHOWN = frozenset(
     {
         "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
+        "function_scaling_failed",
         "group_dropped", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed", "rebalance_measured",
         "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
     }
@@ -295,27 +299,12 @@ SHOWN = frozenset(
 """Events of parts that a person at the terminal wants to see."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CallsToLedger:
-    """`MeterSink`: the bill of every function call, and of those that were not needed."""
-
-    ledger: Ledger
-
-    def invocation(self, invocation: Invocation) -> None:
-        self.ledger.invocation(invocation)
-
-    def worker(self, span: object) -> None:
-        return None
-
-    def saving(self, saving: Saving) -> None:
-        self.ledger.saving(saving)
-
-
 @contextlib.asynccontextmanager
 async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
     """Make every part of the run; at the end stop what was started, in reverse order."""
     loop, resolved = asyncio.get_running_loop(), start.resolved
-    pipeline_settings(resolved.cluster.functions.pipeline)  # what is wrong there is said before anything starts
+    ready(resolved.cluster.functions)  # what is wrong there is said before anything starts
+    scaling_settings(resolved.cluster.functions.scaling)
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
     config = trainer_config(resolved, directory, tokenizer_dir)

@@ -16,9 +16,10 @@ from rollart.ledger.codec import decode_sample
 from rollart.ledger.intervals import State
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.segments import Segments
-from rollart.ledger.tables import LIVE, SCHEMA, SCHEMA_VERSION, Rows, insert
+from rollart.ledger.tables import LIVE, SCHEMA, SCHEMA_VERSION, UPGRADES, Rows, insert
 from rollart.model import TrainSample
 from rollart.ports import Recovered
+from serverless.meter import WorkerState
 
 __all__ = ["FILE", "Database", "Operation"]
 
@@ -95,6 +96,11 @@ class Database:
         if self.segments.rolled:
             self._sweep()
         self.spent_usd += rows.usd + sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
+        self.spent_usd += sum(
+            self._idle(provider, seconds, memory_mb)
+            for (_, provider, memory_mb, state, _), (seconds, _) in rows.worker_time.items()
+            if state == WorkerState.IDLE
+        )
         return results
 
     def recover(self) -> Recovered | None:
@@ -147,17 +153,31 @@ class Database:
             if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
                 connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
                 connection.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
-            found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-            if found is None or found[0] != str(SCHEMA_VERSION):
-                raise StorageFailed(
-                    f"{path}: schema version {found and found[0]} (rule: {SCHEMA_VERSION})",
-                    remedy="resume with the rollart that wrote it",
-                )
+            self._upgrade(connection, path)
             if config is not None:
                 connection.execute("INSERT OR REPLACE INTO meta VALUES ('config', ?)", (json.dumps(dict(config)),))
         except sqlite3.Error as error:
             raise self._failed(error) from None
         return connection
+
+    def _upgrade(self, connection: sqlite3.Connection, path: Path) -> None:
+        """Bring an older file to today's schema, in one transaction. StorageFailed for one that is unknown."""
+        found = connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+        version = int(found[0]) if found is not None and found[0].isdecimal() else 0
+        if version != SCHEMA_VERSION and version not in UPGRADES:
+            known = ", ".join(map(str, (*UPGRADES, SCHEMA_VERSION)))
+            raise StorageFailed(
+                f"{path}: schema version {found and found[0]} (rule: {known})",
+                remedy="resume with the rollart that wrote it",
+            )
+        if version == SCHEMA_VERSION:
+            return
+        connection.execute("BEGIN IMMEDIATE")
+        for older in range(version, SCHEMA_VERSION):
+            for statement in UPGRADES[older]:
+                connection.execute(statement)
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(SCHEMA_VERSION),))
+        connection.execute("COMMIT")
 
     def _guarded(self, operation: Operation) -> Any:
         self.connection.execute("SAVEPOINT operation")
@@ -205,12 +225,22 @@ class Database:
         calls = self.connection.execute(
             "SELECT provider, sum(billed_s), memory_mb, count(*) FROM invocations GROUP BY provider, memory_mb"
         ).fetchall()
-        return float(intervals[0] or 0.0) + sum(self._bill(*call) for call in calls)
+        idle = self.connection.execute(
+            "SELECT provider, sum(seconds), memory_mb FROM worker_time WHERE state = ? GROUP BY provider, memory_mb",
+            (WorkerState.IDLE,),
+        ).fetchall()
+        functions = sum(self._bill(*call) for call in calls) + sum(self._idle(*row) for row in idle)
+        return float(intervals[0] or 0.0) + functions
 
     def _bill(self, provider: str, billed_s: float, memory_mb: int, requests: int) -> float:
         if self._prices is None:
             return 0.0
         return self._prices.function_usd(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
+
+    def _idle(self, provider: str, seconds: float, memory_mb: int) -> float:
+        if self._prices is None:
+            return 0.0
+        return self._prices.idle_usd(provider, seconds=seconds, memory_mb=memory_mb)
 
     def _heal(self) -> None:
         """Resources that were open when the run died: the time that nobody recorded is `down`, cause `crash`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rollart.errors import RunFailed
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Interval, Recovered, RunEvent
-from serverless.meter import Saving
+from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
 __all__ = ["Charge", "MemoryRecorder"]
@@ -52,6 +52,7 @@ class MemoryRecorder:
     charges: list[Charge] = field(default_factory=list)
     invocations: list[Invocation] = field(default_factory=list)
     savings: list[Saving] = field(default_factory=list)
+    spans: list[WorkerSpan] = field(default_factory=list)
     versions: list[tuple[int, int, Mapping[str, float]]] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     _groups: dict[str, _GroupState] = field(default_factory=dict)
@@ -69,6 +70,9 @@ class MemoryRecorder:
 
     def saving(self, saving: Saving) -> None:
         self.savings.append(saving)
+
+    def worker(self, span: WorkerSpan) -> None:
+        self.spans.append(span)
 
     def charge(
         self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,

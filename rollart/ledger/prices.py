@@ -47,6 +47,21 @@ class PriceBook:
             if (provider, unit) in self._table
         )
 
+    def charges_idle(self, provider: str) -> bool:
+        """Whether the provider has a price for workers that wait."""
+        return any(name == provider and unit.startswith("idle-") for name, unit in self._table)
+
+    def idle_usd(self, provider: str, *, seconds: float, memory_mb: float) -> float:
+        """Bill of `seconds` worker-seconds in which no call ran, on workers of `memory_mb` and one core; 0 where the
+        provider charges nothing for them."""
+        memory_s = seconds * memory_mb / 1024.0
+        amounts = {"idle-GB-second": memory_s, "idle-GiB-second": memory_s, "idle-core-second": seconds}
+        return sum(
+            self._table[provider, unit].usd * amount
+            for unit, amount in amounts.items()
+            if (provider, unit) in self._table
+        )
+
     def sources(self, name: str) -> tuple[PriceEntry, ...]:
         """Every price of a name, for the foot of a report."""
         return tuple(entry for (known, _), entry in self._table.items() if known == name)

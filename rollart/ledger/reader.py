@@ -13,10 +13,29 @@ from typing import Any
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import FILE
 from rollart.ledger.intervals import IntervalSum
-from rollart.ledger.tables import CONSUMED, DROPPED, SCHEMA_VERSION
+from rollart.ledger.tables import CONSUMED, DROPPED, OLDER, SCHEMA_VERSION
 from rollart.ports import Interval, RunEvent
 
-__all__ = ["ChargeSum", "FinishedRow", "InvocationSum", "Reader", "RunFacts", "SavingSum", "VersionRow"]
+__all__ = [
+    "FUNCTION_HEALTH",
+    "OFFLOAD_STAGE",
+    "CallRow",
+    "ChargeSum",
+    "FinishedRow",
+    "InvocationSum",
+    "Reader",
+    "RunFacts",
+    "SavingSum",
+    "VersionRow",
+    "WorkerSum",
+]
+
+OFFLOAD_STAGE = "offload_stage"
+"""Event: what one stage (`stage`) of a function's pipeline did since the functions were opened; zeros are left out."""
+
+FUNCTION_HEALTH = "function_health"
+"""Event: `outcomes` of a function since it was opened, `model_faults`, `faults` of the platform and of each kind
+(`fault.<kind>`)."""
 
 FINISHED = "finished"
 """Outcome of a trajectory that was scored; what became of its sample is in the journal."""
@@ -75,6 +94,8 @@ class InvocationSum:
     cold_start_s: float
     billed_s: float
     cause: str = "call"
+    cold_billed_s: float = 0.0
+    """What of `billed_s` was start-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +107,38 @@ class SavingSum:
     memory_mb: int
     items: int
     billed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSum:
+    """Worker-seconds of one function, provider and memory size in one state (`cold`, `busy`, `idle`). `estimated`: not
+    metered, but made from the gaps between calls."""
+
+    function: str
+    provider: str
+    memory_mb: int
+    state: str
+    seconds: float
+    estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """One function call: it was asked for `queued_s` before `t0`. Seconds of the run."""
+
+    function: str
+    provider: str
+    worker: str
+    t0: float
+    t1: float
+    cold_start_s: float
+    billed_s: float
+    cold_billed_s: float
+    memory_mb: int
+    items: int
+    status: str
+    cause: str
+    queued_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +179,7 @@ class Reader:
             found = self._connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
         except sqlite3.Error as error:
             raise self._failed(error) from None
-        if found is None or found[0] != str(SCHEMA_VERSION):
-            raise StorageFailed(f"{self._path}: schema version {found and found[0]} (rule: {SCHEMA_VERSION})")
+        self._look_like_today(found and found[0])
 
     def config(self) -> dict[str, Any]:
         """What the run was started with (`Resolved.to_dict`); empty if it said nothing."""
@@ -192,7 +244,7 @@ class Reader:
             InvocationSum(*row)
             for row in self._query(
                 """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
-                sum(cold_start_s), sum(billed_s), cause
+                sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s)
                 FROM invocations GROUP BY function, provider, memory_mb, status, cause
                 ORDER BY function, provider, status, cause"""
             )
@@ -205,6 +257,36 @@ class Reader:
             for row in self._query(
                 """SELECT function, stage, memory_mb, sum(items), sum(billed_s) FROM savings
                 GROUP BY function, stage, memory_mb ORDER BY function, stage"""
+            )
+        ]
+
+    def worker_sums(self) -> list[WorkerSum]:
+        """Worker-seconds by (function, provider, memory, state)."""
+        return [
+            WorkerSum(*row)
+            for row in self._query(
+                """SELECT function, provider, memory_mb, state, sum(seconds) FROM worker_time
+                GROUP BY function, provider, memory_mb, state ORDER BY function, provider, memory_mb, state"""
+            )
+        ]
+
+    def calls(self, provider: str | None = None) -> list[CallRow]:
+        """Every function call, of one provider if it is named, by start."""
+        return [
+            CallRow(*row)
+            for row in self._query(
+                """SELECT function, provider, worker, t0, t1, cold_start_s, billed_s, cold_billed_s, memory_mb, items,
+                status, cause, queued_s FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid""",
+                provider, provider,
+            )
+        ]  # fmt: skip
+
+    def lives(self) -> list[tuple[str, float, float]]:
+        """Domain, begin and end of every training trajectory, by end."""
+        return [
+            (domain, t0, t1)
+            for domain, t0, t1 in self._query(
+                "SELECT domain, t0, t1 FROM trajectories WHERE purpose <> 'eval' ORDER BY t1, rowid"
             )
         ]
 
@@ -236,6 +318,20 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _look_like_today(self, version: str | None) -> None:
+        """Older files are read as they are. StorageFailed for a version that is unknown."""
+        known = {str(older): older for older in OLDER}
+        if version == str(SCHEMA_VERSION):
+            return
+        if version not in known:
+            rule = ", ".join((*known, str(SCHEMA_VERSION)))
+            raise StorageFailed(f"{self._path}: schema version {version} (rule: {rule})")
+        try:
+            for statement in OLDER[known[version]]:
+                self._connection.execute(statement)
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
 
     def _query(self, sql: str, *parameters: object) -> list[Any]:
         try:

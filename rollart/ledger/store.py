@@ -13,7 +13,7 @@ from rollart.ledger.prices import PriceBook
 from rollart.ledger.writer import InlineWriter, ThreadWriter
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Clock, Interval, Recovered, RunEvent
-from serverless.meter import Saving
+from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
 __all__ = ["Ledger"]
@@ -67,6 +67,10 @@ class Ledger:
     def saving(self, saving: Saving) -> None:
         """Items that needed no function call."""
         self.record(saving)
+
+    def worker(self, span: WorkerSpan) -> None:
+        """A stretch of a function worker's life; only sums by the minute are kept."""
+        self.record(span)
 
     def charge(
         self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,

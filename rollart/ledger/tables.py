@@ -12,15 +12,18 @@ from rollart.ledger.codec import encode_sample
 from rollart.ledger.segments import INLINE_LIMIT, Segments
 from rollart.model import Group, TrainSample
 from rollart.ports import Interval, RunEvent
-from serverless.meter import Saving
+from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
-__all__ = ["SCHEMA", "SCHEMA_VERSION", "Rows", "admit", "commit", "drop", "finish", "insert"]
+__all__ = ["OLDER", "SCHEMA", "SCHEMA_VERSION", "UPGRADES", "Rows", "admit", "commit", "drop", "finish", "insert"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
+
+MINUTE_S = 60.0
+"""Worker time is kept by the minute: a row per function and state, however many calls there are."""
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -36,10 +39,15 @@ CREATE TABLE trajectories (
 CREATE TABLE invocations (
   function TEXT NOT NULL, provider TEXT NOT NULL, worker TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL,
   cold_start_s REAL NOT NULL, billed_s REAL NOT NULL, memory_mb INTEGER NOT NULL, items INTEGER NOT NULL,
-  status TEXT NOT NULL, cause TEXT NOT NULL, provider_id TEXT NOT NULL);
+  status TEXT NOT NULL, cause TEXT NOT NULL, provider_id TEXT NOT NULL, queued_s REAL NOT NULL,
+  cold_billed_s REAL NOT NULL);
 CREATE TABLE savings (
   function TEXT NOT NULL, stage TEXT NOT NULL, t REAL NOT NULL, items INTEGER NOT NULL, billed_s REAL NOT NULL,
   memory_mb INTEGER NOT NULL);
+CREATE TABLE worker_time (
+  function TEXT NOT NULL, provider TEXT NOT NULL, memory_mb INTEGER NOT NULL, state TEXT NOT NULL,
+  minute INTEGER NOT NULL, seconds REAL NOT NULL, spans INTEGER NOT NULL,
+  PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID;
 CREATE TABLE groups (
   id TEXT PRIMARY KEY, domain TEXT NOT NULL, seed INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0,
   reason TEXT NOT NULL DEFAULT '', version INTEGER);
@@ -52,12 +60,35 @@ CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, group
   samples INTEGER NOT NULL, tokens INTEGER NOT NULL, metrics TEXT NOT NULL);
 """
 
+UPGRADES: Mapping[int, tuple[str, ...]] = {
+    3: (
+        "ALTER TABLE invocations ADD COLUMN queued_s REAL NOT NULL DEFAULT 0",
+        "ALTER TABLE invocations ADD COLUMN cold_billed_s REAL NOT NULL DEFAULT 0",
+        "UPDATE invocations SET cold_billed_s = min(cold_start_s, billed_s)",
+        """CREATE TABLE worker_time (
+          function TEXT NOT NULL, provider TEXT NOT NULL, memory_mb INTEGER NOT NULL, state TEXT NOT NULL,
+          minute INTEGER NOT NULL, seconds REAL NOT NULL, spans INTEGER NOT NULL,
+          PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID""",
+    )
+}
+"""By version: what makes a file of the next one of it, for a resume."""
+
+OLDER: Mapping[int, tuple[str, ...]] = {
+    3: (
+        """CREATE TEMP VIEW invocations AS SELECT *, 0.0 AS queued_s, min(cold_start_s, billed_s) AS cold_billed_s
+        FROM main.invocations""",
+        """CREATE TEMP TABLE worker_time (function TEXT, provider TEXT, memory_mb INTEGER, state TEXT, minute INTEGER,
+        seconds REAL, spans INTEGER)""",
+    )
+}
+"""By version: what a reader puts before a file's tables so that they look like today's. The file is not touched."""
+
 
 class Rows:
     """Rows of one flush, by table."""
 
     def __init__(
-        self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | tuple[Any, ...]], shift: float
+        self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | tuple[Any, ...]], shift: float
     ) -> None:
         """`shift` turns the loop's seconds into the run's."""
         self.intervals: list[tuple[Any, ...]] = []
@@ -66,6 +97,8 @@ class Rows:
         self.invocations: list[tuple[Any, ...]] = []
         self.calls: list[Invocation] = []
         self.savings: list[tuple[Any, ...]] = []
+        self.worker_time: dict[tuple[str, str, int, str, int], list[float]] = {}
+        """Seconds and spans by (function, provider, memory, state, minute of the run in which they ended)."""
         self.usd = 0.0
         """Cost of the intervals."""
         for row in recorded:
@@ -84,12 +117,22 @@ class Rows:
                     self.calls.append(row)
                     self.invocations.append(
                         (row.function, row.provider, row.worker, row.t0 + shift, row.t1 + shift, row.cold_start_s,
-                         row.billed_s, row.memory_mb, row.items, row.status, row.cause, row.provider_id)
+                         row.billed_s, row.memory_mb, row.items, row.status, row.cause, row.provider_id, row.queued_s,
+                         row.start_billed_s)
                     )  # fmt: skip
                 case Saving():
                     self.savings.append(
                         (row.function, row.stage, row.t + shift, row.items, row.billed_s, row.memory_mb)
                     )
+                case WorkerSpan():
+                    self._add(row, row.t1 + shift)
+
+    def _add(self, span: WorkerSpan, end: float) -> None:
+        """Of a span only its sum is kept: there are two of them a call."""
+        key = (span.function, span.provider, span.memory_mb, str(span.state), int(end // MINUTE_S))
+        sums = self.worker_time.setdefault(key, [0.0, 0])
+        sums[0] += span.t1 - span.t0
+        sums[1] += 1
 
 
 def insert(connection: sqlite3.Connection, rows: Rows) -> None:
@@ -97,8 +140,13 @@ def insert(connection: sqlite3.Connection, rows: Rows) -> None:
     connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
     connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
     connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
-    connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", rows.invocations)
+    connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.invocations)
     connection.executemany("INSERT INTO savings VALUES (?,?,?,?,?,?)", rows.savings)
+    connection.executemany(
+        "INSERT INTO worker_time VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET "
+        "seconds = seconds + excluded.seconds, spans = spans + excluded.spans",
+        [(*key, *sums) for key, sums in rows.worker_time.items()],
+    )
 
 
 def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) -> None:

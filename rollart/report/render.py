@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rollart.report.rows import Cell, Column, Report, Table
@@ -74,20 +75,32 @@ def _text(report: Report, width: int, colour: bool) -> str:
             continue
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         table = _for_people(table)
-        for column in table.columns:
-            right = column.kind != "text"
-            name = column.name.replace("_", " ")
-            # Headings break between words; what is text keeps its line unless the terminal is too narrow for all.
-            widest = max(map(len, name.split()))
+        cells = _rows_for_people(table)
+        needed = [_needed(column, [row[n] for row in cells]) for n, column in enumerate(table.columns)]
+        tight = sum(needed) + GAP * (len(needed) - 1) > width
+        for column, least in zip(table.columns, needed, strict=True):
+            text = column.kind == "text"
             shown.add_column(
-                Text(name), justify="right" if right else "left", overflow="fold", min_width=widest, no_wrap=not right
-            )
-        for row in _rows_for_people(table):
+                Text(column.name.replace("_", " ")), justify="left" if text else "right", overflow="fold",
+                min_width=None if text else least, no_wrap=text and not column.wrap and not tight,
+            )  # fmt: skip
+        for row in cells:
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)
     for note in report.notes:
         console.print(Text(note, style="dim"))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+GAP = 3
+"""Columns between two cells."""
+
+
+def _needed(column: Column, cells: Sequence[str]) -> int:
+    """Width below which something breaks: headings do so between words, numbers never, texts only where all that a
+    table holds is too wide."""
+    heading = max(map(len, column.name.split("_")))
+    return heading if column.wrap else max(heading, *map(len, cells))
 
 
 def _for_people(table: Table) -> Table:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import ChargeSum, InvocationSum, Reader, RunFacts, SavingSum, VersionRow
+from rollart.ledger.reader import (
+    FUNCTION_HEALTH,
+    OFFLOAD_STAGE,
+    ChargeSum,
+    InvocationSum,
+    Reader,
+    RunFacts,
+    SavingSum,
+    VersionRow,
+    WorkerSum,
+)
 from rollart.ports import RunEvent
+from rollart.report.idle import ESTIMATED, estimated_workers
 from rollart.spec.prices import PriceList
 
-__all__ = ["ENGINE_ROLES", "Cell", "Column", "Report", "RunRows", "Table", "collect"]
+__all__ = ["ENGINE_ROLES", "Cell", "Column", "CostLine", "Report", "RunRows", "Table", "collect"]
 
 ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
 """Roles whose busy time is charged to trajectories."""
@@ -23,11 +34,12 @@ Cell: TypeAlias = str | int | float | None
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column's name and how people read it: text, count, seconds, usd, share (of 1), number. Without `people` it is
-    for machines only."""
+    for machines only; with `wrap` a text may take several lines."""
 
     name: str
     kind: str = "text"
     people: bool = True
+    wrap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,18 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class CostLine:
+    """Dollars of one resource in one state for one cause."""
+
+    role: str
+    resource: str
+    state: str
+    cause: str
+    seconds: float
+    usd: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunRows:
     """Everything reports are computed from."""
 
@@ -63,11 +87,17 @@ class RunRows:
     evaluations: Sequence[RunEvent]
     prices: PriceBook
     savings: Sequence[SavingSum] = ()
+    workers: Sequence[WorkerSum] = ()
+    stages: Sequence[RunEvent] = ()
+    health: Sequence[RunEvent] = ()
+    fault_threshold: float | None = None
+    """Share of platform faults above which the run ends."""
 
 
 def collect(reader: Reader, run: str) -> RunRows:
     """Read a run's sums. Prices are the ones that it started with."""
-    prices = reader.config().get("prices")
+    config = reader.config()
+    prices = config.get("prices")
     return RunRows(
         run=run,
         facts=reader.facts(),
@@ -78,4 +108,16 @@ def collect(reader: Reader, run: str) -> RunRows:
         evaluations=reader.events("evaluation"),
         prices=PriceBook(PriceList.model_validate(prices)) if prices else PriceBook.load(),
         savings=reader.saving_sums(),
+        workers=[*reader.worker_sums(), *_unmetered(reader, config)],
+        stages=reader.events(OFFLOAD_STAGE),
+        health=reader.events(FUNCTION_HEALTH),
+        fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
+
+
+def _unmetered(reader: Reader, config: Mapping[str, Any]) -> list[WorkerSum]:
+    """Worker time of providers whose client sees calls alone."""
+    calls = [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)]
+    settings = config.get("functions", {})
+    keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}
+    return estimated_workers(calls, keep_s)

@@ -11,32 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollart.ledger.intervals import State
-from rollart.ledger.reader import InvocationSum
-from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
-from serverless.types import Cause
+from rollart.report import functions
+from rollart.report.rows import ENGINE_ROLES, Cell, Column, CostLine, Report, RunRows, Table
 
 __all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
-
-REWARD = "reward"
-"""Role of function calls."""
 
 WARM_START = "warm_start"
 """Busy time with a name of its own, so that imitation and RL are reported apart. It bought something: no waste."""
 
 NOT_WASTE = frozenset({"trained", "evaluated", "waiting", "unattributed"})
 """Fates of trajectories whose engine time bought something, or may still."""
-
-
-@dataclass(frozen=True, slots=True)
-class CostLine:
-    """Dollars of one resource in one state for one cause."""
-
-    role: str
-    resource: str
-    state: str
-    cause: str
-    seconds: float
-    usd: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +45,19 @@ def cost(rows: RunRows) -> Report:
             _by_resource(lines),
             _fates(rows),
             _waste(rows, lines),
-            _functions(rows),
-            _savings(rows),
+            functions.calls(rows),
+            functions.workers(rows),
+            functions.savings(rows),
+            functions.stages(rows),
         ),
-        tuple(_sources(rows)),
+        tuple(functions.notes(rows)),
     )
 
 
 def cost_lines(rows: RunRows) -> list[CostLine]:
-    """Every dollar of the run, once: intervals, and function calls at their provider's price."""
-    lines = [CostLine(i.role, i.resource, i.state, i.cause, i.seconds, i.usd) for i in rows.intervals]
-    for call in rows.invocations:
-        usd = rows.prices.function_usd(
-            call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
-        )
-        cause = _why(call)
-        lines.append(CostLine(REWARD, f"{call.provider}:{call.function}", State.BUSY, cause, call.billed_s, usd))
-    return lines
-
-
-def _why(call: InvocationSum) -> str:
-    """Of calls that a run without faults and stragglers would not have made: those that failed by their failure, the
-    others by what made them."""
-    if call.status != "ok":
-        return f"function {call.status}"
-    return "" if call.cause == Cause.CALL else f"function {call.cause}"
+    """Every dollar of the run, once: intervals, and functions at their provider's price."""
+    found = [CostLine(i.role, i.resource, i.state, i.cause, i.seconds, i.usd) for i in rows.intervals]
+    return [*found, *functions.lines(rows)]
 
 
 def fates(rows: RunRows) -> list[FateCost]:
@@ -113,7 +85,10 @@ def waste(rows: RunRows, lines: Sequence[CostLine]) -> dict[tuple[str, str], flo
     time with a cause (failed calls, repeated work)."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
-        if line.state != State.BUSY:
+        if line.role == functions.REWARD:
+            if line.cause:
+                found[line.role, line.cause] += line.usd
+        elif line.state != State.BUSY:
             found[line.role, f"{line.state}: {line.cause}" if line.cause else line.state] += line.usd
         elif line.cause and line.cause != WARM_START:
             found[line.role, line.cause] += line.usd
@@ -184,45 +159,6 @@ def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     columns = (Column("role"), Column("cause"), Column("usd", "usd"), Column("share", "share"))
     found = [(role, cause, usd, _ratio(usd, total)) for (role, cause), usd in waste(rows, lines).items()]
     return Table("waste", "Idle and waste by cause", columns, tuple(found))
-
-
-def _functions(rows: RunRows) -> Table:
-    columns = (
-        Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
-        Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds", people=False),
-        Column("billed_s", "seconds"), Column("gb_s", "number", people=False), Column("usd", "usd"),
-        Column("usd_per_1000_items", "usd", people=False),
-    )  # fmt: skip
-    found: list[tuple[Cell, ...]] = []
-    for call in rows.invocations:
-        gb_s = call.billed_s * call.memory_mb / 1024
-        usd = rows.prices.function_usd(
-            call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
-        )
-        found.append(
-            (call.function, call.provider, call.status, call.cause, call.calls, call.items, call.cold_starts,
-             call.cold_start_s, call.billed_s, gb_s, usd, _ratio(usd * 1000, call.items))
-        )  # fmt: skip
-    return Table("functions", "Function calls", columns, tuple(found))
-
-
-def _savings(rows: RunRows) -> Table:
-    """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
-    columns = (Column("function"), Column("stage"), Column("items", "count"), Column("billed_s", "seconds"),
-               Column("usd", "usd"))  # fmt: skip
-    provider = {call.function: call.provider for call in reversed(rows.invocations)}
-    found: list[tuple[Cell, ...]] = [
-        (s.function, s.stage, s.items, s.billed_s, rows.prices.function_usd(
-            provider.get(s.function, ""), billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0))
-        for s in rows.savings
-    ]  # fmt: skip
-    return Table("savings", "Saved by the cache and by calls under way", columns, tuple(found))
-
-
-def _sources(rows: RunRows) -> Iterable[str]:
-    for provider in sorted({call.provider for call in rows.invocations}):
-        for price in rows.prices.sources(provider):
-            yield f"{provider}: ${price.usd:g} per {price.unit} ({price.source}, {price.date})"
 
 
 def _usd(lines: Iterable[CostLine]) -> float:

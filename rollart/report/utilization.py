@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from rollart.ledger.intervals import State
 from rollart.ledger.reader import ChargeSum
+from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
 
 __all__ = ["utilization"]
@@ -14,7 +15,7 @@ __all__ = ["utilization"]
 
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
-    return Report("utilization", rows.run, (_resources(rows), _rates(rows), _domains(rows)))
+    return Report("utilization", rows.run, (_resources(rows), _rates(rows), _domains(rows), functions.health(rows)))
 
 
 def _resources(rows: RunRows) -> Table:

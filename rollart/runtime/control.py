@@ -101,11 +101,7 @@ class ControlPlane:
             barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
         )
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
-        buffer = SampleBuffer(
-            {d.name: d.quota for d in domains},
-            bound=rules.bound if rules.drops_stale else StalenessBound(ANY_AGE),
-            token_budget=settings.token_budget,
-        )
+        buffer = _buffer(domains, settings)
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule)
         publisher = Publisher(
@@ -176,6 +172,12 @@ class ControlPlane:
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
+
+
+def _buffer(domains: Sequence[Domain], settings: ControlSettings) -> SampleBuffer:
+    rules = settings.schedule.rules
+    bound = rules.bound if rules.drops_stale else StalenessBound(ANY_AGE)
+    return SampleBuffer({d.name: d.quota for d in domains}, bound=bound, token_budget=settings.token_budget)
 
 
 def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:

@@ -174,6 +174,13 @@ class Roster:
             for e, m in some.items()
         ]
 
+    def loads(self, session: str, version: int) -> list[EngineView]:
+        """Engines as they are seen while nothing but load decides."""
+        return [
+            EngineView(m.engine.id, m.running, len(m.sessions), m.serves, m.version)
+            for m in self.some(session, version)
+        ]
+
     def some(self, session: str, version: int) -> Iterable[Member]:
         """Engines to choose from by load: all, or in a large fleet a few of every kind and role, drawn by the session's
         name; all of those of which none drawn serves."""

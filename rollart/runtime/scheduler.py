@@ -17,7 +17,7 @@ from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.groups import GroupRun, GroupTable
+from rollart.runtime.groups import GroupRun, GroupTable, Rolling
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
 
@@ -91,6 +91,7 @@ class Scheduler:
         self._freed = asyncio.Event()
         self._closed = False
         self._drops: list[tuple[GroupId, str]] = []
+        self.rolling = Rolling()
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
 
     async def run(self, version: Callable[[], int], recovered: Recovered | None = None) -> None:
@@ -251,11 +252,14 @@ class Scheduler:
 
     async def _attempt(self, live: Live) -> TrainSample:
         self._stage.join()
+        self.rolling.begin(live)
         try:
             trajectory = await self._runner.run(live)
             await self._stage.turn()
+            self.rolling.ask(live, asyncio.get_running_loop().time())
             return await self._rewarding.score(trajectory)
         finally:
+            self.rolling.leave(live)
             self._stage.leave()
             self._quiet.set()
 

@@ -10,7 +10,7 @@ from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.fleet import Routes
 from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.lease import Expiry
-from rollart.policy.routing import EngineView, Path, Router, TurnView, choose_engine, route
+from rollart.policy.routing import Path, Router, TurnView, choose_engine, route
 from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_id, prefill_request
 from rollart.runtime.homes import DomainBook, Tell
 from rollart.runtime.leases import Leases
@@ -308,11 +308,8 @@ class Turns:
     def _choose(self, turn: Turn, kv: SessionKv, home: Member | None) -> Path | None:
         roster = self._roster
         if not self._special:
-            views = [
-                EngineView(m.engine.id, m.running, len(m.sessions), m.serves, m.version)
-                for m in roster.some(turn.session, self.version)
-            ]
-            chosen = choose_engine(views, sticky=None, version=self.version)
+            loads = roster.loads(turn.session, self.version)
+            chosen = choose_engine(loads, sticky=None, version=self.version)
             return None if chosen is None else Path(chosen, None, "least loaded")
         view = TurnView(
             tokens=len(turn.token_ids),

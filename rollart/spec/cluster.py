@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollart.spec.base import Entry, Name
 from rollart.spec.prices import PriceEntry
 
-__all__ = ["ClusterFunctions", "ClusterSpec", "DeviceSpec", "EnginesSpec", "LinkSpec", "PoolSpec", "TrainerSpec"]
+__all__ = [
+    "ClusterFunctions",
+    "ClusterSpec",
+    "DeviceSpec",
+    "EnginesSpec",
+    "HttpFunction",
+    "LinkSpec",
+    "LocalFunctions",
+    "PoolSpec",
+    "TrainerSpec",
+]
 
 
 class DeviceSpec(Entry):
@@ -114,6 +125,54 @@ class TrainerSpec(Entry):
 FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
 
 
+class LocalFunctions(Entry):
+    """Workers on this machine, and how they may play a provider before that is paid."""
+
+    runtime: Literal["rollart", "awslambdaric"] = Field(
+        default="rollart",
+        description="What runs the handler in a worker: our own loop, or AWS's runtime client (extra `providers`).",
+    )
+    rehearse: Literal["aws_lambda", "modal"] | None = Field(
+        default=None,
+        description="Behave as this provider: its cold starts, overhead of a call, and throttles, drawn from the "
+        "figures and sources in serverless/backends/rehearsal.py. Bills stay those of `local`.",
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of what a rehearsal draws.")
+
+    @field_validator("rehearse", mode="before")
+    @classmethod
+    def _also_called(cls, value: object) -> object:
+        return "aws_lambda" if value in ("lambda", "aws") else value
+
+
+class HttpFunction(Entry):
+    """A function at a URL. Secrets are named, never written down. A text alone is the URL."""
+
+    url: str = Field(description="http or https URL that takes and gives the list form.")
+    token_env: str | None = Field(default=None, min_length=1, description="Variable that holds a bearer token.")
+    secret_env: str | None = Field(default=None, min_length=1, description="Variable that holds a signing secret.")
+    key: str = Field(default="rollart", min_length=1, description="Key id of the signing secret.")
+    idempotent: bool | None = Field(
+        default=None,
+        description="Whether the host executes calls of one Idempotency-Key once, so that a lost one may be sent "
+        "again; what the host says of itself if not given.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _a_url(cls, value: str) -> str:
+        parts = urllib.parse.urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("an http or https URL")
+        return value
+
+    @model_validator(mode="after")
+    def _one_way(self) -> HttpFunction:
+        if self.token_env is not None and self.secret_env is not None:
+            raise ValueError("token_env or secret_env, not both")
+        return self
+
+
 class ClusterFunctions(Entry):
     """Where reward functions run."""
 
@@ -140,16 +199,27 @@ class ClusterFunctions(Entry):
     modal: dict[str, JsonValue] = Field(
         default_factory=dict, description="`prefix`, `environment`, `python`, `keep`: see docs/functions.md."
     )
-    http: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="By function its URL, or `{url, token_env}` or `{url, secret_env, key}`: names of environment "
-        "variables that hold secrets.",
+    http: dict[str, HttpFunction] = Field(
+        default_factory=dict, description="By function its URL, or a mapping with it."
     )
+    local: LocalFunctions = Field(default_factory=LocalFunctions, description="Workers on this machine.")
     pipeline: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Stages between a reward and its call, each with its constants and `enabled`: `dedupe`, `cache`, "
         "`admission`, `batching`, `hedge`, `retry`, `breaker`, ...: see docs/functions.md.",
     )
+    scaling: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="How workers are kept ready while a run goes on: `enabled`, `tick_s`, `forecast`, `reactive`, "
+        "`keep_alive`, `provisioned`, ...: see docs/functions.md.",
+    )
+
+    @field_validator("http", mode="before")
+    @classmethod
+    def _urls(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: {"url": one} if isinstance(one, str) else one for name, one in value.items()}
 
     @property
     def chain(self) -> tuple[str, ...]:
@@ -158,8 +228,11 @@ class ClusterFunctions(Entry):
 
     def settings(self, provider: str) -> dict[str, JsonValue]:
         """Of one provider."""
-        parts = {"aws_lambda": self.aws_lambda, "modal": self.modal, "http": self.http}
-        return parts.get(provider, {})
+        if provider == "http":
+            return {name: one.model_dump(exclude_none=True) for name, one in self.http.items()}
+        if provider == "local":
+            return self.local.model_dump(exclude_none=True)
+        return {"aws_lambda": self.aws_lambda, "modal": self.modal}.get(provider, {})
 
 
 class ClusterSpec(Entry):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from rollart.spec.overrides import apply_overrides
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import Problem, cluster_problems, price_problems, run_problems
 from rollart.spec.run import RunSpec
+from rollart.spec.settings import settings_parts
 from rollart.spec.suggest import did_you_mean
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "load_file",
     "load_prices",
     "load_run",
+    "price_list",
     "saved_specs",
     "shown",
     "value_problem",
@@ -45,12 +47,21 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read a cluster spec."""
-    return _load(path, overrides, ClusterSpec, "cluster", cluster_problems)
+
+    def rules(cluster: ClusterSpec) -> list[Problem]:
+        return [*cluster_problems(cluster), *_prices_of_functions(cluster, Path(path).parent)]
+
+    return _load(path, overrides, ClusterSpec, "cluster", rules)
 
 
 def load_prices(path: str | Path) -> PriceList:
     """Read a price list."""
     return _load(path, (), PriceList, "prices", price_problems)
+
+
+def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
+    """A price list that was not written as YAML, by the same rules. `where` names it in errors."""
+    return _validate(Document(where, dict(values)), PriceList, "prices", price_problems)
 
 
 def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList:
@@ -116,9 +127,34 @@ def _validate(
     except ValidationError as error:
         raise _report([_problem(e, model, top, document) for e in error.errors(include_url=False)]) from None
     problems = [_Line(document.place(p.loc), p.message) for p in rules(spec)]
+    if isinstance(spec, ClusterSpec):
+        problems += _settings_problems(spec, document)
     if problems:
         raise _report(problems)
     return spec
+
+
+def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_Line]:
+    """What the function layer refuses of its own settings."""
+    for at, model, values in settings_parts(cluster):
+        try:
+            model.model_validate(values)
+        except ValidationError as error:
+            yield from (_problem(e, model, "cluster", document, at=at) for e in error.errors(include_url=False))
+
+
+def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[Problem]:
+    """`functions.price` is in the list that this cluster is priced with."""
+    wanted = cluster.functions.price
+    path = builtin("prices.yaml") if cluster.prices is None else base / cluster.prices
+    if not path.is_file():
+        yield Problem(("prices",), f"prices is '{cluster.prices}' (rule: a file; there is no {path})")
+    elif wanted is not None:
+        listed = (*load_prices(path).prices, *cluster.price_list)
+        known = sorted({entry.name for entry in listed if entry.unit != "device-hour"})
+        if wanted not in known:
+            rule = f"a provider of the price list{did_you_mean(wanted, known)}"
+            yield Problem(("functions", "price"), f"functions.price is '{wanted}' (rule: {rule})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +172,15 @@ def _report(lines: Sequence[_Line]) -> SpecError:
     )
 
 
-def _problem(error: Any, model: type[BaseModel], top: str, document: Document) -> _Line:
-    """A pydantic error in our words: place, value, rule."""
-    loc: Loc = tuple(error["loc"])
+def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: Loc = ()) -> _Line:
+    """A pydantic error in our words: place, value, rule. `model` describes what stands at `at`."""
+    loc: Loc = (*at, *error["loc"])
     if error["type"] == "extra_forbidden":
-        parent = _model_at(model, loc[:-1])
+        parent = _model_at(model, loc[len(at) : -1])
         hint = did_you_mean(str(loc[-1]), parent.model_fields if parent else ())
-        within = _dotted(loc[:-1], top)
-        return _Line(
-            document.place(loc, key=True),
-            f"unknown key '{loc[-1]}' in {within} (rule: only keys of `rollart schema {top}`{hint})",
-        )
+        within = _dotted(_written(loc[:-1], document.values), top)
+        keys = "its own keys" if at else f"keys of `rollart schema {top}`"
+        return _Line(document.place(loc, key=True), f"unknown key '{loc[-1]}' in {within} (rule: only {keys}{hint})")
     if error["type"] == "missing":
         within = _dotted(loc[:-1], top)
         return _Line(document.place(loc[:-1]), f"key '{loc[-1]}' is missing in {within} (rule: it has no default)")
@@ -197,6 +231,9 @@ def _model_at(model: type[BaseModel], loc: Loc) -> type[BaseModel] | None:
     """The model that describes the mapping at `loc`."""
     at: Any = model
     for part in loc:
+        if typing.get_origin(at) is dict:
+            at = typing.get_args(at)[1]
+            continue
         if isinstance(part, int):
             at = next(iter(typing.get_args(at)), None)
             continue

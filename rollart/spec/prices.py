@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from rollart.spec.base import Entry, Name
 
-__all__ = ["PriceEntry", "PriceList"]
+__all__ = ["STALE_DAYS", "UNITS", "PriceEntry", "PriceList", "Unit"]
+
+Unit = Literal[
+    "device-hour", "GB-second", "GiB-second", "core-second", "gpu-second", "million-requests", "idle-GB-second",
+    "idle-GiB-second", "idle-core-second",
+]  # fmt: skip
+"""What a price is for. A provider without `idle-...` prices charges nothing for a worker that waits."""
+
+UNITS: tuple[str, ...] = get_args(Unit)
+
+STALE_DAYS = 180
+"""A price older than this is pointed out: list prices of GPUs have moved by a third within half a year."""
 
 
 class PriceEntry(Entry):
     """What one unit of something costs, who says so, and when."""
 
     name: Name = Field(description="Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`).")
-    unit: Literal["device-hour", "GB-second", "GiB-second", "core-second", "gpu-second", "million-requests"] = Field(
-        default="device-hour", description="What is counted."
+    unit: Unit = Field(
+        default="device-hour", description="What is counted; `idle-...`: of workers that wait for calls."
     )
     usd: float = Field(ge=0, le=1e6, description="Dollars per unit.")
     source: str = Field(min_length=1, description="Who says so.")
     date: dt.date = Field(description="When it was read (YYYY-MM-DD).")
+
+    def age_days(self, today: dt.date) -> int:
+        return (today - self.date).days
 
 
 class PriceList(Entry):

@@ -18,10 +18,12 @@ from placement.workload import DomainProfile
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name, merged_prices, pools_of
+from rollart.spec.functions import effective, shown_settings
 from rollart.spec.load import builtin, load_cluster, load_prices, load_run, saved_specs
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
 from rollart.spec.run import RunSpec
+from serverless.spec import FunctionSpec
 
 __all__ = [
     "Measure",
@@ -61,7 +63,8 @@ class Resolved:
     """A run that can start. `base` is the directory that relative paths of the run spec start from.
 
     `quotas` are the trajectories of each domain per step; `usd_per_device_hour` the price by pool; `notes` what a
-    reader of the plan must know; `problem` what `plan.placement` answers, if there is one.
+    reader of the plan must know; `problem` what `plan.placement` answers, if there is one; `functions` what each reward
+    function runs with, its decorator included (`run` keeps what was written).
     """
 
     run: RunSpec
@@ -73,12 +76,14 @@ class Resolved:
     base: str = "."
     notes: tuple[str, ...] = ()
     problem: Problem | None = field(default=None, compare=False)
+    functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, in reading order."""
         return {
             "run": self.run.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
+            "functions": {name: shown_settings(spec) for name, spec in self.functions.items()},
             "quotas": dict(self.quotas),
             "plan": plan_dict(self.plan),
             "usd_per_device_hour": dict(self.usd_per_device_hour),
@@ -120,10 +125,11 @@ def read_specs(
 def forecast(specs: Specs) -> Resolved:
     """Resolve, and predict the rate of given engines even where the work has to be assumed."""
     resolved = resolve_specs(specs)
-    if resolved.plan.placement is not None or resolved.notes or not specs.cluster.engines.fixed:
+    played = _rehearsal(specs.cluster)
+    if resolved.plan.placement is not None or resolved.notes != played or not specs.cluster.engines.fixed:
         return resolved
     plan, problem, notes = _predicted(resolved.plan, replace(specs, prices=resolved.prices))
-    return replace(resolved, plan=plan, problem=problem, notes=notes)
+    return replace(resolved, plan=plan, problem=problem, notes=(*notes, *played))
 
 
 def resolve_files(
@@ -161,7 +167,9 @@ def resolve_specs(specs: Specs) -> Resolved:
     pools = pools_of(cluster, listed)
     hourly = {pool.name: pool.usd_per_device_hour for pool in pools}
     plan, problem, notes = _given(specs, pools) if cluster.engines.fixed else _computed(specs, pools)
-    return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem)
+    notes += _rehearsal(cluster)
+    functions = {entry.name: effective(entry, base) for entry in run.functions}
+    return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem, functions)
 
 
 Planned = tuple[Plan, Problem | None, tuple[str, ...]]
@@ -214,6 +222,13 @@ def _ignored(cluster: ClusterSpec) -> tuple[str, ...]:
         for part, threads in (("engines", cluster.engines.threads), ("trainer", cluster.trainer.threads))
         if threads != 1
     )
+
+
+def _rehearsal(cluster: ClusterSpec) -> tuple[str, ...]:
+    played = cluster.functions.local.rehearse
+    if played is None or "local" not in cluster.functions.chain:
+        return ()
+    return (f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",)
 
 
 def _with_placement(plan: Plan, found: Placement) -> Plan:

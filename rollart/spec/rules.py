@@ -36,8 +36,8 @@ def run_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of a run spec, in file order."""
     problems = [
         *_model(run), *_schedule(run), *_unique("domains", run.domains), *_unique("functions", run.functions),
-        *_rewards(run), *_turns(run), *_profiles(run), *_quota_rules(run), *_warm_start(run), *_temperatures(run),
-        *_affinity(run), *_objective(run),
+        *_functions(run), *_rewards(run), *_turns(run), *_profiles(run),
+        *_quota_rules(run), *_warm_start(run), *_temperatures(run), *_affinity(run), *_objective(run),
     ]  # fmt: skip
     if not problems:
         try:
@@ -118,6 +118,26 @@ def _unique(key: str, entries: Sequence[_Named]) -> Iterable[Problem]:
             yield Problem(
                 (key, i, "name"),
                 f"{key}.{i}.name is '{entry.name}' (rule: names are unique; it occurs {counts[entry.name]} times)",
+            )
+
+
+def _functions(run: RunSpec) -> Iterable[Problem]:
+    for i, entry in enumerate(run.functions):
+        if "." in entry.name:
+            yield Problem(
+                ("functions", i, "name"),
+                f"functions.{i}.name is '{entry.name}' (rule: letters, digits, '_', '-': providers take no others)",
+            )
+        if entry.warm is not None and entry.concurrency is not None and entry.warm > entry.concurrency:
+            yield Problem(
+                ("functions", i, "warm"),
+                f"function '{entry.name}' has warm {entry.warm} (rule: at most its concurrency, {entry.concurrency})",
+            )
+        several = entry.artefact if isinstance(entry.artefact, list) else []
+        if len(several) > 1 and any(":" in path for path in several):
+            yield Problem(
+                ("functions", i, "artefact"),
+                f"function '{entry.name}' has {len(several)} artefacts with a producer (rule: paths, or one producer)",
             )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rollart.spec.base import Entry, ImportPath, Name
 from rollart.spec.profile import ProfileSpec
+from serverless.spec import Takes, Trust
 
 __all__ = [
     "AdvantageSpec",
@@ -131,22 +132,68 @@ class DomainSpec(Entry):
 
 
 class FunctionEntry(Entry):
-    """A reward function: stateless, so that it can run in function workers that scale to zero."""
+    """A reward function: stateless, so that it can run in function workers that scale to zero. A setting that is not
+    given here is the one of its `@rollart.reward(...)`, else the default that is named; `rollart launch --dry-run`
+    shows under `functions` what each then runs with."""
 
-    name: Name = Field(description="Name that domains refer to.")
-    source: str = Field(description="Python file (relative to the run file) or module that holds the handler.")
+    name: Name = Field(description="Name that domains refer to: up to 64 letters, digits, '_' and '-'.")
+    source: str = Field(min_length=1, description="Python file (relative to the run file) or module of the handler.")
     handler: str = Field(description="Attribute of the source, made with @rollart.reward or a known signature.")
-    memory_mb: int = Field(default=512, ge=128, le=10_240, description="Memory of one worker.")
-    timeout_s: float = Field(default=10.0, gt=0, le=900, description="Longest run of one invocation.")
-    concurrency: int = Field(default=2, ge=1, le=100_000, description="Largest number of workers at a time.")
-    batch_items: int = Field(default=16, ge=1, le=1_000_000, description="Largest number of samples per invocation.")
-    batch_wait_ms: float = Field(default=5.0, ge=0, le=1e6, description="How long a sample waits for others to join.")
-    keep_alive_s: float = Field(default=10.0, ge=0, le=1e6, description="Idle time after which a worker is stopped.")
-    artefact: str | None = Field(
-        default=None,
-        description="File that the handler loads: a path, or `package.module:producer` called once before the run.",
+    takes: Takes | None = Field(
+        default=None, description="How the handler is called; told from its parameters if not given (auto)."
     )
-    preload: list[str] = Field(default_factory=list, description="Modules that a worker imports at start.")
+    memory_mb: int | None = Field(default=None, ge=128, le=32_768, description="Memory of one worker (512).")
+    cpu: float | None = Field(
+        default=None, ge=0, le=64, description="Cores of one worker; 0: what the provider gives with its memory (0)."
+    )
+    gpu: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9!+:-]{0,32}$",
+        description="GPU type of one worker as the provider names it, like L4 or H100:2 (none).",
+    )
+    trust: Trust | None = Field(
+        default=None, description="untrusted: it runs what the policy wrote, so only inside a sandbox (trusted)."
+    )
+    timeout_s: float | None = Field(default=None, gt=0, le=5400, description="Longest run of one invocation (10).")
+    timeout_floor: float | None = Field(
+        default=None, description="Reward of a sample that runs out of time, where that is the policy's doing (none)."
+    )
+    init_timeout_s: float | None = Field(default=None, gt=0, le=600, description="Longest start of a worker (10).")
+    concurrency: int | None = Field(default=None, ge=1, le=10_000, description="Largest number of workers (4).")
+    queue: int | None = Field(
+        default=None, ge=1, le=1_000_000_000, description="Most samples that wait for a worker (10000)."
+    )
+    warm: int | None = Field(default=None, ge=0, le=10_000, description="Workers that are kept ready (0).")
+    batch_items: int | None = Field(
+        default=None, ge=1, le=10_000, description="Largest number of samples per invocation (32)."
+    )
+    batch_wait_ms: float | None = Field(
+        default=None, ge=0, le=60_000, description="How long a sample waits for others to join (2)."
+    )
+    batch_bytes: int | None = Field(
+        default=None, ge=1_000, le=1_000_000_000, description="Largest event of one invocation (5000000)."
+    )
+    keep_alive_s: float | None = Field(
+        default=None, ge=0, le=1e6, description="Idle time after which a worker is stopped (60)."
+    )
+    deterministic: bool | None = Field(
+        default=None, description="Same sample, same reward: results may be cached (true)."
+    )
+    stateless: bool | None = Field(
+        default=None, description="Keeps nothing between calls, where the check of its source is not sure (false)."
+    )
+    needs: list[Literal["environment"]] | None = Field(
+        default=None, description="`environment`: it runs beside the environment, never as a function (nothing)."
+    )
+    requirements: list[str] | None = Field(
+        default=None, description="`name`, `name==1.2` or requirements files, relative to the run file (none)."
+    )
+    artefact: str | list[str] | None = Field(
+        default=None,
+        description="Files that the handler loads: paths relative to the run file, or one `package.module:producer` "
+        "called once before the run (those of its decorator).",
+    )
+    preload: list[str] | None = Field(default=None, description="Modules that a local worker imports at start (none).")
 
 
 class LossSpec(Entry):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serverless.backends.aws_answers import Report, function_fault, report, service_fault
-from serverless.backends.base import Reply
+from serverless.backends.base import Load, Reply
 from serverless.deploy.aws import PROVIDER, AwsDeployer
 from serverless.deploy.aws_control import ALIAS
 from serverless.deploy.aws_session import library, translation
@@ -42,6 +42,7 @@ class _Gate:
     spec: FunctionSpec
     slots: asyncio.Semaphore
     waiting: int = 0
+    running: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,7 @@ class _Call:
 
 
 class AwsLambdaBackend:
-    """Implements `Backend`. Owns `deployer`, one client with its connections, and a task per call in flight.
+    """Implements `Backend`, `Provisions`. Owns `deployer`, a client with connections, and a task per call in flight.
 
     `invoke` may be called by any number of tasks; each is unblocked by Lambda's answer, its deadline, the function's
     limit and some grace, or its cancellation. Invariants: one request per `invoke`, sent once; at most `concurrency`
@@ -78,6 +79,8 @@ class AwsLambdaBackend:
     """
 
     provider = PROVIDER
+    calls_included = False
+    """Provisioned concurrency has a price of its own, beside that of the calls."""
 
     def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None) -> None:
         self.settings = settings or AwsSettings()
@@ -129,6 +132,18 @@ class AwsLambdaBackend:
         if isinstance(reply, ServerlessError):
             raise reply
         return reply
+
+    def load(self, function: str) -> Load:
+        gate = self._gates.get(function)
+        return Load(busy=gate.running, waiting=gate.waiting) if gate is not None else Load()
+
+    async def provisioned(self, function: str) -> int:
+        """Provisioned concurrency of the alias that calls go to."""
+        return (await self.deployer.scale(function)).warm
+
+    async def provision(self, function: str, workers: int) -> None:
+        """Set it, and wait until it stands (minutes on AWS, at most three). Calls do not wait for this."""
+        await self.deployer.scale(function, warm=workers)
 
     async def __aenter__(self) -> AwsLambdaBackend:
         await self.deployer.__aenter__()
@@ -188,9 +203,11 @@ class AwsLambdaBackend:
         await gate.slots.acquire()
         call.sent = True
         gate.waiting -= 1
+        gate.running += 1
         try:
             return await self._send(call)
         finally:
+            gate.running -= 1
             gate.slots.release()
 
     async def _send(self, call: _Call) -> Reply | ServerlessError:

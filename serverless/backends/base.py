@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from serverless.deploy.package import Package
 from serverless.types import Cause, InfraFault, Invocation
 
-__all__ = ["Backend", "Change", "Deployed", "Deployer", "LogLine", "Reply"]
+__all__ = ["Backend", "Change", "Deployed", "Deployer", "Load", "LogLine", "Provisions", "Reply", "Scalable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,66 @@ class Backend(Protocol):
     async def __aenter__(self) -> Backend: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a function's workers do at a moment: `ready` of them are up (`busy` of these serve a call), `starting` will
+    be, and `waiting` calls have none."""
+
+    ready: int = 0
+    starting: int = 0
+    busy: int = 0
+    waiting: int = 0
+
+    @property
+    def workers(self) -> int:
+        """Those that exist."""
+        return self.ready + self.starting
+
+    @property
+    def under_way(self) -> int:
+        """Calls that run or wait."""
+        return self.busy + self.waiting
+
+
+@runtime_checkable
+class Scalable(Protocol):
+    """A backend whose workers start in no time of the caller's: how many there should be may change at any moment.
+
+    Both are synchronous and cheap; `UnknownFunction` for one that is not deployed.
+    """
+
+    @property
+    def provider(self) -> str: ...
+
+    def load(self, function: str) -> Load: ...
+
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """From now on so many workers should exist, idle or not, within the function's `warm` and `concurrency`: what
+        that makes is returned. Missing ones are started; idle ones above it end when they have been idle for
+        `keep_alive_s` (None: as it is). Calls start workers as before."""
+
+
+@runtime_checkable
+class Provisions(Protocol):
+    """A backend that keeps environments ready for money, changed by a request that may take minutes."""
+
+    @property
+    def provider(self) -> str: ...
+
+    @property
+    def calls_included(self) -> bool:
+        """Whether the seconds that a call runs on such an environment are billed once, and not again as a call's."""
+
+    def load(self, function: str) -> Load:
+        """Calls under way from here; `ready` is not known and 0."""
+
+    async def provisioned(self, function: str) -> int:
+        """Environments that the provider now keeps ready."""
+
+    async def provision(self, function: str, workers: int) -> None:
+        """Ask for so many, 0 for none. Calls go on meanwhile. Raises what a `Deployer` does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from serverless.types import FaultKind, InfraFault, Throttle
 
-__all__ = ["REASONS", "STATUS", "decode", "encode", "function_error", "of_status", "retry_after_s"]
+__all__ = ["AMBIGUOUS", "REASONS", "STATUS", "decode", "encode", "function_error", "of_status", "retry_after_s"]
 
 STATUS = {
     FaultKind.THROTTLED: 429,
@@ -33,6 +33,9 @@ REASONS = {
     Throttle.SCALING: "ConcurrentSnapshotCreateLimitExceeded",
 }
 """ThrottleReason of the Lambda API."""
+
+AMBIGUOUS = frozenset({502, 504})
+"""A gateway's, after it had sent the call on: it may have been executed, or still be."""
 
 _NAMED = re.compile(r"([A-Za-z_][\w.]*): (.*)", re.DOTALL)
 
@@ -92,6 +95,8 @@ def of_status(status: int, body: bytes, headers: Mapping[str, str], now: datetim
         known = {reason: throttle for throttle, reason in REASONS.items() if throttle is not Throttle.QUEUE}
         throttle = next((t for reason, t in known.items() if f'"{reason}"'.encode() in body), Throttle.RATE)
         return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=throttle, retry_after_s=wait)
+    if status in AMBIGUOUS:
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail, retry_after_s=wait)
     if status >= 500 or status == 408:
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail, retry_after_s=wait)
     kind = FaultKind.ENVIRONMENT if status in (400, 413, 415, 422) else FaultKind.UNAVAILABLE

@@ -7,8 +7,10 @@
     GET  /health                                       200
 
 `name` may be an ARN, or carry its qualifier (`name:live`). A plain caller who hangs up ends the call; one of Lambda's
-API does not, as there: the call goes on and is billed.
-Source: the service model of Lambda's API 2015-03-31 (botocore).
+API does not, as there: the call goes on and is billed. A plain caller who gives an Idempotency-Key may send the call
+again under it: it gets the answer of the one execution (`backends.once`), and has a second to come back before hanging
+up ends the call. 422 for a key with another body, 409 for one whose answer is not to be had any more.
+Source: the service model of Lambda's API 2015-03-31 (botocore); IETF draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import datetime
+import hashlib
 import hmac
 import json
 import urllib.parse
@@ -26,6 +29,7 @@ from aiohttp import web
 
 from serverless.backends import faults, signing
 from serverless.backends.base import Backend, Reply
+from serverless.backends.once import Answer, Gone, Once, Reused
 from serverless.errors import ServerlessError, UnknownFunction
 from serverless.types import FaultKind, InfraFault, Invocation
 
@@ -80,6 +84,7 @@ class Front:
         self._handler: web.Server | None = None
         self._server: asyncio.Server | None = None
         self._calls = 0
+        self._once: Once | None = None
 
     @property
     def url(self) -> str:
@@ -90,6 +95,7 @@ class Front:
     async def __aenter__(self) -> Front:
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
+        self._once = Once(self._group.create_task)
         self._handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
         self._server = await asyncio.get_running_loop().create_server(self._handler, *self._address, backlog=1024)
         return self
@@ -100,6 +106,8 @@ class Front:
             self._server.close()
         if self._handler is not None:
             await self._handler.shutdown(_STOP_S)
+        if self._once is not None:
+            self._once.close()
         if group is not None:
             # Calls that nobody waits for any more end with the front.
             group.create_task(_end(group))
@@ -160,15 +168,32 @@ class Front:
         event = _event(body)
         if event is None:
             return _error(400, "InvalidRequestContentException", "the body is not a JSON list of objects")
-        reply = await self._backend.invoke(function, event, deadline_s=_deadline_s(request))
-        headers = _bill_headers(reply.invocation)
-        fault = reply.fault
-        if fault is None:
-            return _answer(reply, headers)
-        if fault.retry_after_s is not None:
-            headers["Retry-After"] = f"{fault.retry_after_s:g}"
-        status = faults.STATUS.get(fault.kind, 500)
-        return web.Response(status=status, body=faults.encode(fault), headers=headers, content_type="application/json")
+        key = request.headers.get("Idempotency-Key", "")
+        if not key:
+            return _written(_plain(await self._backend.invoke(function, event, deadline_s=_deadline_s(request))))
+        return await self._keyed(request, key, function, event, body)
+
+    async def _keyed(
+        self, request: web.BaseRequest, key: str, function: str, event: list[dict[str, Any]], body: bytes
+    ) -> web.Response:
+        """The one execution of a key. Keys are a caller's own: nobody gets another's answers by guessing."""
+
+        async def run() -> Answer:
+            reply = await self._run(function, event, _deadline_s(request))
+            return _refusal(reply) if isinstance(reply, ServerlessError) else _plain(reply)
+
+        assert self._once is not None
+        caller = signing.key_of(request.headers.get("Authorization", ""))
+        digest = hashlib.sha256(function.encode() + b"\0" + body).digest()
+        try:
+            answer = await self._once.call((caller, key), digest, run)
+        except Reused:
+            return _error(422, "IdempotentParameterMismatchException", "the Idempotency-Key was another call's")
+        except Gone:
+            detail = "the call of this Idempotency-Key was begun, and its answer is not to be had: it is not repeated"
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
+            answer = Answer(409, faults.encode(fault))
+        return _written(answer)
 
     async def _lambda(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
         function = self._resolve(*_named(urllib.parse.unquote(name), request.query.get("Qualifier", "")))
@@ -253,6 +278,30 @@ def _bill_headers(call: Invocation | None) -> dict[str, str]:
         "X-Rollart-Worker": call.worker,
         "X-Rollart-Request-Id": call.provider_id,
     }
+
+
+def _plain(reply: Reply) -> Answer:
+    headers, fault = _bill_headers(reply.invocation), reply.fault
+    if fault is None:
+        return Answer(200, json.dumps(reply.body).encode(), headers)
+    if fault.retry_after_s is not None:
+        headers["Retry-After"] = f"{fault.retry_after_s:g}"
+    executed = reply.invocation is not None
+    return Answer(faults.STATUS.get(fault.kind, 500), faults.encode(fault), headers, executed)
+
+
+def _refusal(error: ServerlessError) -> Answer:
+    response = _error(404, "ResourceNotFoundException", str(error))
+    if not isinstance(error, UnknownFunction):
+        response = _error(500, "ServiceException", str(error))
+    assert isinstance(response.body, bytes)
+    kind = response.headers["x-amzn-ErrorType"]
+    return Answer(response.status, response.body, {"x-amzn-ErrorType": kind}, executed=False)
+
+
+def _written(answer: Answer) -> web.Response:
+    headers = {**answer.headers, "X-Rollart-Idempotent": "1"}
+    return web.Response(status=answer.status, body=answer.body, headers=headers, content_type="application/json")
 
 
 def _answer(reply: Reply, headers: dict[str, str]) -> web.Response:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from serverless.backends.base import Load
 from serverless.backends.pool import Launcher, Pool
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
@@ -66,6 +67,16 @@ class PoolHost:
         except KeyError:
             known = ", ".join(self._pools) or "none"
             raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
+
+    def load(self, function: str) -> Load:
+        return self.pool(function).load()
+
+    def keep(self, function: str, workers: int, keep_alive_s: float | None) -> int:
+        """See `Scalable.keep`. A new version of the function starts from its own settings again."""
+        pool = self.pool(function)
+        if keep_alive_s is not None:
+            pool.keep_alive(keep_alive_s)
+        return pool.keep(workers)
 
     def state(self, function: str, make: Callable[[], S]) -> S:
         """What a launcher keeps per function."""

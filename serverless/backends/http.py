@@ -3,10 +3,18 @@
     POST <url>          [{id, messages, reference_answer, metadata}]
     200                 [{id, aggregate_reward_score, metrics_list}]
 
-Request headers  Authorization (bearer, or signed: `backends.signing`), X-Rollart-Deadline-Ms: what is left for the call
+Request headers  Authorization (bearer, or signed: `backends.signing`), X-Rollart-Deadline-Ms: what is left for the
+                 call, Idempotency-Key: equal where the same call is sent again
 Answer headers   X-Rollart-Billed-Ms, X-Rollart-Cold-Ms, X-Rollart-Memory-Mb, X-Rollart-Worker, X-Rollart-Request-Id, or
-                 Lambda's X-Amz-Log-Result with a REPORT line; without either the bill is the wall time
+                 Lambda's X-Amz-Log-Result with a REPORT line; without either the bill is the wall time.
+                 X-Rollart-Idempotent: 1: this host executes calls of one Idempotency-Key once
 Errors           `backends.faults`; 429 with Retry-After throttles, 408 and 5xx are worth another call, 4xx are not
+
+A connection that is lost after the call was sent leaves open whether it was executed. To a host that honours the key it
+is sent again under the same one, which gives the first execution's answer; to any other it is not, and the fault has a
+bill without a name, by which callers know (`policy.retry.lost`). 502 and 504 of a host that does not say what they are
+of are the same: a gateway's words for a call that it lost, or that outlasted its patience and may still run.
+Source of the key: IETF draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import secrets
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +44,10 @@ __all__ = ["Bearer", "Endpoint", "HttpBackend", "Signed"]
 _NEVER_SENT = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 """No connection was made, so nothing has been executed."""
 
+_RESEND_S = (0.0, 0.1, 0.4)
+"""Pauses before a lost call is sent again: a connection that the host had closed for its age needs none, one that broke
+with the network a moment. The host keeps a call for its caller to return about as long (`backends.front`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bearer:
@@ -54,11 +67,13 @@ Auth: TypeAlias = Bearer | Signed | None
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a function is. `headers` go with every call."""
+    """Where a function is. `headers` go with every call. `idempotent`: whether the host executes calls of one
+    Idempotency-Key once; None: if its answers say so."""
 
     url: str
     auth: Auth = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    idempotent: bool | None = None
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -70,9 +85,9 @@ class HttpBackend:
     """Implements `Backend` over endpoints by function name.
 
     Any number of tasks may call `invoke`; each waits for a connection (at most `connections`) and its answer, and is
-    unblocked by them or by its deadline. A call is sent once: no redirect is followed, no lost connection tried again.
-    A cancelled one closes its connection, which ends it where the host looks. `deploy` installs nothing at the host: it
-    tells the limits to this side.
+    unblocked by them or by its deadline. A call is executed once: no redirect is followed, and a lost connection tried
+    again only where the host knows the call by its key. A cancelled one closes its connection, which ends it where the
+    host looks. `deploy` installs nothing at the host: it tells the limits to this side.
     """
 
     provider = "http"
@@ -91,6 +106,9 @@ class HttpBackend:
         self._clock = clock
         self._packages: dict[str, Package] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._honour: set[str] = {name for name, one in self._endpoints.items() if one.idempotent}
+        self._run = secrets.token_hex(12)
+        self._calls = 0
 
     async def deploy(self, package: Package) -> None:
         name = package.spec.name
@@ -119,7 +137,9 @@ class HttpBackend:
         status = "cancelled"
         bill: Invocation | None = None
         try:
-            answer = await self._call(self._session, self._endpoints[function], package.spec, body, deadline_s)
+            self._calls += 1
+            key = f"{self._run}-{self._calls}"
+            answer = await self._call(self._session, package.spec, body, key, t0 + deadline_s)
             status = str(answer.fault.kind) if answer.fault else "ok"
         finally:
             if answer is None or answer.reached:
@@ -139,31 +159,59 @@ class HttpBackend:
             await session.close()
 
     async def _call(
-        self, session: aiohttp.ClientSession, endpoint: Endpoint, spec: FunctionSpec, body: bytes, deadline_s: float
+        self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, expires: float
     ) -> _Answer:
-        headers = self._headers(endpoint, body, deadline_s)
+        """Send it, and again if its connection is lost and the host knows the key; all within its time."""
+        now = asyncio.get_running_loop().time
+        began, deadline_s = now(), expires - now()
         limit = min(deadline_s, spec.init_timeout_s + spec.timeout_s)
+        lost: _Answer | None = None
         try:
-            async with (
-                asyncio.timeout(limit),
-                session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response,
-            ):
-                return _read(spec, response.status, response.headers, await response.read(), self._clock())
+            async with asyncio.timeout(limit):
+                for pause in (None, *_RESEND_S):
+                    if pause is not None:
+                        await asyncio.sleep(pause)
+                    answer = await self._send(session, spec, body, key, expires - now())
+                    if not answer.lost and (answer.reached or lost is None):
+                        return answer
+                    # Lost, or (after that) not even taken: what became of the first is as unknown as before.
+                    lost = lost or answer
+                    if spec.name not in self._honour:
+                        break
         except TimeoutError:
-            # It may go on over there: a second call would be a second execution.
-            kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
-            return _Answer(None, InfraFault(kind, retryable=False, detail=f"no answer in {limit:.3f} s"), {}, None)
+            if lost is None:
+                # It may go on over there: a second call would be a second execution.
+                kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
+                detail = f"no answer in {now() - began:.3f} s"
+                return _Answer(None, InfraFault(kind, retryable=False, detail=detail), {}, None)
+        assert lost is not None
+        return lost
+
+    async def _send(
+        self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, left_s: float
+    ) -> _Answer:
+        endpoint = self._endpoints[spec.name]
+        headers = self._headers(endpoint, body, key, left_s)
+        try:
+            async with session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response:
+                if endpoint.idempotent is None and response.headers.get("X-Rollart-Idempotent") == "1":
+                    self._honour.add(spec.name)
+                return _read(spec, response.status, response.headers, await response.read(), self._clock())
         except _NEVER_SENT as error:
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no connection: {error}")
             return _Answer(None, fault, {}, None, reached=False)
+        except TimeoutError:
+            raise  # ours
         except (aiohttp.ClientError, OSError) as error:
-            detail = f"the connection was lost: {type(error).__name__}: {error}"
-            return _Answer(None, InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail), {}, None)
+            detail = f"the connection was lost, and it may have been executed: {type(error).__name__}: {error}"
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
+            return _Answer(None, fault, {}, None, lost=True)
 
-    def _headers(self, endpoint: Endpoint, body: bytes, deadline_s: float) -> dict[str, str]:
+    def _headers(self, endpoint: Endpoint, body: bytes, key: str, deadline_s: float) -> dict[str, str]:
         headers = {
             "Content-Type": "application/json",
             "X-Rollart-Deadline-Ms": str(int(deadline_s * 1000.0)),
+            "Idempotency-Key": key,
             **endpoint.headers,
         }
         if isinstance(endpoint.auth, Bearer):
@@ -178,21 +226,24 @@ class HttpBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`reached` False: no worker has seen the call, so there is no bill."""
+    """`reached` False: no worker has seen the call, so there is no bill. `lost`: it may have."""
 
     body: object
     fault: InfraFault | None
     headers: Mapping[str, str]
     used: Report | None
     reached: bool = True
+    lost: bool = False
 
 
 def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes, now: datetime.datetime) -> _Answer:
     used = report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
     if status != 200:
-        fault = faults.decode(body) or faults.of_status(status, body, headers, now)
+        told = faults.decode(body)
         billed = used is not None or "X-Rollart-Billed-Ms" in headers
-        return _Answer(None, fault, headers, used, reached=billed)
+        lost = told is None and not billed and status in faults.AMBIGUOUS
+        fault = told or faults.of_status(status, body, headers, now)
+        return _Answer(None, fault, headers, used, reached=billed or lost, lost=lost)
     if "X-Amz-Function-Error" in headers:
         return _Answer(None, function_fault(body, used), headers, used)
     try:
@@ -218,7 +269,9 @@ def _bill(
     billed_ms = _number(headers, "X-Rollart-Billed-Ms", 1000.0 * (used.billed_s if used else billed_seconds(t1 - t0)))
     cold_ms = _number(headers, "X-Rollart-Cold-Ms", 1000.0 * used.init_s if used else 0.0)
     memory_mb = _number(headers, "X-Rollart-Memory-Mb", used.memory_mb if used else spec.memory_mb)
-    request = used.request_id if used else headers.get("X-Amzn-RequestId", "")
+    # A gateway's own name of a call that it lost is no sign that anybody answered it.
+    named: Mapping[str, str] = {} if answer is not None and answer.lost else headers
+    request = used.request_id if used else named.get("X-Amzn-RequestId", "")
     return Invocation(
         function=spec.name,
         provider=provider,
@@ -231,7 +284,7 @@ def _bill(
         items=items,
         status=status,
         cause=cause,
-        provider_id=headers.get("X-Rollart-Request-Id", request),
+        provider_id=named.get("X-Rollart-Request-Id", request),
     )
 
 

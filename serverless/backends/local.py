@@ -18,13 +18,14 @@ from importlib import metadata
 from typing import Any, Literal
 
 from serverless.backends import logs
-from serverless.backends.base import LogLine, Reply
+from serverless.backends.base import Load, LogLine, Reply
 from serverless.backends.host import PoolHost
 from serverless.backends.pool import Launcher, Worker, WorkerFault
 from serverless.backends.processes import ForkServer, ProcessWorker
 from serverless.deploy.package import HANDLER, Package
 from serverless.errors import BackendFailed, ExtraMissing
 from serverless.meter import MeterSink, NullMeter
+from serverless.sandbox import required
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
 __all__ = ["LocalBackend", "Runtime"]
@@ -40,7 +41,7 @@ Runtime = Literal["rollart", "awslambdaric"]
 
 
 class LocalBackend:
-    """Implements `Backend` on this machine. Owns a directory, the zygotes and, through them, all workers.
+    """Implements `Backend`, `Scalable` on this machine. Owns a directory, the zygotes and, through them, all workers.
 
     There is one zygote for each distinct set of `preload` modules, so that a plain function pays nothing for another's
     torch. `deploy` starts it, and waits for its imports if the function has any; workers start with the first call,
@@ -79,6 +80,13 @@ class LocalBackend:
     def workers(self, function: str) -> int:
         """Workers of a function that exist now."""
         return self._host.pool(function).size
+
+    def load(self, function: str) -> Load:
+        return self._host.load(function)
+
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `Scalable`."""
+        return self._host.keep(function, workers, keep_alive_s)
 
     async def deploy(self, package: Package) -> None:
         _installed(package)
@@ -158,7 +166,7 @@ class LocalBackend:
             "package": str(self._directory(package)),
             "log": str(log),
             "scratch": str(self._open() / "scratch" / package.spec.name / str(slot)),
-            **(become or {}),
+            **(become or required.order(package.spec.trust, allow_unsafe=self._allow_unsafe)),
         }
         return await self._zygote(package).fork(order, gone)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serverless.backends import modal_client
-from serverless.backends.base import Reply
+from serverless.backends.base import Load, Reply
 from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
 from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
 from serverless.deploy.modal_app import ModalDeployer
@@ -29,7 +29,7 @@ _UNREACHED = frozenset({FaultKind.THROTTLED, FaultKind.ENVIRONMENT, FaultKind.UN
 
 
 class ModalBackend:
-    """Implements `Backend` for functions that it or a `ModalDeployer` deployed.
+    """Implements `Backend` and `Provisions` for functions that it or a `ModalDeployer` deployed.
 
     Owns a client connection. `invoke` may be called by any number of tasks; each waits for its own call, and the first
     of a function also for its look-up. Modal bounds containers (`concurrency`) and what waits for them.
@@ -45,6 +45,8 @@ class ModalBackend:
     """
 
     provider = PROVIDER
+    calls_included = True
+    """A container is billed by its seconds, whether a call runs in it or not."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class ModalBackend:
         self._pinned: dict[str, Pinned] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._ids = itertools.count(1)
+        self._running: dict[str, int] = {}
 
     async def deploy(self, package: Package) -> None:
         """A look where the live version already is this one. The errors are those of `Deployer`."""
@@ -86,6 +89,7 @@ class ModalBackend:
         number = next(self._ids)
         target: Pinned | None = None
         answer: Answered | None = None
+        self._running[function] = self._running.get(function, 0) + 1
         try:
             try:
                 async with asyncio.timeout(deadline_s):
@@ -95,9 +99,25 @@ class ModalBackend:
                 detail = f"no answer of {function} in {deadline_s:.3f} s"
                 answer = Answered(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
         finally:
+            self._running[function] -= 1
             bill = self._bill(target, answer, t0, now(), len(event), cause) if target else None
         assert answer is not None
         return Reply(answer.body if answer.fault is None else None, answer.fault, bill)
+
+    def load(self, function: str) -> Load:
+        return Load(busy=self._running.get(function, 0))
+
+    async def provisioned(self, function: str) -> int:
+        """`min_containers` of the version that is called."""
+        target = await self._target(function)
+        with modal_client.translated():
+            return int((await target.handle.autoscaler.settings.aio()).min_containers or 0)
+
+    async def provision(self, function: str, workers: int) -> None:
+        """A deployment by anyone sets it anew."""
+        target = await self._target(function)
+        with modal_client.translated():
+            await target.handle.autoscaler.update.aio(min_containers=workers)
 
     async def __aenter__(self) -> ModalBackend:
         deployer = await self._stack.enter_async_context(self._deployer)

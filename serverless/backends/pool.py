@@ -7,89 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from serverless.backends._limit import Limit
-from serverless.backends.base import Reply
+from serverless.backends.base import Load, Reply
+from serverless.backends.seat import METERED, Seat, SeatState
+from serverless.backends.worker import Answer, Failures, Launcher, Request, Worker, WorkerFault
 from serverless.deploy.package import Package
-from serverless.meter import MeterSink, WorkerSpan, WorkerState, billed_seconds
+from serverless.meter import MeterSink, WorkerSpan, billed_seconds
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 __all__ = ["Answer", "Launcher", "Pool", "Request", "Worker", "WorkerFault"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One call as a worker sees it. `remaining_s` is the time limit, counted from receipt."""
-
-    id: str
-    event: Sequence[dict[str, Any]]
-    remaining_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """`run_s` is the handler's time as the worker measured it; `keep` False if the worker ends after it."""
-
-    body: object
-    run_s: float
-    fault: InfraFault | None = None
-    keep: bool = True
-
-
-class WorkerFault(Exception):
-    """A worker died under its call, or did not start."""
-
-    def __init__(self, fault: InfraFault) -> None:
-        super().__init__(fault.detail)
-        self.fault = fault
-
-
-class Worker(Protocol):
-    """One execution environment. `call` is never entered twice at once."""
-
-    @property
-    def init_s(self) -> float:
-        """Time of the function's own start-up, which is billed with the first call."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    async def call(self, request: Request) -> Answer: ...
-
-    def kill(self) -> None:
-        """End it now, whatever it does. Idempotent."""
-
-
-class Launcher(Protocol):
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
-        """A ready worker, or `WorkerFault`. `gone` is called once if it ends by itself. Cleans up if cancelled."""
-
-
-class _State(enum.Enum):
-    STARTING = enum.auto()
-    IDLE = enum.auto()
-    BUSY = enum.auto()
-    GONE = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A worker and its clock: `since` is when its present state began, `cold_s` its start until a call pays it."""
-
-    slot: int
-    name: str
-    since: float
-    state: _State = _State.STARTING
-    worker: Worker | None = None
-    cold_s: float = 0.0
-    init_s: float = 0.0
-    task: asyncio.Task[None] | None = None
-    limit: Limit = field(default_factory=Limit)
 
 
 class Pool:
@@ -97,8 +26,10 @@ class Pool:
 
     `invoke` may be called by any number of tasks: each waits for a worker, in order of arrival, and is unblocked by
     a free or a newly started worker, its deadline, or `close`. A worker serves one call at a time.
+    `keep` says how many workers should exist whether called or not. While starts fail, or workers die before they
+    served a call, the missing ones are started less and less often (1 s, doubling up to 60 s); calls start their own.
     Invariants: at most `concurrency` seats; at most `queue` waiters; a waiter and an idle worker never coexist
-    after a change; every second of a seat's life is in exactly one reported span.
+    after a change; every second of a seat's life is in exactly one reported span; `warm <= kept <= concurrency`.
     Tie-break: the worker used last is used next, so that the others reach their keep-alive and go.
     """
 
@@ -117,23 +48,59 @@ class Pool:
         self._meter = meter
         self._provider = provider
         self._spawn = spawn
-        self._seats: dict[int, _Seat] = {}
-        self._idle: list[_Seat] = []
+        self._seats: dict[int, Seat] = {}
+        self._idle: list[Seat] = []
         self._starting = 0
-        self._waiters: deque[asyncio.Future[_Seat | InfraFault]] = deque()
+        self._waiters: deque[asyncio.Future[Seat | InfraFault]] = deque()
         self._reaper: asyncio.TimerHandle | None = None
         self._calls = 0
         self._closed = False
+        self._kept = package.spec.warm
+        self._keep_alive_s = package.spec.keep_alive_s
+        self._failures = Failures()
+        self._refill: asyncio.TimerHandle | None = None
 
     @property
     def size(self) -> int:
         """Workers that exist now, starting ones included."""
         return len(self._seats)
 
+    def load(self) -> Load:
+        """A snapshot. O(1)."""
+        ready = len(self._seats) - self._starting
+        return Load(ready, self._starting, ready - len(self._idle), len(self._waiters))
+
+    def keep(self, workers: int) -> int:
+        """So many workers should exist from now on, within `warm` and `concurrency`: that number is returned. Missing
+        ones start now; idle ones above it end by keep-alive. Nothing on a closed pool."""
+        self._kept = max(self._spec.warm, min(workers, self._spec.concurrency))
+        self.warm_up()
+        self._schedule_reaper()
+        return self._kept
+
+    def keep_alive(self, seconds: float) -> None:
+        """How long a worker above the kept ones may idle, those that idle now included."""
+        if seconds != self._keep_alive_s:
+            self._keep_alive_s = seconds
+            if self._reaper is not None:
+                self._reaper.cancel()
+                self._reaper = None
+            self._schedule_reaper()
+
     def warm_up(self) -> None:
-        """Start workers until `warm` exist. Returns at once."""
-        while not self._closed and len(self._seats) < self._spec.warm:
-            self._start_one()
+        """Start the workers that are missing; while starts fail, after a pause. Returns at once."""
+        if self._closed or len(self._seats) >= self._kept:
+            return
+        loop = asyncio.get_running_loop()
+        if pause_s := self._failures.pause_s(loop.time()):
+            self._refill = self._refill or loop.call_later(pause_s, self._refilled)
+            return
+        while len(self._seats) < self._kept:
+            self._start_one(ahead=True)
+
+    def _refilled(self) -> None:
+        self._refill = None
+        self.warm_up()
 
     async def invoke(self, event: Sequence[dict[str, Any]], deadline_s: float, cause: Cause = Cause.CALL) -> Reply:
         now = asyncio.get_running_loop().time
@@ -141,22 +108,25 @@ class Pool:
         seat = await self._acquire(deadline_s)
         if isinstance(seat, InfraFault):
             return Reply(fault=seat)
-        return await self._serve(seat, event, expires - now(), cause)
+        began = now()
+        seat.queued_s = began - (expires - deadline_s)
+        return await self._serve(seat, event, expires - began, cause)
 
     def close(self, *, drain: bool = False) -> None:
         """End the idle workers and the starts; with `drain`, calls in flight finish first. Waiters are told."""
         self._closed = True
-        if self._reaper is not None:
-            self._reaper.cancel()
+        for timer in (self._reaper, self._refill):
+            if timer is not None:
+                timer.cancel()
         gone = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{self._spec.name} was replaced or closed")
         self._tell_waiters(gone)
         for seat in list(self._seats.values()):
             if seat.task is not None:
                 seat.task.cancel()
-            if seat.state is not _State.BUSY or not drain:
+            if seat.state is not SeatState.BUSY or not drain:
                 self._retire(seat)
 
-    async def _acquire(self, deadline_s: float) -> _Seat | InfraFault:
+    async def _acquire(self, deadline_s: float) -> Seat | InfraFault:
         name = self._spec.name
         if self._closed:
             return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{name} is closed")
@@ -170,7 +140,7 @@ class Pool:
                 throttle=Throttle.QUEUE,
             )
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[_Seat | InfraFault] = loop.create_future()
+        future: asyncio.Future[Seat | InfraFault] = loop.create_future()
         self._waiters.append(future)
         self._pump()
         timer = loop.call_later(deadline_s, self._give_up, future, deadline_s)
@@ -182,21 +152,21 @@ class Pool:
         finally:
             timer.cancel()
 
-    def _give_up(self, future: asyncio.Future[_Seat | InfraFault], deadline_s: float) -> None:
+    def _give_up(self, future: asyncio.Future[Seat | InfraFault], deadline_s: float) -> None:
         if not future.done():
             self._waiters.remove(future)
             detail = f"no worker of {self._spec.name} in {deadline_s:.3f} s"
             future.set_result(InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
 
-    def _forget(self, future: asyncio.Future[_Seat | InfraFault]) -> None:
+    def _forget(self, future: asyncio.Future[Seat | InfraFault]) -> None:
         """A waiter left; if it had just been given a worker, that goes to the next."""
-        if future.done() and not future.cancelled() and isinstance(seat := future.result(), _Seat):
+        if future.done() and not future.cancelled() and isinstance(seat := future.result(), Seat):
             self._release(seat)
         else:
             with contextlib.suppress(ValueError):
                 self._waiters.remove(future)
 
-    async def _serve(self, seat: _Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause) -> Reply:
+    async def _serve(self, seat: Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause) -> Reply:
         now = asyncio.get_running_loop().time
         t0 = now()
         limit = min(self._spec.timeout_s, remaining_s)
@@ -226,6 +196,7 @@ class Pool:
                 self._pump()
                 self.warm_up()
             else:
+                self._failures.rounds = 0
                 self._release(seat)
         return Reply(answer.body if answer and fault is None else None, fault, bill)
 
@@ -237,7 +208,7 @@ class Pool:
 
     def _bill(
         self,
-        seat: _Seat,
+        seat: Seat,
         t0: float,
         t1: float,
         run_s: float,
@@ -259,6 +230,8 @@ class Pool:
             status=status,
             cause=cause,
             provider_id=request,
+            queued_s=seat.queued_s,
+            cold_billed_s=seat.init_s,
         )
         seat.cold_s = seat.init_s = 0.0
         self._meter.invocation(bill)
@@ -273,15 +246,15 @@ class Pool:
         while len(self._waiters) > self._starting and len(self._seats) < self._spec.concurrency and not self._closed:
             self._start_one()
 
-    def _start_one(self) -> None:
+    def _start_one(self, *, ahead: bool = False) -> None:
         slot = next(n for n in range(len(self._seats) + 1) if n not in self._seats)
         name = f"{self._provider}/{self._spec.name}/{slot}"
-        seat = _Seat(slot, name, asyncio.get_running_loop().time())
+        seat = Seat(slot, name, asyncio.get_running_loop().time(), ahead=ahead)
         self._seats[slot] = seat
         self._starting += 1
         seat.task = self._spawn(self._start(seat))
 
-    async def _start(self, seat: _Seat) -> None:
+    async def _start(self, seat: Seat) -> None:
         fault: InfraFault | None = None
         try:
             async with asyncio.timeout(self._spec.init_timeout_s):
@@ -300,14 +273,17 @@ class Pool:
         if seat.worker is None or not seat.worker.alive or self._closed:
             self._failed_start(seat, fault)
             return
-        seat.cold_s = asyncio.get_running_loop().time() - seat.since
+        began, now = seat.since, asyncio.get_running_loop().time()
+        seat.cold_s = now - began
         seat.init_s = seat.worker.init_s
-        self._turn(seat, _State.IDLE)
+        self._turn(seat, SeatState.IDLE)
         self._idle.append(seat)
         self._pump()
+        if seat.ahead and seat.state is SeatState.IDLE:
+            self._bill(seat, began, now, 0.0, 0, "ok", Cause.WARM)
         self._schedule_reaper()
 
-    def _failed_start(self, seat: _Seat, fault: InfraFault | None) -> None:
+    def _failed_start(self, seat: Seat, fault: InfraFault | None) -> None:
         """A start that would fail again fails all who wait; any other fails the first, and the rest go on."""
         fault = fault or InfraFault(FaultKind.CRASH, retryable=True, detail="the worker died as it became ready")
         now = asyncio.get_running_loop().time()
@@ -318,7 +294,9 @@ class Pool:
             self._tell_waiters(fault)
         elif self._waiters and not (first := self._waiters.popleft()).done():
             first.set_result(fault)
+        self._failures.another(now)
         self._pump()
+        self.warm_up()
 
     def _tell_waiters(self, fault: InfraFault) -> None:
         waiters, self._waiters = self._waiters, deque()
@@ -326,39 +304,43 @@ class Pool:
             if not future.done():
                 future.set_result(fault)
 
-    def _take(self, seat: _Seat) -> _Seat:
-        self._turn(seat, _State.BUSY)
+    def _take(self, seat: Seat) -> Seat:
+        self._turn(seat, SeatState.BUSY)
         return seat
 
-    def _release(self, seat: _Seat) -> None:
-        if seat.state is not _State.BUSY:
+    def _release(self, seat: Seat) -> None:
+        if seat.state is not SeatState.BUSY:
             return
         if self._closed or seat.worker is None or not seat.worker.alive:
             self._retire(seat)
-        else:
-            self._turn(seat, _State.IDLE)
-            self._idle.append(seat)
-            self._schedule_reaper()
+            self._pump()
+            self.warm_up()
+            return
+        self._turn(seat, SeatState.IDLE)
+        self._idle.append(seat)
+        self._schedule_reaper()
         self._pump()
 
-    def _gone(self, seat: _Seat) -> None:
+    def _gone(self, seat: Seat) -> None:
         """A worker ended by itself: an idle one is dropped, a busy one's call is already being told."""
-        if seat.state is _State.IDLE:
+        if seat.state is SeatState.IDLE:
+            self._failures.another(asyncio.get_running_loop().time())
             self._retire(seat)
             self._pump()
+            self.warm_up()
 
-    def _retire(self, seat: _Seat) -> None:
+    def _retire(self, seat: Seat) -> None:
         if seat.worker is not None:
             seat.worker.kill()
         seat.limit.close()
-        if seat.state is _State.GONE:
+        if seat.state is SeatState.GONE:
             return
-        if seat.state is _State.IDLE:
+        if seat.state is SeatState.IDLE:
             self._idle.remove(seat)
-        self._turn(seat, _State.GONE)
+        self._turn(seat, SeatState.GONE)
         del self._seats[seat.slot]
 
-    def _turn(self, seat: _Seat, state: _State) -> None:
+    def _turn(self, seat: Seat, state: SeatState) -> None:
         """Change a seat's state and report the span that ends."""
         now = asyncio.get_running_loop().time()
         span = WorkerSpan(
@@ -367,7 +349,7 @@ class Pool:
             worker=seat.name,
             t0=seat.since,
             t1=now,
-            state=_METERED[seat.state],
+            state=METERED[seat.state],
             memory_mb=self._spec.memory_mb,
         )
         seat.state, seat.since = state, now
@@ -376,18 +358,15 @@ class Pool:
 
     def _schedule_reaper(self) -> None:
         """One timer for all: idle seats are in the order in which they became idle."""
-        if self._reaper is None and self._idle and not self._closed:
-            due = self._idle[0].since + self._spec.keep_alive_s
+        if self._reaper is None and self._idle and len(self._seats) > self._kept and not self._closed:
+            due = self._idle[0].since + self._keep_alive_s
             self._reaper = asyncio.get_running_loop().call_at(due, self._reap)
 
     def _reap(self) -> None:
         self._reaper = None
         now = asyncio.get_running_loop().time()
-        while self._idle and len(self._seats) > self._spec.warm:
-            if self._idle[0].since + self._spec.keep_alive_s > now + 1e-9:
+        while self._idle and len(self._seats) > self._kept:
+            if self._idle[0].since + self._keep_alive_s > now + 1e-9:
                 self._schedule_reaper()
                 return
             self._retire(self._idle[0])
-
-
-_METERED = {_State.STARTING: WorkerState.COLD, _State.IDLE: WorkerState.IDLE, _State.BUSY: WorkerState.BUSY}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serverless.backends.base import Backend, Reply
+from serverless.backends.base import Backend, Load, Reply, Scalable
 from serverless.backends.pool import Launcher, Worker, WorkerFault
 from serverless.deploy.package import Package
 from serverless.types import Cause, FaultKind, InfraFault, Throttle
@@ -143,7 +143,8 @@ class _Rehearsed:
 
 
 class RehearsedBackend:
-    """Implements `Backend` around another: calls take the platform's overhead, and more than its concurrency throttle.
+    """Implements `Backend` and `Scalable` around another: calls take the platform's overhead, and more than its
+    concurrency throttle.
 
     Its cold starts are the inner backend's: give that a `RehearsedLauncher`. Bills name the inner provider.
     """
@@ -180,6 +181,16 @@ class RehearsedBackend:
             return await self._backend.invoke(function, event, deadline_s=deadline_s - overhead_s, cause=cause)
         finally:
             self._running -= 1
+
+    def load(self, function: str) -> Load:
+        """The inner backend's; calls on their way to it are counted there."""
+        return self._backend.load(function) if isinstance(self._backend, Scalable) else Load(busy=self._running)
+
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `Scalable`. 0 where the inner backend is none."""
+        if not isinstance(self._backend, Scalable):
+            return 0
+        return self._backend.keep(function, workers, keep_alive_s=keep_alive_s)
 
     async def __aenter__(self) -> RehearsedBackend:
         await self._backend.__aenter__()

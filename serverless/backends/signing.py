@@ -4,7 +4,8 @@
 
 The signature is HMAC-SHA256, under the key's secret, of four lines: method, path with query, timestamp, and the SHA-256
 of the body in hex. A request older or newer than `SKEW_S` is refused. Within that time one can be sent again, which a
-stateless function does not mind; use TLS against readers.
+stateless function does not mind; use TLS against readers. An Idempotency-Key is not signed: by changing it somebody in
+between could have a call refused, or executed twice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hmac
 import re
 from collections.abc import Mapping
 
-__all__ = ["SKEW_S", "sign", "verify"]
+__all__ = ["SKEW_S", "key_of", "sign", "verify"]
 
 SKEW_S = 300.0
 """How far clocks may be apart, as in AWS's signature version 4."""
@@ -42,6 +43,12 @@ def verify(header: str, secrets: Mapping[str, str], *, method: str, path: str, b
     if abs(now - int(timestamp)) > SKEW_S:
         return f"the request is more than {SKEW_S:g} s from now"
     return None
+
+
+def key_of(header: str) -> str:
+    """The key id of an Authorization header of ours, '' of any other: who sent a request, once `verify` agrees."""
+    found = _HEADER.fullmatch(header.strip())
+    return found[1] if found is not None else ""
 
 
 def _hex(secret: str, method: str, path: str, timestamp: str, body: bytes) -> str:

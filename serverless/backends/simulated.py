@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from serverless.backends.base import Reply
+from serverless.backends.base import Load, Reply
 from serverless.backends.host import PoolHost
 from serverless.backends.pool import Answer, Request, WorkerFault
 from serverless.deploy.handler import ListHandler, adapt, is_async, score_concurrently
@@ -46,8 +46,8 @@ class Profile:
 
 
 class SimulatedBackend:
-    """Implements `Backend`. `functions` maps a name to the callable that a real package would hold; it runs inline
-    and takes no loop time. Functions without a profile get the default one."""
+    """Implements `Backend` and `Scalable`. `functions` maps a name to the callable that a real package would hold; it
+    runs inline and takes no loop time. Functions without a profile get the default one."""
 
     provider = "simulated"
 
@@ -75,6 +75,13 @@ class SimulatedBackend:
     def workers(self, function: str) -> int:
         """Workers of a function that exist now."""
         return self._host.pool(function).size
+
+    def load(self, function: str) -> Load:
+        return self._host.load(function)
+
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `Scalable`."""
+        return self._host.keep(function, workers, keep_alive_s)
 
     async def __aenter__(self) -> SimulatedBackend:
         await self._host.open()

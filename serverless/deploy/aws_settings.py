@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -26,8 +27,8 @@ class AwsSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    region: str = ""
-    """Empty: AWS_REGION, AWS_DEFAULT_REGION or the profile's."""
+    region: str = Field(default="", validate_default=True)
+    """Empty: AWS_REGION, AWS_DEFAULT_REGION or the profile's, in this order."""
     profile: str = ""
     role_arn: str = Field(default="", pattern=r"^(arn:[\w-]+:iam::\d{12}:role/.+)?$")
     """The execution role of the functions; empty: `role_name`, created with leave to write its own logs if missing."""
@@ -52,6 +53,12 @@ class AwsSettings(BaseModel):
     """How long a call may be silent; None: the function's own limit and 10 s."""
     drain_s: float = Field(default=10.0, ge=0.0, le=900.0)
     """At the end, how long to wait for the bills of calls that nobody waits for any more."""
+
+    @field_validator("region")
+    @classmethod
+    def _of_environment(cls, region: str) -> str:
+        """Every SDK of AWS but botocore reads AWS_REGION."""
+        return region or os.environ.get("AWS_REGION", "")
 
     @field_validator("log_retention_days")
     @classmethod

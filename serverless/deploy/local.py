@@ -25,7 +25,8 @@ from serverless.backends import logs
 from serverless.backends.base import Change, Deployed, LogLine
 from serverless.backends.local import LocalBackend
 from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, PackageError, UnknownFunction
+from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
+from serverless.meter import MeterSink
 from serverless.spec import FunctionSpec
 from serverless.types import Cause
 
@@ -53,12 +54,14 @@ class _State:
     concurrency: int | None = None
 
     def find(self, function: str, version: str) -> _Version:
-        """The newest whose digest starts so."""
-        for one in self.versions:
-            if one.version.startswith(version) or str(one.number) == version:
-                return one
-        known = ", ".join(one.version[:12] for one in self.versions) or "none"
-        raise UnknownFunction(f"function {function} has no version {version}", remedy=f"it has {known}")
+        """That of this number, else the only one whose digest starts so."""
+        numbered = [one for one in self.versions if str(one.number) == version]
+        found = numbered or [one for one in self.versions if one.version.startswith(version)]
+        if len(found) == 1:
+            return found[0]
+        what = "no version" if not found else "more than one version"
+        known = ", ".join(f"{one.version[:12]} ({one.number})" for one in self.versions) or "none"
+        raise UnknownFunction(f"function {function} has {what} {version}", remedy=f"it has {known}")
 
 
 class LocalDeployer:
@@ -73,9 +76,12 @@ class LocalDeployer:
         self,
         root: pathlib.Path,
         *,
+        meter: MeterSink | None = None,
         clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
     ) -> None:
+        """The trial of a new version is billed to the meter as a SMOKE call."""
         self._root = root.resolve()
+        self._meter = meter
         self._clock = clock
 
     async def plan(self, package: Package) -> Change:
@@ -97,7 +103,7 @@ class LocalDeployer:
             state = self._read(name)
             if state.current == package.version:
                 return self._deployed(name, state, state.find(name, state.current))
-            await _try(package)
+            await _try(package, self._meter)
             directory = self._directory(name) / package.version
             if not directory.exists():
                 partial = directory.with_name(f"{package.version}.partial")
@@ -154,7 +160,7 @@ class LocalDeployer:
             chosen = state.find(function, state.current)
             deployed = self._deployed(function, state, chosen)
             if not 0 <= deployed.warm <= deployed.concurrency or deployed.concurrency < 1:
-                raise BackendFailed(
+                raise SpecInvalid(
                     f"function {function}: warm={deployed.warm} and concurrency={deployed.concurrency} do not fit",
                     remedy="keep 0 <= warm <= concurrency, and concurrency at least 1",
                 )
@@ -162,7 +168,8 @@ class LocalDeployer:
             return deployed
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
-        self._known(function)
+        if not (self._root / "logs" / function).is_dir():  # of a backend with this root, deployed here or not
+            self._known(function)
         return logs.read(self._root / "logs", function, since_s=since_s, limit=limit)
 
     async def delete(self, function: str) -> None:
@@ -260,9 +267,9 @@ class LocalDeployer:
         )
 
 
-async def _try(package: Package) -> None:
+async def _try(package: Package, meter: MeterSink | None) -> None:
     """Load it and call it with an empty list: its answer must be one."""
-    async with LocalBackend() as backend:
+    async with LocalBackend(meter=meter) as backend:
         await backend.deploy(package)
         deadline_s = package.spec.init_timeout_s + package.spec.timeout_s
         reply = await backend.invoke(package.spec.name, [], deadline_s=deadline_s, cause=Cause.SMOKE)

@@ -33,7 +33,7 @@ from serverless.signatures import ACCEPTED, Unknown, definition, of_source, reco
 from serverless.spec import FunctionSpec
 from serverless.stateless import Stateful, inspect_source
 
-__all__ = ["HANDLER", "Package", "build"]
+__all__ = ["HANDLER", "Package", "build", "settings"]
 
 HANDLER = "rollart_handler.handler"
 """Lambda's name of the handler in every package."""
@@ -113,11 +113,10 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     keeps state, `SpecInvalid` for a setting out of its range and for parameters of no known convention.
     """
     root = base or pathlib.Path.cwd()
-    sources = collect(spec.source, root, function=spec.name)
-    declared = _declared(sources)
-    attribute = spec.handler or sources.attribute or _only(declared, spec.name, sources)
-    found = sources.find(attribute)
-    merged, locked = _merge(spec, declared.get(attribute) or _at(found), root, found.path.parent)
+    sources, attribute, found, declared = _read_source(spec, root)
+    merged = _merge(spec, declared, root, found.path.parent)
+    locked = lock(merged.requirements, root if "requirements" in spec.model_fields_set else found.path.parent)
+    merged = merged.model_copy(update={"requirements": locked.all})
     warnings = _refuse_state(sources, found, merged)
     warnings += tuple(f"{one} is not installed here, so it is not pinned" for one in locked.unpinned)
     merged = merged.model_copy(update={"takes": _takes(merged, found)})
@@ -136,6 +135,23 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
                 raise PackageError(f"function {spec.name}: two artefacts are called {relative}", remedy="rename one")
             files[relative] = data
     return Package(merged, keys.content_digest(merged.identity(), files), files, warnings)
+
+
+def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> FunctionSpec:
+    """What a function would run with, without packing it: the spec's own settings, then those of `@reward`, then
+    defaults. Artefacts are paths as `build` would read them; requirements are not locked. Errors: as `build`."""
+    root = base or pathlib.Path.cwd()
+    _, _, found, declared = _read_source(spec, root)
+    return _merge(spec, declared, root, found.path.parent)
+
+
+def _read_source(spec: FunctionSpec, root: pathlib.Path) -> tuple[Sources, str, Definition, Mapping[str, Any] | None]:
+    """The source, the attribute that is the reward, where that is defined, and the arguments of its `@reward`."""
+    sources = collect(spec.source, root, function=spec.name)
+    declared = _declared(sources)
+    attribute = spec.handler or sources.attribute or _only(declared, spec.name, sources)
+    found = sources.find(attribute)
+    return sources, attribute, found, declared.get(attribute) or _at(found)
 
 
 def _ours(name: str) -> bytes:
@@ -194,22 +210,28 @@ def _only(declared: Mapping[str, object], name: str, sources: Sources) -> str:
 
 
 def _merge(
-    spec: FunctionSpec, declared: dict[str, Any] | None, root: pathlib.Path, beside: pathlib.Path
-) -> tuple[FunctionSpec, Lock]:
-    settings = {k: v for k, v in (declared or {}).items() if k != "name" and k not in spec.model_fields_set}
+    spec: FunctionSpec, declared: Mapping[str, Any] | None, root: pathlib.Path, beside: pathlib.Path
+) -> FunctionSpec:
+    """Given settings over declared ones over defaults; of `batch`, key by key."""
+    of_decorator = {k: v for k, v in (declared or {}).items() if k != "name"}
     chosen = {k: getattr(spec, k) for k in spec.model_fields_set}
-    origin = root if "artefacts" in spec.model_fields_set else beside
-    artefacts = chosen.get("artefacts", settings.get("artefacts", ()))
+    origin = root if "artefacts" in chosen else beside
+    if "batch" in chosen and isinstance(of_decorator.get("batch"), Mapping):
+        chosen["batch"] = {**of_decorator["batch"], **spec.batch.model_dump(exclude_unset=True)}
+    values = {**of_decorator, **chosen}
     try:
-        merged = FunctionSpec.model_validate(
-            {**settings, **chosen, "artefacts": tuple(str(origin / a) for a in artefacts)}
-        )
+        if isinstance(values.get("artefacts"), str):
+            raise TypeError("a text (rule: a list of paths)")
+        values["artefacts"] = tuple(str(origin / a) for a in values.get("artefacts", ()))
+        return FunctionSpec.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "settings"
-        raise SpecInvalid(f"function {spec.name}: {where}: {first['msg']} (got {first['input']!r:.60})") from None
-    locked = lock(merged.requirements, root if "requirements" in spec.model_fields_set else beside)
-    return merged.model_copy(update={"requirements": locked.all}), locked
+        text = first["msg"].removeprefix("Value error, ")
+        if first["loc"]:
+            text = f"{'.'.join(map(str, first['loc']))}: {text} (got {first['input']!r:.60})"
+        raise SpecInvalid(f"function {spec.name}: {text}") from None
+    except TypeError as error:  # artefacts that are no list of texts
+        raise SpecInvalid(f"function {spec.name}: artefacts: {error}") from None
 
 
 def _refuse_state(sources: Sources, found: Definition, spec: FunctionSpec) -> tuple[str, ...]:

@@ -21,23 +21,29 @@ class BreakerState(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
     """Opens after `consecutive` failures, or when `rate` of the last `window` calls failed. Stays open `open_s`, twice
-    as long each time that the trial after it fails, at most `max_open_s`."""
+    as long each time that the trial after it fails, at most `max_open_s`. After `trials` failed trials in a row what
+    waits for it is given up, and so is whatever comes until a trial succeeds, at the next that fails.
+
+    Bound, with no other provider: an outage is waited out for open_s * (2^trials - 1) seconds and `trials` trials;
+    in a longer one an item waits for one trial, at most `max_open_s` and what the trial takes.
+    """
 
     consecutive: int = 5
     rate: float = 0.5
     window: int = 20
     open_s: float = 1.0
     max_open_s: float = 30.0
+    trials: int = 3
 
 
 def counts(fault: InfraFault, *, alone: bool = False) -> bool | None:
     """Whether a call's fault is a failure of the provider (True), shows that it works (False), or says nothing about it
-    (None): a refusal is load, a deadline is the caller's.
+    (None): a refusal is load, a deadline is the caller's, what cannot be sent or read is the item's.
 
     `alone`: there is no other provider. A function whose code fails would then only be made to wait, and whoever runs
     it would learn late that it is broken: what does not answer opens the breaker, what answers badly does not.
     """
-    if fault.kind in (FaultKind.THROTTLED, FaultKind.DEADLINE):
+    if fault.kind in (FaultKind.THROTTLED, FaultKind.DEADLINE, FaultKind.ENVIRONMENT):
         return None
     if alone and fault.kind is not FaultKind.UNAVAILABLE:
         return None if fault.kind is FaultKind.TIMEOUT else False
@@ -60,6 +66,8 @@ class Breaker:
         self._last: deque[bool] = deque(maxlen=policy.window)
         self._trial = False
         self.opened = 0
+        self.failed_trials = 0
+        """Since it was closed last."""
 
     @property
     def state(self) -> BreakerState:
@@ -67,8 +75,17 @@ class Breaker:
 
     @property
     def until(self) -> float:
-        """While open: when a trial may go, loop seconds."""
-        return self._until
+        """While open: when a trial may go, loop seconds; while a trial is out nobody knows."""
+        return math.inf if self._trial else self._until
+
+    @property
+    def hopeless(self) -> bool:
+        """So many trials have failed that nothing should wait for more than the next."""
+        return self.failed_trials >= self._policy.trials
+
+    def unanswered(self, seconds: float) -> bool:
+        """Whether a trial that its caller's deadline ended after so long is a failed one: it had the time."""
+        return seconds >= self._policy.open_s
 
     def admits(self, now: float) -> bool:
         """Whether a call may begin."""
@@ -92,9 +109,11 @@ class Breaker:
             if failed is None:
                 return False
             if failed:
+                self.failed_trials += 1
                 self._open(now)
                 return True
             self._state, self._pause_s, self._in_a_row = BreakerState.CLOSED, 0.0, 0
+            self.failed_trials = 0
             self._last.clear()
             return False
         if failed is None or self._state is not BreakerState.CLOSED:

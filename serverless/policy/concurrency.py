@@ -61,6 +61,7 @@ class Window:
         self._ceiling = float(policy.most)
         self._refused_at = float(policy.most)
         self._begun = 0
+        self._full = 0
         self._cut_at = 0
         self._clamped_at = -math.inf
         self._in_a_row = 0
@@ -82,20 +83,30 @@ class Window:
         """Windows of calls that were refused since the last answer."""
         return self._in_a_row
 
-    def begin(self) -> int:
-        """A call begins; its number."""
+    def restart(self) -> None:
+        """The provider is back after an outage: two calls, then one more per answer (twice as many per round trip, as
+        TCP's slow start), so that all that has waited does not fall upon it at once."""
+        if self._size > 2.0:
+            self._refused_at = self._size
+            self._size = 2.0
+
+    def begin(self, in_flight: int = 0) -> int:
+        """A call begins beside `in_flight` others; its number."""
         self._begun += 1
+        if in_flight + 1 >= int(self._size):
+            self._full = self._begun
         return self._begun
 
-    def answered(self, now: float, seconds: float, items: int, *, in_flight: int) -> None:
-        """A call of `items` was answered `seconds` after it began; `in_flight` others are still out."""
+    def answered(self, now: float, seconds: float, items: int, *, in_flight: int, number: int = 0) -> None:
+        """Call `number`, of `items`, was answered `seconds` after it began; `in_flight` others are still out. It makes
+        room for more only if the window has been full since it began: else there was room."""
         self._in_a_row = 0
         if self._ceiling < self._policy.most and now - self._clamped_at >= _PROBE_S:
             self._ceiling += 1.0
             self._clamped_at = now
         if self._slower(seconds, items):
             return
-        if self._size < self._ceiling and in_flight + 1 >= int(self._size):
+        if self._size < self._ceiling and (in_flight + 1 >= int(self._size) or 0 < number <= self._full):
             step = 1.0 if self._size < _FAST * self._refused_at else 1.0 / self._size
             self._size = min(self._ceiling, self._size + step)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Expected", "Forecast", "workers_for"]
@@ -57,6 +57,38 @@ class Forecast:
             variance += p * (1.0 - p)
         return Expected(mean, variance)
 
+    def seen(self, kind: str) -> int:
+        """Durations that are known of a kind."""
+        return len(self._sorted.get(kind, ()))
+
+    def among(self, kind: str, began: Sequence[float], now: float, horizon_s: float) -> Expected:
+        """`within` for all of one kind, given when they began, earliest first: O(kept * log(live)).
+
+        The chance of an ending only changes at an age that is one of the durations, or the horizon short of one:
+        all that are between two such ages have the same.
+        """
+        ordered = self._sorted.get(kind)
+        if not ordered or not began:
+            return Expected(0.0, 0.0)
+        if len(began) < len(ordered) // 4:
+            return self.within(horizon_s, ((kind, now - t) for t in began))
+        # (age, whether it is passed or comes within reach there); what comes within reach at once first
+        cuts = sorted([(d - horizon_s, 0) for d in ordered] + [(d, 1) for d in ordered])
+        known, reached, passed, older = len(ordered), 0, 0, len(began)
+        mean = variance = 0.0
+        for age, end in cuts:
+            left = bisect.bisect_right(began, now - age, 0, older)
+            if left < older:
+                p = (reached - passed) / (known - passed)
+                mean += p * (older - left)
+                variance += p * (1.0 - p) * (older - left)
+                older = left
+            if not older:
+                break
+            passed += end
+            reached += 1 - end
+        return Expected(mean + older, variance)
+
     def chance(self, kind: str, age: float, horizon_s: float) -> float:
         """That a trajectory of this age ends within the horizon. Older than any that was seen: it is overdue, and the
         longest that were seen say nothing more; it is counted as about to end. 0 for a kind that was never seen."""
@@ -70,8 +102,9 @@ class Forecast:
         return ending / alive
 
 
-def workers_for(calls: float, service_s: float, horizon_s: float, *, items: int = 1) -> int:
-    """Workers that serve `calls` arriving evenly within the horizon (Little's law): at least one for any call.
+def workers_for(calls: float, service_s: float, horizon_s: float, *, items: float = 1.0) -> int:
+    """Workers that serve `calls` arriving evenly within the horizon (Little's law): at least one for any call, at most
+    one for each.
 
     `items` go in one call, which takes `service_s` seconds.
     """
@@ -79,4 +112,5 @@ def workers_for(calls: float, service_s: float, horizon_s: float, *, items: int 
         return 0
     if not (service_s > 0 and horizon_s > 0 and items >= 1):
         raise ValueError("service_s and horizon_s above 0, items at least 1")
-    return max(1, math.ceil(calls / items * service_s / horizon_s - 1e-9))
+    most = max(1, math.ceil(calls / items - 1e-9))
+    return min(most, max(1, math.ceil(calls / items * service_s / horizon_s - 1e-9)))

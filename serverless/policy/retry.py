@@ -5,9 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from serverless.types import InfraFault
+from serverless.types import FaultKind, InfraFault, Invocation
 
-__all__ = ["RetryBudget", "RetryPolicy"]
+__all__ = ["RetryBudget", "RetryPolicy", "lost"]
+
+
+def lost(fault: InfraFault, bill: Invocation | None) -> bool:
+    """Whether a call was sent and nobody knows what became of it: it may have been executed, or still be.
+
+    A backend gives a bill for a call that may have reached a worker, and a provider that answered has a name for it
+    (`provider_id`). So UNAVAILABLE with a bill without a name is a connection that was lost after the call was sent;
+    one that was refused or never sent has no bill. A TIMEOUT that is not retryable is a caller's patience that ended,
+    not the function (one that the provider ended is retryable).
+    """
+    if bill is None or not bill.items or bill.provider_id:
+        return False
+    return fault.kind is FaultKind.UNAVAILABLE or (fault.kind is FaultKind.TIMEOUT and not fault.retryable)
 
 
 @dataclass(frozen=True, slots=True)

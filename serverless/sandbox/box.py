@@ -114,6 +114,11 @@ class Box:
         return self._core.way.rung if self._core.way else ""
 
     @property
+    def way(self) -> str:
+        """How the rung was taken; '' before the start."""
+        return self._core.way.name if self._core.way else ""
+
+    @property
     def pid(self) -> int | None:
         return self._core.pid
 

@@ -26,7 +26,7 @@ from serverless.sandbox import seccomp
 from serverless.sandbox.inside.scratch import empty
 from serverless.sandbox.values import Limits
 
-__all__ = ["LADDER", "UNSAFE", "Launched", "Refused", "Way", "provider", "ways"]
+__all__ = ["LADDER", "UNSAFE", "Launched", "Refused", "Seen", "Way", "own_uid", "provider", "seen", "ways"]
 
 LADDER = ("provider", "bubblewrap", "landlock")
 UNSAFE = "unsafe"
@@ -35,7 +35,9 @@ _INSIDE = pathlib.Path(__file__).parent / "inside"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 """Of the host, besides the Python installation: shared libraries and tools, and the links to them."""
 
-_SCRATCH = "/tmp"
+_SCRATCH, _OTHER_SCRATCH = "/tmp", "/scratch"
+"""Programs write to the second where Python or this package is installed below the first, which would hide them."""
+
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -157,6 +159,16 @@ class _View:
         paths = [*system, *dict.fromkeys([*runtime, *self.packages]), str(_INSIDE)]
         return [p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])]
 
+    @property
+    def scratch(self) -> str:
+        return _OTHER_SCRATCH if any(_within(path, _SCRATCH) for path in self.binds()) else _SCRATCH
+
+    @property
+    def environment(self) -> dict[str, str]:
+        if self.scratch == _SCRATCH:
+            return _ENVIRONMENT
+        return {**_ENVIRONMENT, "HOME": self.scratch, "TMPDIR": self.scratch}
+
     def links(self) -> list[tuple[str, str]]:
         return [(os.readlink(p), p) for p in _SYSTEM if os.path.islink(p)]
 
@@ -170,7 +182,7 @@ class _View:
             "links": self.links(),
             "readable": self.binds(),
             "files_bytes": self.limits.files_mb * 2**20,
-            "scratch": _SCRATCH,
+            "scratch": self.scratch,
             "inside": str(_INSIDE.parent),
             "paths": self.packages,
             "preload": list(self.preload),
@@ -198,7 +210,7 @@ def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
         arguments += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     else:
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    for name, value in _ENVIRONMENT.items():
+    for name, value in view.environment.items():
         arguments += ["--setenv", name, value]
     # bwrap's own guess at the mode of a parent directory shuts others out.
     for parent in dict.fromkeys(str(p) for path in view.binds() for p in reversed(pathlib.Path(path).parents[:-1])):
@@ -210,10 +222,10 @@ def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
         arguments += ["--symlink", target, name]
     for device in ("null", "zero", "full", "random", "urandom"):
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    arguments += ["--symlink", f"{_SCRATCH}/shm", "/dev/shm"]
-    arguments += ["--perms", "0777", "--size", str(view.limits.files_mb * 2**20), "--tmpfs", _SCRATCH]
+    arguments += ["--symlink", f"{view.scratch}/shm", "/dev/shm"]
+    arguments += ["--perms", "0777", "--size", str(view.limits.files_mb * 2**20), "--tmpfs", view.scratch]
     arguments += ["--remount-ro", "/", "--chdir", "/"]
-    config = view.config(uid=None if user_namespace else _own_uid(), job_filter=_uncounted(user_namespace))
+    config = view.config(uid=None if user_namespace else own_uid(), job_filter=_uncounted(user_namespace))
     # bwrap reads the filter from a descriptor, to its end.
     with tempfile.TemporaryFile() as rules:
         rules.write(_filter())
@@ -224,7 +236,7 @@ def _bubblewrap(view: _View, *, user_namespace: bool) -> Launched:
 
 def _landlock(view: _View, *, user_namespace: bool) -> Launched:
     code = _filter().hex()
-    uid = None if user_namespace else _own_uid()
+    uid = None if user_namespace else own_uid()
     config = view.config(
         landlock="must",
         user_namespace=user_namespace,
@@ -256,7 +268,7 @@ def _unsafe(view: _View) -> Launched:
 
 def _without_namespaces(view: _View, **changes: Any) -> Launched:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="rollart-sandbox-")).resolve()
-    uid = _own_uid() if os.geteuid() == 0 and all(map(_readable_by_all, view.binds())) else None
+    uid = own_uid() if os.geteuid() == 0 and all(map(_readable_by_all, view.binds())) else None
     others = 0 if uid else _threads_of(os.geteuid())
     if uid:
         os.chown(scratch, uid, uid)
@@ -283,7 +295,7 @@ def _launch(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_ENVIRONMENT,
+                env=view.environment if config["mode"] == "namespaces" else _ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
             )
@@ -306,7 +318,7 @@ def _uncounted(user_namespace: bool) -> str:
     return _filter(single=True).hex() if user_namespace and os.geteuid() == 0 else ""
 
 
-def _own_uid() -> int:
+def own_uid() -> int:
     """Unlike that of any sandbox that lives now: process ids are."""
     global _sandboxes
     _sandboxes += 1
@@ -314,6 +326,19 @@ def _own_uid() -> int:
 
 
 _sandboxes = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    paths: list[str]
+    links: list[tuple[str, str]]
+
+
+def seen(more: Sequence[str]) -> Seen:
+    """Of this machine: its libraries, Python with its installed packages, and `more`."""
+    view = _View(Limits(), ("every package",))
+    paths = [*view.binds(), *map(os.path.realpath, more)]
+    return Seen([p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])], view.links())
 
 
 def _within(path: str, parent: str) -> bool:

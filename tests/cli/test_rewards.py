@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+
+from rollart.cli.main import cli
 
 Call = Callable[..., Any]
 
@@ -115,7 +121,24 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("scale", "f"), 2, "nothing to scale"),
         (("versions", "f"), 2, "f"),
         (("invoke", "two.py:a", "--item", "{"), 2, "not JSON"),
-        (("list", "--provider", "aws", "--cluster", "nonsense.yaml"), 2, "functions.aws_lambda.architecture"),
+        (("list", "--provider", "aws", "--cluster", "nonsense.yaml"), 2, "nonsense.yaml:3:40: functions.aws_lambda"),
+        (("list", "--provider", "aw"), 2, "did you mean 'aws'?"),
+        (("list", "--root", "empty.py"), 1, "empty.py: File exists"),
+        (("list", "--json", "-o", "csv"), 2, "--json and -o csv"),
+        (("deploy", "argument.py"), 2, "argument.py:3: @reward has no argument 'memory'; did you mean 'memory_mb'?"),
+        (("deploy", "latin.py"), 2, "latin.py: not UTF-8 text (byte 2)"),
+        (("deploy", "syntax.py"), 2, "syntax.py:1: not Python"),
+        (("deploy", "two.py:a", "--name", "a b"), 2, "'a b' cannot name a function"),
+        (("deploy", "two.py:c"), 2, "its definition is not in the source"),
+        (("invoke", "two.py:a", "--item", " "), 2, "no item"),
+        (("test", "two.py", "--cases", "nowhere.jsonl"), 2, "nowhere.jsonl: No such file"),
+        (("test", "two.py", "--cases", "bytes.jsonl"), 2, "bytes.jsonl: not UTF-8 text (byte 0)"),
+        (("test", "two.py", "--cases", "key.jsonl"), 2, "key.jsonl:2: unknown key 'expcted'"),
+        (("test", "two.py", "--cases", "fault.jsonl"), 2, "fault.jsonl:1: expected.fault: 'nothing' (rule: one of"),
+        (("serve", "two.py", "--host", "0.0.0.0"), 2, "with a token"),
+        (("serve", "two.py", "--token-env", "NO_SUCH_TOKEN"), 3, "NO_SUCH_TOKEN is not set"),
+        (("serve", "nowhere.py"), 2, "nowhere.py"),
+        (("delete", "f", "--provider", "azure"), 2, "no provider 'azure'"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ...], code: int, word: str) -> None:
@@ -127,17 +150,131 @@ def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ..
     Path("nonsense.yaml").write_text(
         "name: c\npools: [{name: p, device: cpu, count: 1}]\nfunctions: {aws_lambda: {architecture: mips}}\n"
     )
+    Path("argument.py").write_text("from rollart import reward\n\n@reward(memory=4)\ndef f(s): return 1.0\n")
+    Path("latin.py").write_bytes(b"# \xff\n")
+    Path("syntax.py").write_text("def f(:\n")
+    Path("bytes.jsonl").write_bytes(b"\xff\n")
+    Path("key.jsonl").write_text('{"completion": "x"}\n{"completion": "x", "expcted": 1}\n')
+    Path("fault.jsonl").write_text('{"completion": "x", "expected": {"fault": "nothing"}}\n')
     done = rollart("rewards", *arguments)
     assert done.code == code, done.err
     assert word in done.err
     assert "Traceback" not in done.err
 
 
-def test_without_credentials_the_remedy_is_named(rollart: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("boto3")
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
+COMMANDS = (
+    ("list",), ("versions", "f"), ("logs", "f"), ("scale", "f", "--warm", "1"), ("rollback", "f"),
+    ("delete", "f", "--yes"), ("deploy", "f.py"), ("deploy", "f.py", "--dry-run"), ("invoke", "f.py", "--item", "{}"),
+)  # fmt: skip
+"""Those that ask a provider."""
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """An environment and a home without credentials of anybody."""
+    for name in [n for n in os.environ if n.startswith(("AWS_", "MODAL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "none")
-    done = rollart("rewards", "list", "--provider", "aws")
-    assert done.code == 3
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "none")
+    monkeypatch.setenv("MODAL_CONFIG_PATH", str(tmp_path / "modal.toml"))
+    (tmp_path / "f.py").write_text("from rollart import reward\n\n@reward\ndef f(sample): return 1.0\n")
+    return monkeypatch
+
+
+@pytest.mark.slow  # loads the provider's library
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_without_credentials_of_aws_the_remedy_is_named(
+    rollart: Call, nobody: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    pytest.importorskip("boto3")
+    pytest.importorskip("aiobotocore")
+    done = rollart("rewards", *command, "--provider", "aws")
+    assert (done.code, done.out) == (3, "")
     assert "AWS_REGION" in done.err
+    nobody.setenv("AWS_REGION", "us-east-1")
+    done = rollart("rewards", *command, "--provider", "aws")
+    assert (done.code, done.out) == (3, "")
+    assert "AWS_ACCESS_KEY_ID" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.slow  # loads the provider's library
+def test_without_credentials_of_modal_the_remedy_is_named(tmp_path: Path, nobody: pytest.MonkeyPatch) -> None:
+    """In a process of its own: modal reads its configuration once, when it is imported."""
+    pytest.importorskip("modal")
+    code = (
+        "import json, sys; from rollart.cli.main import run\n"
+        "print([run(['rewards', *command, '--provider', 'modal']) for command in json.loads(sys.argv[1])])"
+    )
+    given = [sys.executable, "-c", code, json.dumps(COMMANDS)]
+    done = subprocess.run(given, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == str([3] * len(COMMANDS)), done.stderr
+    assert done.stderr.count("MODAL_TOKEN_ID") == len(COMMANDS)
+
+
+@pytest.mark.slow  # function workers are processes
+def test_a_deployment_tells_warnings_and_what_its_trial_cost(rollart: Call) -> None:
+    Path("f.py").write_text(
+        "import random\nfrom rollart import reward\n\n@reward(memory_mb=256)\ndef f(sample): return random.random()\n"
+    )
+    for arguments in (("deploy", "f.py", "--dry-run"), ("deploy", "f.py"), ("deploy", "f.py", "--json")):
+        done = rollart("rewards", *arguments)
+        assert done.code == 0, done.err
+        assert "not seeded by the item" in done.out
+    rollart("rewards", "delete", "f", "--yes")
+    (bill,) = rows(rollart("rewards", "deploy", "f.py", "--json").out, "trials")
+    assert (bill["status"], bill["MB"]) == ("ok", 256)
+    assert bill["usd"] == pytest.approx(bill["billed_s"] * 0.25 * 0.0000166667 + 0.20 / 1e6)
+    rollart("rewards", "delete", "f", "--yes")
+    told = rollart("rewards", "deploy", "f.py").out
+    assert "f: trial billed " in told
+    assert " s at 256 MB: $0.000000" in told
+
+
+@pytest.mark.slow  # function workers are processes
+def test_what_was_deployed_before_a_failure_is_told(rollart: Call) -> None:
+    Path("two.py").write_text(
+        "from rollart import reward\n\n@reward\ndef a(s): return 1.0\n\n"
+        "@reward\nclass B:\n    def load(self, artefacts): raise ValueError('no weights')\n"
+        "    def __call__(self, s): return 1.0\n"
+    )
+    done = rollart("rewards", "deploy", "two.py", "--json")
+    assert done.code == 3
+    assert [row["function"] for row in rows(done.out, "functions")] == ["a"]
+    assert [row["status"] for row in rows(done.out, "trials")] == ["ok", "crash"]
+    assert "no weights" in done.err
+
+
+@pytest.mark.slow  # function workers are processes
+def test_machines_get_json(rollart: Call) -> None:
+    assert json.loads(rollart("rewards", "init", "mine", "--json").out)["files"][0] == "mine/mine.py"
+    called = rollart("rewards", "invoke", "mine/mine.py", "--json", "--item", json.dumps(ITEM))
+    found = json.loads(called.out)
+    assert found["answer"][0]["aggregate_reward_score"] == 1.0
+    assert found["bill"]["memory_mb"] == 128
+    failed = rollart("rewards", "invoke", "mine/mine.py", "--item", '{"messages": 3}')
+    assert failed.code == 1
+    assert "error" in json.loads(failed.out)[0]
+    assert "1 of 1 items failed" in failed.err
+    rollart("rewards", "deploy", "mine/mine.py")
+    lines = json.loads(rollart("rewards", "logs", "mine", "--json").out)["lines"]
+    assert lines[-1]["text"] == "TypeError: 'int' object is not iterable"
+    assert f"mine,logs,lines,{len(lines) - 1},text,TypeError" in rollart("rewards", "logs", "mine", "-o", "csv").out
+    gone = rollart("rewards", "delete", "mine", "--yes", "--json")
+    assert json.loads(gone.out) == {"schema_version": 1, "deleted": "mine", "provider": "local"}
+
+
+def test_whatever_has_formats_has_the_short_form() -> None:
+    def commands(group: click.Group) -> Iterator[click.Command]:
+        for one in group.commands.values():
+            yield from commands(one) if isinstance(one, click.Group) else [one]
+
+    with_formats = 0
+    for command in commands(cli):
+        names = {opt for option in command.params for opt in option.opts}
+        formats = [o for o in command.params if o.name == "output" and isinstance(o.type, click.Choice)]
+        with_formats += bool(formats)
+        assert not formats or "--json" in names, command.name
+    assert with_formats >= 12

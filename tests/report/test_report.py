@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from rollart.ledger.intervals import IntervalSum, State
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum, VersionRow
+from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum, VersionRow, WorkerSum
 from rollart.ports import RunEvent
 from rollart.report.curve import curve, curves, sparkline, write_png
 from rollart.report.render import render
 from rollart.report.rows import Report, RunRows, Table
 from rollart.report.summarize import cost, cost_lines, fates, waste
 from rollart.report.utilization import utilization
+from serverless.meter import WorkerState
+from serverless.types import Cause
 
 PRICES = PriceBook.load()
 
@@ -177,6 +179,19 @@ calls = st.lists(
         cold_starts=st.integers(0, 9),
         cold_start_s=money,
         billed_s=money,
+        cause=st.sampled_from(list(Cause)),
+        cold_billed_s=money,
+    )
+)
+workers = st.lists(
+    st.builds(
+        WorkerSum,
+        function=st.sampled_from("fgh"),
+        provider=st.sampled_from(["local", "modal", "aws_lambda"]),
+        memory_mb=st.integers(128, 4096),
+        state=st.sampled_from(list(WorkerState)),
+        seconds=money,
+        estimated=st.booleans(),
     )
 )
 
@@ -186,11 +201,22 @@ def close(a: float, b: float) -> bool:
 
 
 @settings(max_examples=30, deadline=None)
-@given(intervals, charges, calls)
-def test_every_table_adds_up_to_the_same_total(i: list[Any], c: list[Any], f: list[Any]) -> None:
-    run = rows(intervals=i, charges=c, invocations=f)
+@given(intervals, charges, calls, workers)
+def test_every_table_adds_up_to_the_same_total(i: list[Any], c: list[Any], f: list[Any], w: list[Any]) -> None:
+    run = rows(intervals=i, charges=c, invocations=f, workers=w)
     report, lines = cost(run), cost_lines(run)
     total = math.fsum(line.usd for line in lines)
+    billed = math.fsum(
+        PRICES.function_usd(x.provider, billed_s=x.billed_s, memory_mb=x.memory_mb, requests=x.calls) for x in f
+    )
+    waited = math.fsum(
+        PRICES.idle_usd(x.provider, seconds=x.seconds, memory_mb=x.memory_mb) for x in w if x.state == "idle"
+    )
+    assert close(total, math.fsum(x.usd for x in i) + billed + waited), "starts are split out of calls, never added"
+    reward = math.fsum(usd for (role, _), usd in waste(run, lines).items() if role == "reward")
+    useful = math.fsum(line.usd for line in lines if line.role == "reward" and not line.cause)
+    assert close(reward + useful, billed + waited), "by cause too"
+    assert all(line.usd >= 0 and line.seconds >= 0 for line in lines)
     for name in ("by_role", "by_resource"):
         assert close(math.fsum(row["usd"] for row in cells(report, name)), total)
         assert close(math.fsum(row["busy_usd"] + row["not_busy_usd"] for row in cells(report, name)), total)

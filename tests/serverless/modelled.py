@@ -16,7 +16,8 @@ Body = Callable[["Modelled", list[dict[str, Any]], Cause], Awaitable[InfraFault 
 class Modelled:
     """Runs `body` per call: it sleeps, and returns the call's fault or None. Every item scores its metadata's `value`.
 
-    `capacity` calls run at once; one more is refused after 5 ms with `reason`.
+    `capacity` calls run at once; one more is refused after 5 ms with `reason`. A fault of one
+    that never `answers` is a connection lost after the call was sent: its bill has no name.
     """
 
     def __init__(
@@ -26,11 +27,13 @@ class Modelled:
         provider: str = "modelled",
         capacity: int = 10_000,
         reason: Throttle | None = Throttle.CONCURRENCY,
+        answers: bool = True,
     ) -> None:
         self.body = body
         self.provider = provider
         self.capacity = capacity
         self.reason = reason
+        self.answers = answers
         self.running = 0
         self.peak = 0
         self.calls: list[Invocation] = []
@@ -67,8 +70,9 @@ class Modelled:
             self.running -= 1
             self.cancelled += status == "cancelled"
             took = loop.time() - began
+            ended, name = began + took, f"m-{len(self.calls)}" if self.answers else ""
             bill = Invocation(
-                function, self.provider, "w", began, began + took, 0.0, took, 512, len(event), status, cause
+                function, self.provider, "w", began, ended, 0.0, took, 512, len(event), status, cause, name
             )
             self.calls.append(bill)
         answers = [

@@ -63,7 +63,9 @@ def test_what_is_no_exact_form_is_not_read_as_one(body: bytes) -> None:
     ("status", "kind", "retryable"),
     [
         (500, FaultKind.UNAVAILABLE, True),
-        (502, FaultKind.UNAVAILABLE, True),
+        (503, FaultKind.UNAVAILABLE, True),
+        (502, FaultKind.UNAVAILABLE, False),
+        (504, FaultKind.UNAVAILABLE, False),
         (408, FaultKind.UNAVAILABLE, True),
         (429, FaultKind.THROTTLED, True),
         (400, FaultKind.ENVIRONMENT, False),

@@ -13,7 +13,7 @@ import pytest
 from serverless.backends.local import LocalBackend
 from serverless.deploy.local import KEPT, LocalDeployer
 from serverless.deploy.package import Package, build
-from serverless.errors import BackendFailed, PackageError, UnknownFunction
+from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
 from serverless.spec import FunctionSpec
 from serverless.wire import encode
 from tests.serverless.support import item, package
@@ -109,7 +109,7 @@ def test_what_was_deployed_runs_as_it_is_scaled_and_its_logs_are_kept(tmp_path: 
         await deployer.deploy(deployed)
         scaled = await deployer.scale("f", warm=1, concurrency=2)
         assert (scaled.warm, scaled.concurrency) == (1, 2)
-        with pytest.raises(BackendFailed, match="warm=3 and concurrency=2"):
+        with pytest.raises(SpecInvalid, match="warm=3 and concurrency=2"):
             await deployer.scale("f", warm=3)
         again = deployer.package("f")
         assert (again.version, again.files) == (deployed.version, deployed.files)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
+from serverless.backends.base import Reply
 from serverless.deploy.package import Package
 from serverless.pipeline import Offload
 from serverless.pipeline_stats import Stage
@@ -276,7 +277,7 @@ async def latencies(o: Offload, count: int) -> list[float]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_hedges_cut_the_tail_within_their_budget(seed: int) -> None:
     plain, hedged = Modelled(stragglers(seed)), Modelled(stragglers(seed))
-    count = 1500
+    count = 600
     off = PipelineSpec.model_validate({"hedge": {"enabled": False}})
     before = drive(lambda o: latencies(o, count), plain, settings=off, spec={"concurrency": 16})
 
@@ -290,6 +291,42 @@ def test_hedges_cut_the_tail_within_their_budget(seed: int) -> None:
     assert (stage.acted, stage.extra_calls) == (hedges, hedges)
     assert 0 < stage.helped <= hedges
     assert before[int(0.99 * count)] >= 4 * after[int(0.99 * count)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    bursts=st.lists(st.tuples(st.integers(1, 60), st.floats(0.0, 2.0)), min_size=1, max_size=5),
+    late=st.floats(0.0, 0.5),
+    fails_=st.floats(0.0, 0.3),
+    budget=st.sampled_from([0.0, 0.05, 0.2]),
+    seed=st.integers(0, 2**16),
+)
+def test_at_every_moment_hedges_are_within_their_share_of_calls(
+    bursts: list[tuple[int, float]], late: float, fails_: float, budget: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    made = hedges = 0
+
+    async def body(provider: Modelled, event: Any, cause: Cause) -> InfraFault | None:
+        await asyncio.sleep(1.0 if rng.random() < late else rng.uniform(0.01, 0.02))
+        return InfraFault(FaultKind.CRASH, retryable=True) if rng.random() < fails_ else None
+
+    class Counting(Modelled):
+        async def invoke(self, function: str, event: Any, *, deadline_s: float, cause: Cause = Cause.CALL) -> Any:
+            nonlocal made, hedges
+            hedges += cause is Cause.HEDGE
+            made += cause is not Cause.HEDGE
+            assert hedges <= budget * made + 1e-9
+            return await super().invoke(function, event, deadline_s=deadline_s, cause=cause)
+
+    async def main(o: Offload) -> None:
+        async with asyncio.TaskGroup() as group:
+            for burst, (count, pause) in enumerate(bursts):
+                group.create_task(submit_all(o, [numbered(1000 * burst + n) for n in range(count)]))
+                await asyncio.sleep(pause)
+
+    spec = {"hedge": {"budget": budget, "min_observations": 5}}
+    drive(main, Counting(body, capacity=30), seed=seed, settings=PipelineSpec.model_validate(spec))
 
 
 def test_a_uniformly_slow_function_is_never_called_twice() -> None:
@@ -405,6 +442,58 @@ def test_what_the_code_did_is_not_tried_elsewhere() -> None:
     outcome = drive(lambda o: o.submit("behave", item(), 10.0), first, second)
     assert outcome.kind is FaultKind.CRASH
     assert second.calls == []
+
+
+@pytest.mark.parametrize(("deterministic", "allowed"), [(False, False), (False, True), (True, False), (True, True)])
+def test_a_call_that_was_lost_is_executed_again_only_where_that_is_allowed(deterministic: bool, allowed: bool) -> None:
+    """Neither by a retry, nor by another provider, nor to find a guilty item."""
+    first = Modelled(fails(FaultKind.UNAVAILABLE), provider="aws", answers=False)
+    second = Modelled(takes(0.1), provider="local")
+    outcomes = drive(
+        lambda o: submit_all(o, [numbered(n) for n in range(4)]),
+        first,
+        second,
+        settings=PipelineSpec.model_validate({"retry": {"lost": allowed}}),
+        spec={"deterministic": deterministic, "batch": {"max_items": 4, "max_wait_ms": 1.0}},
+    )
+    if deterministic and allowed:
+        assert outcomes == [Scored(float(n)) for n in range(4)]
+    else:
+        assert [(o.kind, o.retryable) for o in outcomes] == [(FaultKind.UNAVAILABLE, False)] * 4
+        assert (len(first.calls), len(second.calls)) == (1, 0)
+
+
+def test_a_batch_whose_caller_lost_patience_is_not_taken_apart() -> None:
+    """It may still run, all of it: each half would be executed a second time."""
+    provider = Modelled(fails(FaultKind.TIMEOUT, retryable=False), answers=False)
+    outcomes = drive(
+        lambda o: submit_all(o, [numbered(n) for n in range(8)]),
+        provider,
+        spec={"batch": {"max_items": 8, "max_wait_ms": 1.0}},
+    )
+    assert {o.kind for o in outcomes} == {FaultKind.TIMEOUT}
+    assert len(provider.calls) == 1
+
+
+@pytest.mark.parametrize("chain", [1, 2])
+def test_an_item_that_no_provider_can_be_sent_does_not_fail_those_that_share_its_call(chain: int) -> None:
+    class Small(Modelled):
+        async def invoke(self, function: str, event: Any, *, deadline_s: float, cause: Cause = Cause.CALL) -> Any:
+            if sum(len(str(e["metadata"])) for e in event) > 1000:
+                self.refused += 1
+                return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail="too many bytes"))
+            return await super().invoke(function, event, deadline_s=deadline_s, cause=cause)
+
+    providers = [Small(takes(0.1), provider=f"p{n}") for n in range(chain)]
+    items = [numbered(n, pad="x" * (2000 if n == 5 else 10)) for n in range(8)]
+
+    async def main(o: Offload) -> Any:
+        return await submit_all(o, items * 3), o.providers("behave")
+
+    outcomes, states = drive(main, *providers, spec={"batch": {"max_items": 8, "max_wait_ms": 1.0}})
+    assert [isinstance(o, Scored) for o in outcomes] == [n != 5 for n in range(8)] * 3
+    assert {outcomes[n].kind for n in (5, 13, 21)} == {FaultKind.ENVIRONMENT}
+    assert {state for state, _ in states.values()} == {"closed"}, "an item's size says nothing about a provider"
 
 
 # Time limits

@@ -89,7 +89,7 @@ def test_cases_are_read_in_both_forms(tmp_path: pathlib.Path) -> None:
     [
         ("", "no item in it"),
         ('{"completion": "x"}\n{"completion"', "cases.jsonl:2: Invalid JSON"),
-        ('{"completion": "x", "expect": 1}', "cases.jsonl:1: expect: Extra"),
+        ('{"completion": "x", "expect": 1}', "cases.jsonl:1: unknown key 'expect'"),
         ('{"completion": "x", "expected": {"fault": "sad"}}', "cases.jsonl:1: expected.fault: "),
         ('{"id": "x"}', "either messages, or completion"),
     ],

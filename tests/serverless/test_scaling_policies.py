@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serverless.policy.autoscale import Autoscaler, ScalePolicy
 from serverless.policy.forecast import Forecast, workers_for
 from serverless.policy.keepalive import KeepAlive
-from serverless.replay import Ahead, Call, OnDemand, Reactive, dedicated, elastic
+from serverless.replay import Ahead, Call, OnDemand, Reactive, dedicated, elastic, fewest
 
 
 def steady(scaler: Autoscaler, concurrency: float, seconds: int, *, ready: int, start: int = 0) -> list[int]:
@@ -134,6 +134,20 @@ class TestReplay:
         assert found.waits == pytest.approx((0, 0, 1, 1))
         assert [found.span_s, found.worker_s, found.busy_s, found.utilisation] == pytest.approx([4, 8, 8, 1])
         assert dedicated([], 3).worker_s == 0
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), min_size=1, max_size=25),
+        st.sampled_from([0.0, 1.0, 4.0]),
+        st.sampled_from([0.5, 0.99, 1.0]),
+    )
+    def test_the_fewest_workers_are_enough_and_one_less_is_not(
+        self, rows: list[tuple[int, int]], wait_s: float, quantile: float
+    ) -> None:
+        """Against trying every number in turn; with all calls at once none waits."""
+        calls = [Call(t / 2, s / 2) for t, s in rows]
+        every = [k for k in range(1, len(calls) + 1) if dedicated(calls, k).wait(quantile) <= wait_s]
+        assert fewest(calls, wait_s, quantile=quantile) == every[0]
+        assert fewest([], wait_s) == 1
 
     def test_functions_start_for_a_call_and_end_idle(self) -> None:
         """By hand: 1 s of cold start, kept for 3 s. The call at 5 s finds a worker that has been idle since 3 s, the

@@ -24,9 +24,8 @@ from . import zygote
 _NEW = 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
 _NEW_USER = 0x1000_0000
 _BIND, _RECURSIVE, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
-_NOSUID, _NODEV, _RDONLY = 2, 4, 1
+_NOSUID, _NODEV, _NOEXEC, _RDONLY = 2, 4, 8, 1
 _MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446
-_CAPSET = {"x86_64": 126, "aarch64": 91}
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MOST_FILES = 20_000
 _INSIDE_ID = 1000
@@ -47,7 +46,7 @@ def main() -> None:
     os.umask(0o022)
     try:
         if config["mode"] == "namespaces":
-            _enter_namespaces(channel, config)
+            enter_namespaces(channel, config)
         _restrict(config)
     except BaseException as error:
         zygote.send(channel, {"error": f"{type(error).__name__}: {error}"[:2000]})
@@ -60,7 +59,7 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, 1)))
 
 
-def _enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
+def enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
     """Returns in process 1 of the new namespaces; its parent stays outside, to end with it."""
     user, group = os.geteuid(), os.getegid()
     parent = os.getppid()
@@ -107,6 +106,10 @@ def _private_root(config: dict[str, Any]) -> None:
     size = f"mode=0777,size={config['files_bytes']},nr_inodes={_MOST_FILES}"
     _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, size)
     os.symlink(f"{scratch}/shm", "/dev/shm")
+    if config.get("proc"):
+        os.makedirs("/proc", exist_ok=True)
+        with contextlib.suppress(OSError):  # a container may hide parts of it, and then allows no other
+            _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC, None)
     _check(_libc.umount2(b"/host", _DETACH), "umount of the host's root")
     os.rmdir("/host")
     _read_only("/", recursive=False)
@@ -130,14 +133,13 @@ def _read_only(path: str, *, recursive: bool) -> None:
     _check(done, f"mount_setattr({path})")
 
 
-def _drop_capabilities() -> None:
+def drop_capabilities() -> None:
     """All that there are; without new privileges none ever comes back."""
     for capability in range(64):
         if _libc.prctl(24, ctypes.c_ulong(capability), 0, 0, 0):
             break
     zygote.prctl(47, 4)
-    header = struct.pack("=Ii", 0x2008_0522, 0)
-    _check(_libc.syscall(_CAPSET[os.uname().machine], header, bytes(24)), "capset")
+    zygote.no_capabilities()
 
 
 def _restrict(config: dict[str, Any]) -> None:
@@ -149,7 +151,7 @@ def _restrict(config: dict[str, Any]) -> None:
             if config["landlock"] == "must":
                 raise
     if config["uid"] is None:  # else the change of user drops them
-        _drop_capabilities()
+        drop_capabilities()
     if config["zygote_filter"]:
         zygote.seccomp(bytes.fromhex(config["zygote_filter"]))
 

@@ -35,6 +35,7 @@ from .job import Job, run
 
 _PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _PID = 0x5049_4421
+_CAPSET = {"x86_64": 126, "aarch64": 91}
 _MEMORY_ERROR = re.compile(r"^(?:[\w.]*\.)?_?\w*MemoryError\b")
 _LOOK_S = 0.05
 _SLACK = 2**20
@@ -73,7 +74,7 @@ class Zygote:
         self._mode = str(config["mode"])
         self._pid = os.getpid()
         self._others = 1 if self._mode == "namespaces" else int(config["others"])
-        _become(config["uid"])
+        become(config["uid"])
         os.umask(0o022)
         # Its memory is not for jobs of the same user, and whatever they leave behind is its child.
         prctl(_SET_DUMPABLE, 0)
@@ -276,11 +277,19 @@ def _has_network() -> bool:
     return True
 
 
-def _become(uid: int | None) -> None:
+def become(uid: int | None) -> None:
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+        no_capabilities()  # the change of user leaves the inheritable ones
+
+
+def no_capabilities() -> None:
+    header = struct.pack("=Ii", 0x2008_0522, 0)
+    if ctypes.CDLL(None, use_errno=True).syscall(_CAPSET[os.uname().machine], header, bytes(24)):
+        number = ctypes.get_errno()
+        raise OSError(number, f"capset: {os.strerror(number)}")
 
 
 def prctl(option: int, *arguments: Any) -> None:

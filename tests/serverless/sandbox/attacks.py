@@ -149,6 +149,9 @@ ATTACKS = [
     _attack("slows_its_parent", _never("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)")),
     # Privileges and the kernel.
     _attack("becomes_root", _never("os.setuid(0) if os.getuid() else os.chroot('.'); os.open('/etc/shadow', 0)")),
+    _attack("uses_capabilities", _LIBC + "import struct\nhead = ctypes.create_string_buffer(struct.pack('=Ii', 0x20080522, 0))\n"
+            "data = ctypes.create_string_buffer(24)\nassert libc.syscall(125, head, data) == 0\n"
+            "print('BREACH' if any(data.raw) else 'none')\n"),
     _attack("unshares", _LIBC + "for flag in (0x10000000, 0x20000, 0x40000000, 0x20000000):\n"
             "    print('BREACH' if libc.unshare(flag) == 0 else 'no')\n"),
     _attack("mounts", _LIBC + "for kind in (b'proc', b'tmpfs', b'sysfs'):\n"

@@ -1,0 +1,159 @@
+"""`rollart prices`: what is paid for what, who says so, and since when."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from rollart.cli.context import colour, output_option, width
+
+if TYPE_CHECKING:
+    from rollart.compose.price_files import Change
+
+__all__ = ["prices"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@click.group()
+def prices() -> None:
+    """Show prices, and renew them in a price file of your own.
+
+    A cluster spec takes such a file by `prices: FILE`. The shipped list is never changed.
+    """
+
+
+def cluster_option(command: Command) -> Command:
+    return click.option(
+        "--cluster", type=click.Path(path_type=Path), help="Cluster spec; the shipped price list without it."
+    )(command)
+
+
+def writing_options(command: Command) -> Command:
+    for option in (
+        click.option("--region", default="", help="AWS region whose prices are taken."),
+        click.option("--into", type=click.Path(path_type=Path), default=Path("prices.yaml"), show_default=True,
+                     help="Price file to write: added to if it is there, else started from the cluster's list."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@prices.command(name="list")
+@cluster_option
+@output_option
+def list_(cluster: Path | None, output: str) -> None:
+    """Every price that a run would go by, with its source and age."""
+    from rollart.compose.price_files import in_effect
+    from rollart.report.render import render
+    from rollart.report.rows import Column, Report, Table
+    from rollart.spec.prices import STALE_DAYS
+
+    today, found = dt.date.today(), in_effect(cluster)
+    columns = (Column("name"), Column("unit"), Column("usd", "text"), Column("date"), Column("age_days", "count"),
+               Column("source", wrap=True))  # fmt: skip
+    rows = tuple(
+        (p.name, p.unit, p.usd if output != "table" else _usd(p.usd), str(p.date), p.age_days(today), p.source)
+        for p in sorted(found, key=lambda p: (p.unit != "device-hour", p.name, p.unit))
+    )
+    old = [p.name for p in found if p.age_days(today) > STALE_DAYS]
+    notes = (
+        [f"{len(old)} of {len(found)} prices are older than {STALE_DAYS} days ({', '.join(dict.fromkeys(old))}): "
+         "see `rollart prices refresh` and `import`"] if old else []
+    )  # fmt: skip
+    named = "the shipped list" if cluster is None else str(cluster)
+    report = Report("prices", named, (Table("prices", "US dollars", columns, rows),), tuple(notes))
+    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+
+
+@prices.command(name="import")
+@click.argument("file", type=click.Path(path_type=Path))
+@cluster_option
+@writing_options
+@output_option
+def import_(file: Path, cluster: Path | None, into: Path, region: str, output: str) -> None:
+    """Take prices from FILE into a price file, and say what changed.
+
+    FILE is a price list in YAML, CSV or JSON (name, unit, usd, source, date), or an AWS offer file of one region
+    (AWSLambda or AmazonEC2, as JSON).
+    """
+    from rollart.compose.price_files import merge_into, read_prices
+
+    new = read_prices(file, region=region)
+    _show(merge_into(into, new, cluster=cluster, today=dt.date.today()), into, output)
+
+
+@prices.command()
+@click.option(
+    "--provider", "providers", multiple=True, metavar="[aws|modal]", help="Provider to ask; all if not given."
+)
+@cluster_option
+@writing_options
+@output_option
+def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region: str, output: str) -> None:
+    """Ask providers for today's prices, and write them to a price file.
+
+    AWS and Modal are asked with the credentials of the environment. Without any, exit code 3.
+    """
+    from rollart.compose.price_files import base_list, merge_into
+    from rollart.compose.price_refresh import SOURCES
+    from rollart.compose.price_refresh import refresh as ask
+    from rollart.spec.load import load_cluster, load_prices
+
+    chosen = _chosen(providers, SOURCES)
+    functions = None if cluster is None else load_cluster(cluster).functions
+    settings = {} if functions is None else {name: functions.settings(name) for name in chosen}
+    known = load_prices(into) if into.exists() else base_list(cluster)
+    today = dt.date.today()
+    found = ask(chosen, settings, known, root=Path(".rollart/functions"), today=today, region=region)
+    _show(merge_into(into, found.entries, cluster=cluster, today=today), into, output)
+    if found.unused:
+        click.echo(f"not used: {', '.join(found.unused)}", err=True)
+    for provider, error in found.failed.items():
+        click.echo(f"not refreshed: {provider}: {error.message}", err=True)
+        if error.remedy:
+            click.echo(f"  remedy: {error.remedy}", err=True)
+
+
+def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
+    from rollart.compose.providers import canonical
+    from rollart.errors import UsageError
+
+    names = list(dict.fromkeys(canonical(name) for name in given)) or list(sources)
+    if unknown := [name for name in names if name not in sources]:
+        raise UsageError(f"'{unknown[0]}' tells no prices (rule: one of {', '.join(sources)})",
+                         remedy="put its prices in a file and use `rollart prices import`")  # fmt: skip
+    return names
+
+
+def _show(changed: Sequence[Change], into: Path, output: str) -> None:
+    from rollart.report.render import render
+    from rollart.report.rows import Column, Report, Table
+
+    columns = (
+        Column("name"),
+        Column("unit"),
+        Column("before", "text"),
+        Column("after", "text"),
+        Column("source", wrap=True),
+    )
+    people = output == "table"
+    rows = tuple(
+        (c.name, c.unit, _usd(c.before) if people else c.before, _usd(c.after) if people else c.after, c.source)
+        for c in changed
+        if not (people and c.same)
+    )
+    same = sum(c.same for c in changed)
+    notes = (f"{same} as before, now of a new date",) if same else ()
+    report = Report("prices", str(into), (Table("changes", "Changed: US dollars", columns, rows),), notes)
+    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+
+
+def _usd(value: float | None) -> str:
+    """Without an exponent: a GB-second costs a hundred-thousandth of a dollar."""
+    return "-" if value is None else format(Decimal(repr(value)), "f")

@@ -1,0 +1,65 @@
+"""From functions to the ledger: the bill of every call, the time of every worker, and what the pipeline did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Protocol
+
+from rollart.ledger.reader import FUNCTION_HEALTH, OFFLOAD_STAGE
+from rollart.ports import RunEvent
+from serverless.meter import Saving, WorkerSpan
+from serverless.pipeline import Offload
+from serverless.types import Invocation
+
+__all__ = ["CallsToLedger", "offload_events", "record_offload"]
+
+
+class Books(Protocol):
+    """What of a ledger is written here."""
+
+    def event(self, event: RunEvent) -> None: ...
+
+    def invocation(self, invocation: Invocation) -> None: ...
+
+    def saving(self, saving: Saving) -> None: ...
+
+    def worker(self, span: WorkerSpan) -> None: ...
+
+
+class CallsToLedger:
+    """`MeterSink` over a ledger. A span with no length tells nothing and is left out."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def invocation(self, invocation: Invocation) -> None:
+        self._books.invocation(invocation)
+
+    def worker(self, span: WorkerSpan) -> None:
+        if span.t1 > span.t0:
+            self._books.worker(span)
+
+    def saving(self, saving: Saving) -> None:
+        self._books.saving(saving)
+
+
+def record_offload(books: Books, offload: Offload, now: float) -> None:
+    """At the end of a run's life: what every stage did, cost and saved, and how healthy every function was."""
+    for event in offload_events(offload, now):
+        books.event(event)
+
+
+def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:
+    """The same as values. A stage or function that nothing passed through has no event."""
+    for function, stages in offload.stages().items():
+        for stage, counts in stages.items():
+            fields = {k: v for k, v in asdict(counts).items() if v}
+            if fields:
+                yield RunEvent(now, OFFLOAD_STAGE, function, {"stage": str(stage), **fields})
+    for function, health in offload.health().items():
+        if not health.outcomes:
+            continue
+        kinds = {f"fault.{kind}": n for kind, n in sorted(health.by_kind.items())}
+        fields = {"outcomes": health.outcomes, "faults": health.faults, "model_faults": health.model_faults, **kinds}
+        yield RunEvent(now, FUNCTION_HEALTH, function, fields)

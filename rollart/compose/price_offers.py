@@ -1,0 +1,204 @@
+"""Price lists of providers in their own formats, as entries of ours. Pure: parsed JSON in, `PriceEntry` out.
+
+AWS publishes one offer per service and region ("offer file": AWS Price List API, `offers/v1.0/aws/.../index.json`) and
+answers queries with the same products one by one (`get_products`). Modal gives its workspace's rates by name.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rollart.errors import UsageError
+from rollart.spec.prices import PriceEntry, PriceList
+
+__all__ = ["Product", "ec2_prices", "lambda_prices", "modal_prices", "products_of", "products_of_offer"]
+
+LAMBDA = {
+    "AWS-Lambda-Duration": ("aws_lambda", "GB-second", 1),
+    "AWS-Lambda-Duration-ARM": ("aws_lambda-arm", "GB-second", 1),
+    "AWS-Lambda-Requests": ("aws_lambda", "million-requests", 1_000_000),
+    "AWS-Lambda-Requests-ARM": ("aws_lambda-arm", "million-requests", 1_000_000),
+    "AWS-Lambda-Provisioned-Concurrency": ("aws_lambda", "idle-GB-second", 1),
+    "AWS-Lambda-Provisioned-Concurrency-ARM": ("aws_lambda-arm", "idle-GB-second", 1),
+}
+"""By the products' group: name and unit of our entry, and how many of AWS's units it counts."""
+
+EC2 = {
+    "g4dn": "T4", "g5": "A10G", "g6": "L4", "g6e": "L40S", "p4d": "A100-40", "p4de": "A100-80", "p5": "H100",
+    "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "c6i": "cpu", "c7i": "cpu",
+}  # fmt: skip
+"""Device of an instance family. A `cpu` is a physical core: two vCPUs of these families."""
+
+THREADS_PER_CORE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of an AWS offer: `usd` is the on-demand price of its first tier, None if there is none in dollars."""
+
+    sku: str
+    family: str
+    attributes: Mapping[str, str]
+    usd: Decimal | None
+
+    @property
+    def region(self) -> str:
+        return self.attributes.get("regionCode", "")
+
+
+def products_of_offer(offer: Mapping[str, Any]) -> tuple[list[Product], dt.date]:
+    """Products of an offer file and the day it was published. UsageError if it is none."""
+    try:
+        on_demand = offer["terms"].get("OnDemand", {})
+        found = [_product(one, on_demand.get(sku, {})) for sku, one in offer["products"].items()]
+        return found, _day(offer["publicationDate"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"not an AWS offer file: {type(error).__name__} {error}") from None
+
+
+def products_of(answers: Iterable[Mapping[str, Any]]) -> tuple[list[Product], dt.date]:
+    """The same of the answers of `get_products`; the day is the latest of theirs. UsageError for none."""
+    found, days = [], []
+    try:
+        for answer in answers:
+            found.append(_product(answer["product"], answer["terms"].get("OnDemand", {})))
+            days.append(_day(answer["publicationDate"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"not an answer of AWS's price list: {type(error).__name__} {error}") from None
+    if not days:
+        raise UsageError("AWS's price list has no such product", remedy="check the region")
+    return found, max(days)
+
+
+def _product(product: Mapping[str, Any], terms: Mapping[str, Any]) -> Product:
+    return Product(product["sku"], product.get("productFamily", ""), product["attributes"], _first_tier(terms))
+
+
+def _first_tier(terms: Mapping[str, Any]) -> Decimal | None:
+    """Dollars of the tier that starts at 0, of the term that holds since last."""
+    if not terms:
+        return None
+    term = max(terms.values(), key=lambda one: str(one.get("effectiveDate", "")))
+    for dimension in term["priceDimensions"].values():
+        if Decimal(dimension.get("beginRange", "0")) == 0 and "USD" in dimension["pricePerUnit"]:
+            return _money(dimension["pricePerUnit"]["USD"])
+    return None
+
+
+def lambda_prices(products: Iterable[Product], day: dt.date, region: str = "") -> list[PriceEntry]:
+    """AWS Lambda's prices of a region. UsageError if the products are of several regions and none is named.
+
+    Of several products of a group the plainest counts: the one with the shortest usage type.
+    """
+    own = _of_region([p for p in products if p.attributes.get("group") in LAMBDA and p.usd], region)
+    best: dict[str, Product] = {}
+    for product in sorted(own, key=lambda p: (len(p.attributes.get("usagetype", "")), p.sku)):
+        best.setdefault(product.attributes["group"], product)
+    return [
+        _entry(*LAMBDA[group][:2], (product.usd or Decimal(0)) * LAMBDA[group][2], day,
+               f"AWS Lambda {product.region}, {product.attributes.get('usagetype', product.sku)}")
+        for group, product in sorted(best.items())
+    ]  # fmt: skip
+
+
+def ec2_prices(products: Iterable[Product], day: dt.date, region: str = "") -> list[PriceEntry]:
+    """Dollars of a device-hour by Linux on demand on shared hardware; of each device's instances the cheapest share."""
+    offered = []
+    for product in products:
+        device, devices = _devices(product.attributes)
+        if device and devices and product.usd and product.family.startswith("Compute Instance"):
+            offered.append((product, device, product.usd / devices))
+    kept = {p.sku for p in _of_region([p for p, _, _ in offered], region)}
+    best: dict[str, tuple[Decimal, Product]] = {}
+    for product, device, usd in offered:
+        if product.sku in kept and (device not in best or usd < best[device][0]):
+            best[device] = (usd, product)
+    return [
+        _entry(device, "device-hour", usd, day, f"AWS EC2 {p.region}, {p.attributes['instanceType']} on demand")
+        for device, (usd, p) in sorted(best.items())
+    ]
+
+
+def _devices(attributes: Mapping[str, str]) -> tuple[str, Decimal]:
+    """Which device an instance has and how many, ('', 0) for what is not counted."""
+    plain = {"operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA", "capacitystatus": "Used"}
+    if any(attributes.get(key) != value for key, value in plain.items()):
+        return "", Decimal(0)
+    device = EC2.get(attributes.get("instanceType", "").partition(".")[0], "")
+    if device == "cpu":
+        return device, _money(attributes.get("vcpu", "0")) / THREADS_PER_CORE
+    return device, _money(attributes.get("gpu", "0"))
+
+
+def _of_region(products: Sequence[Product], region: str) -> list[Product]:
+    """Those of a region; of the only one there is if none is named."""
+    regions = sorted({p.region for p in products if p.region})
+    if not region and len(regions) > 1:
+        shown = ", ".join(regions[:5]) + (", ..." if len(regions) > 5 else "")
+        raise UsageError(f"prices of {len(regions)} regions ({shown})", remedy="name one with --region")
+    return [p for p in products if p.region == (region or p.region)]
+
+
+CPU, MEMORY = {"cpu", "core"}, {"memory", "mem", "gib"}
+PLAIN = {"modal", "per", "usd", "container"}
+SECONDS = {"second": 1, "seconds": 1, "sec": 1, "hour": 3600, "hours": 3600}
+
+
+def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -> tuple[list[PriceEntry], list[str]]:
+    """Entries of a workspace's rates, and the names that are of no use.
+
+    Cores and memory are those of `modal`, busy and idle alike, as a container is billed until it scales down. A
+    device's hour is only replaced where `known` has it from Modal: a rented GPU is another offer. Names with words
+    that are not understood (a region, a surcharge) are left alone.
+    """
+    ours = {_squeezed(p.name): p.name for p in known.prices if p.unit == "device-hour" and p.source.startswith("Modal")}
+    found: list[PriceEntry] = []
+    unused: list[str] = []
+    for name, rate in sorted(rates.items()):
+        words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in PLAIN]
+        per = next((SECONDS[word] for word in words if word in SECONDS), 0)
+        what = [word for word in words if word not in SECONDS]
+        if not per:
+            unused.append(name)
+        elif set(what) == CPU:
+            found += _both("core-second", rate / per, day, name)
+            if "cpu" in ours:
+                found.append(_entry("cpu", "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
+        elif what and set(what) <= MEMORY and "gib" in what:
+            found += _both("GiB-second", rate / per, day, name)
+        elif what[:1] == ["gpu"] and _squeezed("".join(what[1:])) in ours:
+            device = ours[_squeezed("".join(what[1:]))]
+            found.append(_entry(device, "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
+        else:
+            unused.append(name)
+    return found, unused
+
+
+def _both(unit: str, usd: Decimal, day: dt.date, name: str) -> list[PriceEntry]:
+    return [_entry("modal", prefix + unit, usd, day, f"Modal billing rates, {name}") for prefix in ("", "idle-")]
+
+
+def _squeezed(name: str) -> str:
+    return name.lower().replace("-", "").removesuffix("gb")
+
+
+def _entry(name: str, unit: str, usd: Decimal, day: dt.date, source: str) -> PriceEntry:
+    return PriceEntry.model_validate(
+        {"name": name, "unit": unit, "usd": float(round(usd, 12)), "source": source, "date": day}
+    )
+
+
+def _money(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal(0)
+
+
+def _day(stamp: str) -> dt.date:
+    return dt.date.fromisoformat(stamp[:10])

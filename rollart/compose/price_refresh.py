@@ -1,0 +1,107 @@
+"""Today's prices from the providers themselves, with the credentials of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from rollart.compose.price_offers import lambda_prices, modal_prices, products_of
+from rollart.compose.providers import deployer, translated
+from rollart.errors import ProviderError, RollartError
+from rollart.spec.prices import PriceEntry, PriceList
+
+__all__ = ["SOURCES", "Refreshed", "refresh"]
+
+SOURCES = ("aws_lambda", "modal")
+"""Providers that tell their prices."""
+
+REGION = "us-east-1"
+"""Where no region is set; also where AWS answers questions about prices, those of other regions included."""
+
+
+@dataclass(slots=True)
+class Refreshed:
+    """What was learned, what of it is of no use here, and who could not be asked and why."""
+
+    entries: list[PriceEntry] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    failed: dict[str, RollartError] = field(default_factory=dict)
+
+
+def refresh(
+    providers: Sequence[str],
+    settings: Mapping[str, Mapping[str, Any]],
+    known: PriceList,
+    *,
+    root: Path,
+    today: dt.date,
+    region: str = "",
+) -> Refreshed:
+    """Ask each provider. `settings` are those of the cluster spec by provider, `known` the list that is refreshed.
+
+    Raises if none of them answered: the error of the only one, or a ProviderError that tells all.
+    """
+    found = Refreshed()
+    for provider in providers:
+        try:
+            if provider == "aws_lambda":
+                found.entries += _aws(settings.get(provider, {}), region)
+            else:
+                entries, unused = modal_prices(_modal(settings.get(provider, {}), root), known, today)
+                found.entries += entries
+                found.unused += [f"{provider}: {name}" for name in unused]
+        except RollartError as error:
+            found.failed[provider] = error
+    if len(found.failed) < len(providers):
+        return found
+    errors = list(found.failed.values())
+    if len(errors) == 1:
+        raise errors[0]
+    remedies = dict.fromkeys(f"{name}: {error.remedy}" for name, error in found.failed.items() if error.remedy)
+    raise ProviderError("\n".join(error.message for error in errors), remedy="; ".join(remedies))
+
+
+def _aws(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
+    """AWS Lambda's prices of the region of the settings (`AWSPriceListService.GetProducts`)."""
+    from serverless.deploy.aws_session import Clients
+    from serverless.deploy.aws_session import translated as asking
+    from serverless.deploy.aws_settings import AwsSettings
+
+    settings = AwsSettings(**given)
+    environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION
+    where = region or settings.region or environment
+    clients = Clients(settings.model_copy(update={"region": REGION}))
+    filters = [{"Type": "TERM_MATCH", "Field": "regionCode", "Value": where}]
+    with translated("prices of AWS Lambda: "), asking("asking for prices"):
+        try:
+            pages = clients.of("pricing").get_paginator("get_products")
+            answers = [
+                json.loads(one)
+                for page in pages.paginate(ServiceCode="AWSLambda", FormatVersion="aws_v1", Filters=filters)
+                for one in page["PriceList"]
+            ]
+        finally:
+            clients.close()
+    entries = lambda_prices(*products_of(answers), where)
+    if not entries:
+        raise ProviderError(f"AWS told no price of Lambda in {where}", remedy="check the region")
+    return entries
+
+
+def _modal(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
+    from serverless.deploy.modal_app import ModalDeployer
+
+    async def main() -> Mapping[str, Decimal]:
+        async with deployer("modal", given, root=root) as place:
+            assert isinstance(place, ModalDeployer)
+            return await place.rates()
+
+    with translated("prices of Modal: "):
+        return asyncio.run(main())

@@ -1,0 +1,114 @@
+"""Live scaling of a run's functions: what the scheduler knows of the load to come, and what idling and waiting cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from rollart.adapters.rewards.offload import DomainRewards
+from rollart.errors import SpecError
+from rollart.ports import RunEvent
+from rollart.runtime.groups import Rolling
+from rollart.spec.load import value_problem
+from rollart.spec.resolve import Resolved
+from serverless.backends.base import Backend
+from serverless.pipeline import Offload
+from serverless.scaling import Prices, Scaled, Scaler, Surroundings
+from serverless.scaling_seen import Seen
+from serverless.scaling_spec import ScalingSpec
+from serverless.spec import FunctionSpec
+
+__all__ = ["RollingDemand", "prices", "scaler", "scaling_settings"]
+
+LEVELS = "provisioned.json"
+"""In the run's directory: what was kept ready before the run changed it, until that is set back."""
+
+
+def scaling_settings(given: Mapping[str, Any]) -> ScalingSpec:
+    """SpecError for a setting that is not there, or a value that is none."""
+    try:
+        return ScalingSpec.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["functions", "scaling", *(str(key) for key in first["loc"] if key not in _BRANCHES)])
+        raise SpecError(value_problem(first, where)) from None
+
+
+_BRANCHES = ("float", "constrained-float", "literal['auto']")
+"""What pydantic adds to the place of a value that may be a number or "auto"."""
+
+
+class RollingDemand:
+    """Implements `serverless.scaling.Demand`: kinds are domains, and a domain's functions are those of its rewards."""
+
+    def __init__(self, rolling: Rolling, plan: Mapping[str, DomainRewards]) -> None:
+        self._rolling = rolling
+        self._kinds: dict[str, tuple[str, ...]] = {}
+        for domain, rewards in plan.items():
+            for term in rewards.terms:
+                self._kinds[term.function] = (*self._kinds.get(term.function, ()), domain)
+
+    def live(self) -> Mapping[str, Sequence[float]]:
+        return self._rolling.began()
+
+    def ended(self) -> Iterable[tuple[str, float]]:
+        return self._rolling.ended()
+
+    def kinds(self, function: str) -> Collection[str]:
+        return self._kinds.get(function, ())
+
+
+def prices(resolved: Resolved, live: Callable[[], int]) -> Prices:
+    """An idle local worker costs a core of the cluster's own `cpu` pool (the dearest, if several), else the listed one;
+    a trajectory that waits, its share of what all devices of the plan cost."""
+    pools = [p.name for p in resolved.cluster.pools if p.device == "cpu"]
+    hourly = [resolved.usd_per_device_hour[name] for name in pools if name in resolved.usd_per_device_hour]
+    listed = [p.usd for p in resolved.prices.prices if (p.name, p.unit) == ("cpu", "device-hour")]
+    core = max(hourly or listed or [0.0]) / 3600.0
+    every_second = resolved.plan.usd_per_hour / 3600.0
+
+    def idle(spec: FunctionSpec, provider: str) -> float:
+        return core * (spec.cpu or 1.0)
+
+    return Prices(idle, lambda: every_second / max(1, live()))
+
+
+class Events(Protocol):
+    """Where changes are told."""
+
+    def event(self, event: RunEvent) -> None: ...
+
+
+def scaler(
+    resolved: Resolved, offload: Offload, chain: Sequence[Backend], *, seen: Seen, rolling: Rolling,
+    plan: Mapping[str, DomainRewards], live: Callable[[], int], events: Events, directory: Path,
+) -> Scaler:  # fmt: skip
+    """The run's scaler, not open yet. `live` counts trajectories under way; every change is an event of kind
+    `function_scaled`, and one that a provider refused of kind `function_scaling_failed`."""
+
+    def tell(scaled: Scaled) -> None:
+        fields: dict[str, str | int | float | bool | None] = {
+            "provider": scaled.provider, "from": scaled.before, "to": scaled.after, "why": scaled.why,
+        }  # fmt: skip
+        kind = "function_scaled"
+        if scaled.failed:
+            kind, fields = "function_scaling_failed", {**fields, "detail": scaled.failed}
+        events.event(RunEvent(scaled.t, kind, scaled.function, fields))
+
+    def route(function: str) -> str:
+        states = offload.providers(function)
+        return next((provider for provider, (state, _) in states.items() if state != "open"), "")
+
+    around = Surroundings(
+        demand=RollingDemand(rolling, plan),
+        prices=prices(resolved, live),
+        waiting=offload.waiting_for,
+        route=route,
+        tell=tell,
+        remember=directory / LEVELS,
+    )
+    settings = scaling_settings(resolved.cluster.functions.scaling)
+    return Scaler(offload.functions, chain, seen=seen, meter=seen, settings=settings, around=around)

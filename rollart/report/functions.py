@@ -1,0 +1,201 @@
+"""What functions cost, saved and did, as tables. Pure: a run's sums in, tables out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+from rollart.ledger.intervals import State
+from rollart.ledger.reader import InvocationSum
+from rollart.ports import RunEvent
+from rollart.report.rows import Cell, Column, CostLine, RunRows, Table
+from serverless.meter import WorkerState
+from serverless.pipeline_stats import Stage, StageCounts
+from serverless.types import Cause
+
+__all__ = ["COLD_START", "IDLE", "REWARD", "calls", "health", "lines", "notes", "savings", "stages", "workers"]
+
+REWARD = "reward"
+"""Role of functions."""
+
+COLD_START = "function cold start"
+IDLE = "function idle"
+
+
+def lines(rows: RunRows) -> list[CostLine]:
+    """Every dollar of functions once: calls without their start-up, start-up, and workers that waited.
+
+    A failed call is one line with its failure as the cause, start-up included.
+    """
+    found = []
+    for call in rows.invocations:
+        resource, usd, start_usd = f"{call.provider}:{call.function}", _usd(rows, call), _start_usd(rows, call)
+        start_s = min(call.cold_billed_s, call.billed_s) if start_usd else 0.0
+        found.append(CostLine(REWARD, resource, State.BUSY, _why(call), call.billed_s - start_s, usd - start_usd))
+        if start_usd:
+            found.append(CostLine(REWARD, resource, State.STARTUP, COLD_START, start_s, start_usd))
+    for worker in rows.workers:
+        if worker.state == WorkerState.IDLE and rows.prices.charges_idle(worker.provider):
+            usd = rows.prices.idle_usd(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
+            resource = f"{worker.provider}:{worker.function}"
+            found.append(CostLine(REWARD, resource, State.IDLE, IDLE, worker.seconds, usd))
+    return found
+
+
+def _usd(rows: RunRows, call: InvocationSum) -> float:
+    return rows.prices.function_usd(
+        call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
+    )
+
+
+def _start_usd(rows: RunRows, call: InvocationSum) -> float:
+    """The start-up's part of a bill, without the fee of the request; never more than all of it."""
+    if call.status != "ok":
+        return 0.0
+    start_s = min(call.cold_billed_s, call.billed_s)
+    return rows.prices.function_usd(call.provider, billed_s=start_s, memory_mb=call.memory_mb, requests=0)
+
+
+def _why(call: InvocationSum) -> str:
+    """Of calls that a run without faults and stragglers would not have made: those that failed by their failure, the
+    others by what made them."""
+    if call.status != "ok":
+        return f"function {call.status}"
+    return "" if call.cause == Cause.CALL else f"function {call.cause}"
+
+
+def calls(rows: RunRows) -> Table:
+    columns = (
+        Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
+        Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds", people=False),
+        Column("cold_billed_s", "seconds", people=False), Column("billed_s", "seconds"),
+        Column("gb_s", "number", people=False), Column("usd", "usd"),
+        Column("usd_per_1000_items", "usd", people=False),
+    )  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for call in rows.invocations:
+        gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
+        found.append(
+            (call.function, call.provider, call.status, call.cause, call.calls, call.items, call.cold_starts,
+             call.cold_start_s, call.cold_billed_s, call.billed_s, gb_s, usd, _ratio(usd * 1000, call.items))
+        )  # fmt: skip
+    return Table("functions", "Function calls", columns, tuple(found))
+
+
+def workers(rows: RunRows) -> Table:
+    """Seconds of function workers by state; the states of a row are its whole life."""
+    columns = (
+        Column("function"), Column("provider"), Column("memory_mb", "count", people=False), Column("how"),
+        Column("cold_s", "seconds"), Column("busy_s", "seconds"), Column("idle_s", "seconds"),
+        Column("idle_share", "share"), Column("idle_usd", "usd"),
+    )  # fmt: skip
+    groups: dict[tuple[str, str, int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for w in rows.workers:
+        groups[w.function, w.provider, w.memory_mb, w.estimated][w.state] += w.seconds
+    found: list[tuple[Cell, ...]] = []
+    for (function, provider, memory_mb, estimated), states in sorted(groups.items()):
+        idle_s = states[WorkerState.IDLE]
+        usd = rows.prices.idle_usd(provider, seconds=idle_s, memory_mb=memory_mb)
+        found.append(
+            (function, provider, memory_mb, "estimated" if estimated else "metered", states[WorkerState.COLD],
+             states[WorkerState.BUSY], idle_s, _ratio(idle_s, math.fsum(states.values())), usd)
+        )  # fmt: skip
+    return Table("function_workers", "Function workers: seconds by state", columns, tuple(found))
+
+
+def savings(rows: RunRows) -> Table:
+    """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
+    columns = (Column("function"), Column("stage"), Column("items", "count"), Column("billed_s", "seconds"),
+               Column("usd", "usd"))  # fmt: skip
+    found: list[tuple[Cell, ...]] = [
+        (s.function, s.stage, s.items, s.billed_s, rows.prices.function_usd(
+            _provider(rows).get(s.function, ("", 0))[0], billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0))
+        for s in rows.savings
+    ]  # fmt: skip
+    return Table("savings", "Saved by the cache and by calls under way", columns, tuple(found))
+
+
+def stages(rows: RunRows) -> Table:
+    """What each stage of the pipeline did, over all lives of the run. Dollars at the price of the function's calls.
+    A stage that only passed items on has no row; its event is in the ledger."""
+    columns = (
+        Column("function"), Column("stage"), Column("entered", "count"), Column("acted", "count"),
+        Column("helped", "count"), Column("waited_s", "seconds"), Column("extra_calls", "count", people=False),
+        Column("extra_billed_s", "seconds", people=False), Column("extra_usd", "usd"),
+        Column("saved_calls", "count", people=False), Column("saved_billed_s", "seconds", people=False),
+        Column("saved_usd", "usd"),
+    )  # fmt: skip
+    sums = _summed(rows.stages, key="stage")
+    order = {str(stage): n for n, stage in enumerate(Stage)}
+    priced = _provider(rows)
+    found: list[tuple[Cell, ...]] = []
+    for (function, stage), s in sorted(sums.items(), key=lambda kv: (kv[0][0], order.get(kv[0][1], len(order)))):
+        if not s.keys() - {"entered"}:
+            continue
+        provider, memory_mb = priced.get(function, ("", 0))
+        n = {f.name: s.get(f.name, 0.0) for f in fields(StageCounts)}
+        extra, saved = (
+            rows.prices.function_usd(
+                provider, billed_s=n[f"{k}_billed_s"], memory_mb=memory_mb, requests=int(n[f"{k}_calls"])
+            )
+            for k in ("extra", "saved")
+        )
+        found.append(
+            (function, stage, int(n["entered"]), int(n["acted"]), int(n["helped"]), n["waited_s"],
+             int(n["extra_calls"]), n["extra_billed_s"], extra, int(n["saved_calls"]), n["saved_billed_s"], saved)
+        )  # fmt: skip
+    return Table("stages", "What each stage of the function pipeline did, cost and saved", columns, tuple(found))
+
+
+def health(rows: RunRows) -> Table:
+    """Outcomes of functions as their callers got them, and the platform's faults among them by kind."""
+    columns = (
+        Column("function"), Column("outcomes", "count"), Column("model_faults", "count"),
+        Column("infra_faults", "count"), Column("rate", "share"), Column("threshold", "share"), Column("kinds"),
+    )  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for (function, _), s in sorted(_summed(rows.health).items()):
+        outcomes, faults = int(s.get("outcomes", 0)), int(s.get("faults", 0))
+        kinds = {k.removeprefix("fault."): int(n) for k, n in sorted(s.items()) if k.startswith("fault.")}
+        found.append(
+            (function, outcomes, int(s["model_faults"]) if "model_faults" in s else None, faults,
+             _ratio(faults, outcomes), rows.fault_threshold, ", ".join(f"{k} {n}" for k, n in kinds.items()))
+        )  # fmt: skip
+    return Table("health", "Health of functions", columns, tuple(found))
+
+
+def notes(rows: RunRows) -> Iterable[str]:
+    """Where the prices are from, and what is an estimate."""
+    idling = {w.provider for w in rows.workers if w.state == WorkerState.IDLE}
+    for provider in sorted({call.provider for call in rows.invocations} | idling):
+        for price in rows.prices.sources(provider):
+            if provider in idling or not price.unit.startswith("idle-"):
+                yield f"{provider}: ${price.usd:g} per {price.unit} ({price.source}, {price.date})"
+    for provider in sorted({w.provider for w in rows.workers if w.estimated}):
+        yield f"{provider}: idle seconds are estimated: the gaps between a container's calls, up to keep_alive_s each"
+
+
+def _summed(events: Iterable[RunEvent], key: str = "") -> dict[tuple[str, str], dict[str, float]]:
+    """Numbers of events added up by (subject, the field `key`): a resumed run has one for each of its lives."""
+    sums: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        own = sums[event.subject, str(event.fields.get(key, ""))]
+        for name, value in event.fields.items():
+            if name != key and isinstance(value, int | float):
+                own[name] += value
+    return {k: dict(v) for k, v in sums.items()}
+
+
+def _provider(rows: RunRows) -> Mapping[str, tuple[str, int]]:
+    """By function the provider and memory of most of its calls (ties: the first in the ledger's order)."""
+    most: dict[str, InvocationSum] = {}
+    for call in rows.invocations:
+        if call.function not in most or call.calls > most[call.function].calls:
+            most[call.function] = call
+    return {name: (call.provider, call.memory_mb) for name, call in most.items()}
+
+
+def _ratio(a: float, b: float) -> float | None:
+    return a / b if b else None

@@ -1,0 +1,293 @@
+"""Functions against dedicated workers, from a run's own calls: what was billed, and the same calls served otherwise.
+
+Pure but for reading (`trace`): the replays are those of `serverless.replay`. A call is replayed with the seconds that
+it worked. What is replayed is what any deployment would have to serve: hedges, calls to a second provider, starts
+without a call and trials of a deployment are left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollart.ledger.reader import CallRow, Reader
+from rollart.report import functions
+from rollart.report.rows import Cell, Column, Report, RunRows, Table
+from serverless.meter import WorkerState
+from serverless.replay import Ahead, Call, Reactive, Replayed, Scaling, dedicated, elastic, fewest
+from serverless.spec import FunctionSpec
+from serverless.types import Cause
+
+__all__ = ["MATCH_S", "Trace", "matched", "offload", "trace"]
+
+SERVED = frozenset({Cause.CALL, Cause.RETRY, Cause.ISOLATION})
+
+MATCH_S = 5.0
+"""A trajectory ends when its reward is there and its sample is on disk; one that ended later was not waiting."""
+
+MOST = 100_000
+"""Calls of a function that are replayed, the last ones: half a minute of computing."""
+
+MIB_GB = 2**20 / 1e9
+
+ALL = "(all)"
+
+Life = tuple[str, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A run's calls by start, its trajectories (domain, begin, end) by end, and settings: `domains` by function,
+    `specs` of functions, price of a core-hour and memory of a core (GB; 0: unknown)."""
+
+    calls: Sequence[CallRow]
+    lives: Sequence[Life]
+    domains: Mapping[str, frozenset[str]]
+    specs: Mapping[str, FunctionSpec]
+    core_usd_hour: float
+    core_gb: float = 0.0
+    core_source: str = ""
+
+
+def trace(reader: Reader) -> Trace:
+    """Read it. A core is one of the cluster's first pool of `cpu` devices, at its price; without one, of the price
+    list's."""
+    config = reader.config()
+    domains: dict[str, set[str]] = defaultdict(set)
+    for domain in config.get("run", {}).get("domains", ()):
+        for reward in domain.get("rewards", ()):
+            domains[reward["function"]].add(domain["name"])
+    usd, gb, source = _core(config)
+    return Trace(
+        calls=reader.calls(),
+        lives=reader.lives(),
+        domains={name: frozenset(own) for name, own in domains.items()},
+        specs=_specs(config),
+        core_usd_hour=usd,
+        core_gb=gb,
+        core_source=source,
+    )
+
+
+def _core(config: Mapping[str, Any]) -> tuple[float, float, str]:
+    hourly = config.get("usd_per_device_hour", {})
+    for pool in config.get("cluster", {}).get("pools", ()):
+        if pool.get("device") == "cpu" and pool["name"] in hourly:
+            return float(hourly[pool["name"]]), (pool.get("memory_gb") or 0.0) / pool["count"], f"pool '{pool['name']}'"
+    for price in config.get("prices", {}).get("prices", ()):
+        if (price["name"], price["unit"]) == ("cpu", "device-hour"):
+            return float(price["usd"]), 0.0, "the price list"
+    return 0.0, 0.0, ""
+
+
+def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:
+    """What functions ran with, as far as it was written down and is still known."""
+    known = FunctionSpec.model_fields.keys()
+    written = {entry["name"]: entry for entry in config.get("run", {}).get("functions", ())}
+    return {
+        name: FunctionSpec.model_construct(
+            **{k: v for k, v in {**written.get(name, {}), **given}.items() if k in known and v is not None}
+        )
+        for name, given in {**{name: {} for name in written}, **config.get("functions", {})}.items()
+    }
+
+
+def offload(rows: RunRows, given: Trace, *, wait_s: float = 0.25) -> Report:
+    """The report. `wait_s` is what the p99 of waiting for a dedicated worker may be."""
+    by_function: dict[str, list[CallRow]] = defaultdict(list)
+    for row in given.calls:
+        if row.items and row.cause in SERVED:
+            by_function[row.function].append(row)
+    views = []
+    found_of, calls_of = 0, 0
+    for name, own in sorted(by_function.items()):
+        own = own[-MOST:]
+        calls, found = matched(own, given.lives, given.domains.get(name, frozenset()))
+        found_of, calls_of = found_of + found, calls_of + len(own)
+        views.append(_View(rows, given, name, own, calls, wait_s))
+    if len(views) > 1:
+        together = sorted((c for view in views for c in view.calls), key=lambda c: c.t)
+        everything = sorted((row for view in views for row in view.own), key=lambda row: row.t0)
+        views.append(_View(rows, given, ALL, everything, together, wait_s))
+    notes = list(_notes(rows, given, views, found_of, calls_of, wait_s))
+    return Report("offload", rows.run, (_summary(views), _ways(views)), tuple(notes))
+
+
+def matched(own: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[str]) -> tuple[list[Call], int]:
+    """The calls of one function, and how many of them are known to be of trajectories.
+
+    A call is given the trajectory of the function's domains that ended first after it, within `MATCH_S`, and that
+    began before it was asked for; as many more are passed over as it had items. Each trajectory is used once.
+    """
+    ours = [life for life in lives if life[0] in domains]
+    n, found, calls = 0, 0, {}
+    for at in sorted(range(len(own)), key=lambda i: own[i].t1):
+        row = own[at]
+        asked = row.t0 - row.queued_s
+        call = Call(asked, max(0.0, min(row.t1 - row.t0, row.billed_s - row.cold_billed_s)), job=row.function)
+        while n < len(ours) and ours[n][2] < row.t1:
+            n += 1
+        took = 0
+        while n < len(ours) and took < row.items and ours[n][2] <= row.t1 + MATCH_S:
+            domain, began, _ = ours[n]
+            if took == 0 and began <= asked:
+                call, found = replace(call, since=began, kind=domain), found + 1
+            n, took = n + 1, took + 1
+        calls[at] = call
+    return [calls[at] for at in range(len(own))], found
+
+
+class _View:
+    """One function (or all), with its calls and what every way of serving them takes."""
+
+    def __init__(
+        self, rows: RunRows, given: Trace, name: str, own: Sequence[CallRow], calls: Sequence[Call], wait_s: float
+    ) -> None:
+        self.name, self.own, self.calls = name, own, calls
+        self._rows = rows
+        names = {row.function for row in own}
+        self.memory_mb = max(row.memory_mb for row in own)
+        self.provider = max(sorted({r.provider for r in own}), key=lambda p: sum(r.provider == p for r in own))
+        self.work_s = sum(call.seconds for call in calls)
+        self._specs = [given.specs[n] for n in sorted(names) if n in given.specs]
+        self._seconds = rows.facts.seconds
+        cores = max([1.0, *(getattr(s, "cpu", 0.0) or 0.0 for s in self._specs)])
+        if given.core_gb:
+            cores = max(cores, self.memory_mb * MIB_GB / given.core_gb)
+        self.worker_usd_s = cores * given.core_usd_hour / 3600.0
+        self.billed_usd = sum(line.usd for line in functions.lines(rows) if line.resource.partition(":")[2] in names)
+        self._names = names
+        self.few = fewest(calls, wait_s)
+        self.peak = fewest(calls, 0.0, quantile=1.0)
+
+    def dedicated(self, workers: int) -> tuple[Replayed, float, float]:
+        """Workers that are there for the whole run: the replay, their seconds and dollars."""
+        found = dedicated(self.calls, workers)
+        worker_s = max(found.span_s, self._seconds) * workers
+        return found, worker_s, worker_s * self.worker_usd_s
+
+    def elastic(self, scaling: Scaling | None) -> tuple[Replayed, float]:
+        """Functions that scale, with the cold start that was seen and the function's keep-alive; and their bill."""
+        found = elastic(
+            self.calls, cold_s=self.cold_s, keep_s=self.keep_s, scaling=scaling, tick_s=TICK_S,
+            most=max([1, *(getattr(s, "concurrency", 1) for s in self._specs)]) if self._specs else 10_000,
+        )  # fmt: skip
+        prices, idle_s = self._rows.prices, max(0.0, found.worker_s - found.busy_s - found.cold_s)
+        started = sum(row.cold_billed_s > 0 for row in self.own)
+        start_s = sum(row.cold_billed_s for row in self.own) / started if started else 0.0
+        billed_s = sum(row.billed_s - row.cold_billed_s for row in self.own) + found.cold_starts * start_s
+        usd = prices.function_usd(
+            self.provider, billed_s=billed_s, memory_mb=self.memory_mb, requests=len(self.own)
+        ) + prices.idle_usd(self.provider, seconds=idle_s, memory_mb=self.memory_mb)
+        return found, usd
+
+    @property
+    def cold_s(self) -> float:
+        """Mean cold start of the calls that had one."""
+        seen = [row.cold_start_s for row in self.own if row.cold_start_s > 0]
+        return sum(seen) / len(seen) if seen else 0.0
+
+    @property
+    def keep_s(self) -> float:
+        default = float(FunctionSpec.model_fields["keep_alive_s"].default)
+        return max([getattr(s, "keep_alive_s", default) for s in self._specs], default=default)
+
+    def metered(self) -> tuple[float | None, float | None]:
+        """Seconds of the workers as they were, and the busy share; None where nobody metered them."""
+        states: dict[str, float] = defaultdict(float)
+        for worker in self._rows.workers:
+            if worker.function in self._names:
+                states[worker.state] += worker.seconds
+        life = sum(states.values())
+        return (life, states[WorkerState.BUSY] / life) if life else (None, None)
+
+    def waited(self, quantile: float) -> float:
+        """Of the run itself: before a worker was free."""
+        return Replayed(tuple(row.queued_s for row in self.own), 0, 0, 0, 0, 0, 0).wait(quantile)
+
+
+TICK_S = 1.0
+"""How often the replayed autoscalers decide, in seconds (Knative: 2)."""
+
+
+def _ways(views: Iterable[_View]) -> Table:
+    columns = (
+        Column("function"), Column("served_by"), Column("workers", "count"), Column("worker_s", "seconds"),
+        Column("used", "share"), Column("wait_p50_ms", "number"), Column("wait_p99_ms", "number"),
+        Column("cold_starts", "count", people=False), Column("usd", "usd"),
+    )  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for view in views:
+        life, used = view.metered()
+        starts = sum(row.cold_start_s > 0 for row in view.own)
+        found.append(
+            (view.name, "as billed", None, life, used, 1e3 * view.waited(0.5), 1e3 * view.waited(0.99),
+             starts, view.billed_usd)
+        )  # fmt: skip
+        for workers, why in _choices(view):
+            one, worker_s, usd = view.dedicated(workers)
+            share = one.busy_s / worker_s if worker_s else None
+            found.append((view.name, why, workers, worker_s, share, *_waits(one), 0, usd))
+        if view.name == ALL:
+            continue
+        scalings: tuple[tuple[str, Scaling | None], ...] = (
+            ("on demand", None), ("Knative", Reactive()), ("forecast", Ahead(view.cold_s + TICK_S)),
+        )  # fmt: skip
+        for label, scaling in scalings:
+            one, usd = view.elastic(scaling)
+            found.append(
+                (view.name, label, one.peak, one.worker_s, one.utilisation, *_waits(one),
+                 one.cold_starts, usd)
+            )  # fmt: skip
+    return Table("ways", "The same calls served in other ways", columns, tuple(found))
+
+
+def _choices(view: _View) -> list[tuple[int, str]]:
+    """Numbers of dedicated workers that are worth a line: one, the fewest that are quick enough, none ever waits."""
+    chosen = {view.peak: "dedicated, no wait", view.few: "dedicated, enough"}
+    if view.few > 1:
+        chosen[1] = "dedicated, one"
+    return sorted(chosen.items())
+
+
+def _waits(one: Replayed) -> tuple[float, float]:
+    return 1e3 * one.wait(0.5), 1e3 * one.wait(0.99)
+
+
+def _summary(views: Iterable[_View]) -> Table:
+    columns = (
+        Column("function"), Column("calls", "count"), Column("work_s", "seconds"), Column("functions_usd", "usd"),
+        Column("dedicated", "count"), Column("dedicated_usd", "usd"), Column("dedicated_used", "share"),
+        Column("dedicated_wins_above", "share"),
+    )  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for view in views:
+        one, worker_s, usd = view.dedicated(view.few)
+        per_s = view.billed_usd / view.work_s if view.work_s else 0.0
+        found.append(
+            (view.name, len(view.calls), view.work_s, view.billed_usd, view.few, usd,
+             one.busy_s / worker_s if worker_s else None, view.worker_usd_s / per_s if per_s else None)
+        )  # fmt: skip
+    return Table("summary", "Functions as billed against the fewest dedicated workers that are quick enough", columns,
+                 tuple(found))  # fmt: skip
+
+
+def _notes(rows: RunRows, given: Trace, views: Sequence[_View], found: int, calls: int, wait_s: float) -> Iterable[str]:
+    if not views:
+        return
+    yield f"enough: the fewest workers whose p99 wait is at most {wait_s:g} s; they are paid for the whole run"
+    yield (
+        f"a worker holds a core, or more where its memory or `cpu` wants it: ${given.core_usd_hour:g} per core-hour "
+        f"({given.core_source or 'no price'})"
+    )
+    yield (
+        f"forecast: {found} of {calls} calls matched with the trajectory of their domains that ended first after them "
+        f"(within {MATCH_S:g} s)"
+    )
+    if not any(row.queued_s for view in views for row in view.own):
+        yield "no call is known to have waited for a worker: calls are replayed as they were begun"
+    if any(len(view.calls) == MOST for view in views if view.name != ALL):
+        yield f"only the last {MOST:,} calls of a function are replayed"
+    yield from functions.notes(rows)

@@ -1,0 +1,108 @@
+"""A run's function entries and the `@rollart.reward` of their sources: what each function runs with.
+
+A resolved run keeps the entries as they were written and shows this beside them. A resume reads the sources again: an
+edit of a decorator counts there as an edit of the reward's code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollart.errors import SpecError
+from rollart.spec.run_parts import FunctionEntry
+from serverless.deploy.package import settings
+from serverless.errors import PackageError, ServerlessError
+from serverless.spec import BatchSpec, FunctionSpec
+
+__all__ = ["beside", "effective", "function_spec", "shown_settings"]
+
+_BATCH = {"batch_items": "max_items", "batch_wait_ms": "max_wait_ms", "batch_bytes": "max_bytes"}
+"""Keys of an entry by those of the function's `batch`."""
+
+_OWN = {"name", "source", "handler", "artefact", *_BATCH}
+
+
+def function_spec(entry: FunctionEntry, artefacts: Sequence[str] = ()) -> FunctionSpec:
+    """The settings that an entry gives, and no others: `serverless.deploy.package` adds the decorator's.
+
+    `artefacts` are files, in place of the entry's own.
+    """
+    in_module = not entry.source.endswith(".py")
+    given: dict[str, Any] = {"name": entry.name, "source": entry.source, "handler": entry.handler}
+    if in_module:
+        given = {"name": entry.name, "source": f"{entry.source}:{entry.handler}"}
+    given |= {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in entry.model_dump(exclude_none=True, exclude=_OWN).items()
+    }
+    batch = {theirs: getattr(entry, ours) for ours, theirs in _BATCH.items() if getattr(entry, ours) is not None}
+    if batch:
+        given["batch"] = BatchSpec(**batch)
+    if artefacts:
+        given["artefacts"] = tuple(artefacts)
+    # Not validated: `warm` may fit the decorator's `concurrency`, which is not known here. `settings` and `build` do.
+    return FunctionSpec.model_construct(**given)
+
+
+def effective(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
+    """What a function runs with. Its source is read, not run; where there is none to be read (a spec that is only
+    planned), the decorator says nothing. SpecError for settings that do not fit together."""
+    spec = function_spec(entry)
+    try:
+        with beside(base):
+            return settings(_located(spec, base), base=Path(base))
+    except PackageError:
+        return _alone(entry, spec)
+    except ServerlessError as error:
+        raise SpecError(f"function '{entry.name}': {error.message}", remedy=error.remedy) from None
+
+
+def _alone(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
+    try:
+        return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        text = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"function '{entry.name}': {text}") from None
+
+
+def shown_settings(spec: FunctionSpec) -> dict[str, Any]:
+    """For a resolved run: without what the entry says already, and without paths of this machine."""
+    return spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
+
+
+@contextlib.contextmanager
+def beside(base: str | Path) -> Iterator[None]:
+    """Modules that lie beside the run file are found, as they are while it runs."""
+    path = str(base)
+    added = path not in sys.path
+    if added:
+        sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        if added:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(path)
+
+
+def _located(spec: FunctionSpec, base: str | Path) -> FunctionSpec:
+    """A dotted module as its file: looking one up the usual way would import the packages around it."""
+    dotted, _, attribute = spec.source.partition(":")
+    if spec.handler or "." not in dotted or "/" in dotted or dotted.endswith(".py"):
+        return spec
+    where, found = None, None
+    for n, _part in enumerate(parts := dotted.split("."), 1):
+        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:n]), where)
+        where = found.submodule_search_locations if found is not None else None
+        if found is None or (where is None and n < len(parts)):
+            return spec
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return spec
+    return spec.model_copy(update={"source": found.origin, "handler": attribute})

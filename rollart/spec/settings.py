@@ -1,0 +1,50 @@
+"""Settings of the function layer inside a cluster spec: which model describes each mapping under `functions`.
+
+The models are the function layer's own. They are loaded where a spec has something to check against them, and none of
+them needs a provider's library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.document import Loc
+
+__all__ = ["MODELS", "settings_model", "settings_parts"]
+
+MODELS: Mapping[str, tuple[str, str]] = {
+    "aws_lambda": ("serverless.deploy.aws_settings", "AwsSettings"),
+    "modal": ("serverless.backends.modal_versions", "ModalSettings"),
+    "pipeline": ("serverless.settings", "PipelineSpec"),
+    "scaling": ("serverless.scaling_spec", "ScalingSpec"),
+}
+"""By the key under `functions`: module and name."""
+
+
+def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[Loc, type[BaseModel], Mapping[str, Any]]]:
+    """Path, model and values of each mapping that says anything."""
+    for key in MODELS:
+        values = getattr(cluster.functions, key)
+        if values:
+            yield ("functions", key), settings_model(key), values
+
+
+def settings_model(key: str) -> type[BaseModel]:
+    """The model of a key of `MODELS`; of a dataclass, one with its fields and no others."""
+    module, name = MODELS[key]
+    found = getattr(importlib.import_module(module), name)
+    if issubclass(found, BaseModel):
+        return typing.cast(type[BaseModel], found)
+    hints = typing.get_type_hints(found)
+    fields: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(found)
+    }
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)

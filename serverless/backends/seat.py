@@ -1,0 +1,42 @@
+"""A worker in its pool, and the clock of what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass, field
+
+from serverless.backends._limit import Limit
+from serverless.backends.worker import Worker
+from serverless.meter import WorkerState
+
+__all__ = ["METERED", "Seat", "SeatState"]
+
+
+class SeatState(enum.Enum):
+    STARTING = enum.auto()
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """A worker and its clock: `since` is when its present state began, `cold_s` its start until a call pays it."""
+
+    slot: int
+    name: str
+    since: float
+    state: SeatState = SeatState.STARTING
+    worker: Worker | None = None
+    cold_s: float = 0.0
+    init_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+    limit: Limit = field(default_factory=Limit)
+    queued_s: float = 0.0
+    """What the call that it serves waited for it."""
+    ahead: bool = False
+    """Started before any call wanted it: its start is billed by itself, as no call has waited for it."""
+
+
+METERED = {SeatState.STARTING: WorkerState.COLD, SeatState.IDLE: WorkerState.IDLE, SeatState.BUSY: WorkerState.BUSY}

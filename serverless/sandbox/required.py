@@ -1,0 +1,102 @@
+"""The wall around a whole worker of an untrusted function, whether or not its code keeps to the sandbox.
+
+Where this machine can have it, such a worker itself gets namespaces of its own (no network, no other process), a root
+that holds Python, this package and the function, read-only, a scratch directory of its own, and a user of its own if
+we are root. Inside, a sandbox still takes a rung with namespaces: that is tried for real, once, and where it would not
+work there is no wall, since the programs' own box matters more. Measured as root on Linux 6.18: bubblewrap works inside
+this wall; inside Landlock (which forbids every mount) only Landlock without namespaces does.
+What the wall does not do: filter system calls, as a sandbox inside it needs mounts and namespaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+__all__ = ["enter", "order"]
+
+_PROBE_S = 60.0
+
+
+def order(trust: str, *, allow_unsafe: bool) -> dict[str, Any]:
+    """What is to be added to the order for a worker (`backends._worker`): `wall`, or nothing."""
+    if trust != "untrusted" or allow_unsafe or not _works():
+        return {}
+    return {"wall": True}
+
+
+def enter(channel: socket.socket, package: str, scratch: str) -> None:
+    """Put this single-threaded process behind the wall. Returns in a child of it: the caller's own process stays
+    outside, only to end with the child. OSError where the machine refuses."""
+    from serverless.sandbox.inside import confine, zygote
+    from serverless.sandbox.launch import own_uid, seen
+
+    root = os.geteuid() == 0
+    uid = own_uid() if root else None
+    if root:
+        # Whatever the umask was; its parents go on shutting out others.
+        for path in (pathlib.Path(package), *pathlib.Path(package).rglob("*")):
+            path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
+    binds = seen([str(pathlib.Path(__file__).parents[1]), sys.prefix, package])
+    config = {
+        "user_namespace": not root,
+        "binds": binds.paths,
+        "links": binds.links,
+        "scratch": scratch,
+        "files_bytes": 512 * 2**20,
+        "proc": True,
+    }
+    confine.enter_namespaces(channel, config)
+    zygote.prctl(38, 1)
+    if uid is None:
+        confine.drop_capabilities()
+    zygote.become(uid)
+    zygote.prctl(1, 9)  # after the change of user, which clears it
+    os.mkdir(f"{scratch}/shm", 0o700)
+    os.chdir(package)
+
+
+@functools.cache
+def _works() -> bool:
+    """Whether the wall stands here, and a sandbox with namespaces within it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        scratch = pathlib.Path(directory, "scratch")
+        scratch.mkdir()
+        code = "from serverless.sandbox import required; required._probe()"
+        source = str(pathlib.Path(__file__).parents[2])
+        environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": source, "TMPDIR": str(scratch)}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", code, directory],
+                env=environment,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_PROBE_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.stdout.strip() == b"namespaces"
+
+
+def _probe() -> None:
+    from serverless.sandbox.box import Box
+    from serverless.sandbox.core import Core
+    from serverless.sandbox.values import Limits
+
+    directory = sys.argv[1]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        enter(theirs, directory, f"{directory}/scratch")
+    with Box(Core(None, limits=Limits(), preload=(), allow_unsafe=False), quiet=True) as box:
+        way = box.way
+        if box.run("print(6 * 7)").stdout == "42\n" and way not in ("", "without namespaces"):
+            print("namespaces", flush=True)
+    os._exit(0)

@@ -1,0 +1,77 @@
+"""What calls told of a function: how long they take, how many items they carry, what a cold start takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from serverless.meter import MeterSink, Saving, WorkerSpan
+from serverless.types import Cause, Invocation
+
+__all__ = ["Book", "Seen"]
+
+_WEIGHT = 0.05
+"""Of a new call: the mean is of about the last twenty."""
+
+
+@dataclass(slots=True)
+class Book:
+    """One function on one provider. `service_s` and `items` are of a call (0: none seen), `cold_s` of a start, near the
+    longest of the recent ones, and `waited` the share of starts for which a call waited. `busy_s` is what calls ran
+    since `since`, of those that have ended, `billed_s` what they were billed and `scored` their items, both since the
+    start."""
+
+    service_s: float = 0.0
+    items: float = 0.0
+    cold_s: float = 0.0
+    waited: float = 1.0
+    busy_s: float = 0.0
+    since: float = 0.0
+    billed_s: float = 0.0
+    scored: int = 0
+
+    def note(self, call: Invocation) -> None:
+        self.billed_s += call.billed_s
+        cold_s = call.cold_start_s
+        if cold_s > 0.0:
+            self.cold_s = max(cold_s, self.cold_s + _WEIGHT * (cold_s - self.cold_s))
+            self.waited += _WEIGHT * ((call.cause is not Cause.WARM) - self.waited)
+        if call.items:
+            seconds = call.t1 - call.t0
+            self.scored += call.items
+            self.busy_s += seconds if call.t0 > self.since else max(0.0, call.t1 - self.since)
+            if not self.items:
+                self.service_s, self.items = seconds, float(call.items)
+            elif cold_s == 0.0:  # some providers count the start into the call
+                self.service_s += _WEIGHT * (seconds - self.service_s)
+                self.items += _WEIGHT * (call.items - self.items)
+
+    def take_busy(self, now: float) -> float:
+        """Calls at once since the last look, of those that have ended."""
+        passed, busy = now - self.since, self.busy_s
+        self.busy_s, self.since = 0.0, now
+        return busy / passed if passed > 0.0 else 0.0
+
+
+class Seen:
+    """Implements `MeterSink`: passes everything on to `meter`, and keeps a `Book` per function and provider."""
+
+    def __init__(self, meter: MeterSink) -> None:
+        self._pass_on = meter.invocation
+        self.worker: Callable[[WorkerSpan], None] = meter.worker
+        self.saving: Callable[[Saving], None] = meter.saving
+        self._books: dict[tuple[str, str], Book] = {}
+
+    def book(self, function: str, provider: str) -> Book:
+        key = (function, provider)
+        book = self._books.get(key)
+        if book is None:
+            book = self._books[key] = Book()
+        return book
+
+    def invocation(self, invocation: Invocation) -> None:
+        book = self._books.get((invocation.function, invocation.provider))
+        if book is None:
+            book = self.book(invocation.function, invocation.provider)
+        book.note(invocation)
+        self._pass_on(invocation)

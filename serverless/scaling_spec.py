@@ -1,0 +1,80 @@
+"""How workers are kept ready while functions are in use.
+
+scaling:
+  forecast: {horizon_s: 20}
+  keep_alive: {max_s: 300}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serverless.policy.autoscale import ScalePolicy
+
+__all__ = ["ForecastSpec", "KeepAliveSpec", "ReactiveSpec", "ScalingSpec"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = True
+
+
+class ReactiveSpec(_Part):
+    """Knative's autoscaler. Its windows are those of web traffic (60 s stable, 6 s panic, the last worker stays 30 s);
+    a rollout's burst is over in that time, so they are shorter here, and the last worker is left to keep-alive."""
+
+    target: float = Field(default=1.0, gt=0.0, le=1.0)
+    utilisation: float = Field(default=0.7, gt=0.0, le=1.0)
+    """Calls at once that a worker is asked to carry: `target` times this."""
+    stable_s: float = Field(default=15.0, gt=0.0)
+    panic_share: float = Field(default=0.2, gt=0.0, le=1.0)
+    """The panic window as a share of the stable one."""
+    panic_threshold: float = Field(default=2.0, gt=1.0)
+    max_up: float = Field(default=1000.0, gt=1.0)
+    max_down: float = Field(default=2.0, gt=1.0)
+    grace_s: float = Field(default=0.0, ge=0.0)
+    down_delay_s: float = Field(default=0.0, ge=0.0)
+
+    def policy(self) -> ScalePolicy:
+        return ScalePolicy(**self.model_dump(exclude={"enabled"}))
+
+
+class ForecastSpec(_Part):
+    """Workers for the calls that trajectories under way will make."""
+
+    horizon_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
+    """How far ahead. auto: a little more than the cold start that was seen, and two looks."""
+    z: float = Field(default=1.64, ge=0.0)
+    """Standard deviations above the expected calls: 1.64 is enough in 19 of 20 looks."""
+    min_seen: int = Field(default=8, ge=1)
+    """Trajectories of a kind that must have ended before it is forecast. The first to end are the shortest, and would
+    make all others look overdue."""
+
+
+class KeepAliveSpec(_Part):
+    """How long a worker idles beyond need: as long as that costs what its cold start does (ski rental)."""
+
+    trust: float = Field(default=0.5, gt=0.0, le=1.0)
+    """1 ignores the forecast of the next call."""
+    min_s: float = Field(default=1.0, ge=0.0)
+    max_s: float | None = Field(default=None, ge=0.0)
+    """Bounds, in seconds; None: the function's own `keep_alive_s` is the longest."""
+
+
+class ScalingSpec(BaseModel):
+    """Settings of `serverless.scaling.Scaler`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = True
+    tick_s: float = Field(default=1.0, gt=0.0)
+    """Seconds between looks."""
+    reactive: ReactiveSpec = ReactiveSpec()
+    forecast: ForecastSpec = ForecastSpec()
+    keep_alive: KeepAliveSpec = KeepAliveSpec()
+    provisioned: bool = False
+    """Also on providers where what is kept ready costs money by the second (Lambda's provisioned concurrency, Modal's
+    `min_containers`). What was set before is set again at the end."""

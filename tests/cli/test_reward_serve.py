@@ -1,0 +1,90 @@
+"""`rollart rewards serve`: a process that other runs call, and that ends when told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.compose.providers import backend, packages_in
+from serverless.deploy import template
+from serverless.types import Item
+from serverless.wire import encode
+
+pytestmark = pytest.mark.slow  # servers and workers are processes
+
+ITEM = Item("1", ({"role": "assistant", "content": "<answer>42</answer>"},), "42", {})
+
+
+@contextmanager
+def served(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    template.write(directory / "mine", "mine")
+    code = "import sys; from rollart.cli.main import main; main(['rewards', 'serve', *sys.argv[1:]])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "mine/mine.py", "--json", *arguments], cwd=directory, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TOKEN": "secret"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    with served(tmp_path) as (process, told):
+        (function,) = told["functions"]
+        assert function["url"].startswith("http://127.0.0.1:")
+        request = urllib.request.Request(function["url"], data=json.dumps([encode(ITEM)]).encode())
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert json.load(answer)[0]["aggregate_reward_score"] == 1.0
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_another_run_calls_it_by_url_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path, "--token-env", "TOKEN") as (_, told):
+        (function,) = told["functions"]
+        request = urllib.request.Request(function["url"], data=b"[]")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        refused.value.close()
+        assert refused.value.code == 403
+        monkeypatch.setenv("CALLERS_TOKEN", "secret")
+        (package,) = packages_in("mine/mine.py", base=tmp_path)
+
+        async def main() -> Any:
+            http = {"mine": {"url": function["url"], "token_env": "CALLERS_TOKEN"}}
+            async with backend("http", http) as place:
+                await place.deploy(package)
+                return await place.invoke("mine", [encode(ITEM)], deadline_s=30.0)
+
+        reply = asyncio.run(main())
+        assert reply.fault is None
+        assert reply.body[0]["aggregate_reward_score"] == 1.0
+        assert reply.invocation.memory_mb == 128
+
+
+def test_an_address_in_use_is_said(tmp_path: Path) -> None:
+    with served(tmp_path) as (_, told):
+        port = told["url"].rpartition(":")[2]
+        code = "import sys; from rollart.cli.main import main; main(['rewards', 'serve', *sys.argv[1:]])"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "mine/mine.py", "--port", port], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
