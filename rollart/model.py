@@ -93,6 +93,10 @@ class AbortReason(enum.StrEnum):
     GROUP_DROPPED = "group_dropped"
     SHUTDOWN = "shutdown"
     REFUSED = "refused"
+    REDUNDANT = "redundant"
+    """Enough others ended first: a member beyond its group's size, or a group beyond its batch's quota."""
+    DEFERRED = "deferred"
+    """Its prompt is put off to a later round, and generated again then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +288,13 @@ class Completion:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     kv_transfer: Mapping[str, object] | None = None
+    output_tokens: int | None = None
+    """Tokens that the ids stand for, if that is not their number."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the answer."""
+        return len(self.token_ids) if self.output_tokens is None else self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from rollart.cli.prices import prices
 from rollart.cli.reports import report
 from rollart.cli.rewards import rewards
 from rollart.cli.runs import status, stop
+from rollart.cli.simulate import simulate
 from rollart.cli.specs import schema, validate
 from rollart.errors import RollartError, UsageError
 
@@ -38,7 +39,7 @@ def cli() -> None:
     """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
 
 
-for _command in (launch, plan, calibrate, rewards, prices, validate, schema, report, status, stop, doctor):
+for _command in (launch, plan, simulate, calibrate, rewards, prices, validate, schema, report, status, stop, doctor):
     cli.add_command(_command)
 
 

@@ -34,6 +34,7 @@ from rollart.sim.draws import Constant, Distribution, LogNormal
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.environments import World
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
+from rollart.sim.mass import mass_of
 from rollart.sim.modelled import Billed, ModelledRun, Place, StepSeen, Traced
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
@@ -47,9 +48,6 @@ from serverless.spec import BatchSpec, FunctionSpec
 from serverless.types import Invocation
 
 __all__ = ["Simulated", "simulate"]
-
-NEVER_FULL = 2**40
-"""Pieces of context: lengths are the workload's, in tokens, and bounded there."""
 
 COLD_S = 0.5
 """Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
@@ -94,7 +92,7 @@ def simulate(
     settings = replace(
         settings,
         schedule=replace(settings.schedule, rules=rules, seed=seed, steps=run.steps if steps is None else steps),
-        waits=replace(settings.waits, context_tokens=NEVER_FULL),
+        measure=mass_of,
         evaluation=EvaluationPlan(0),
     )
     return virtual.run(_main(resolved, directory, settings, name, seed, on_step), seed=fuzz)
@@ -125,7 +123,7 @@ async def _main(
             )
             await run.run()
         moved = tuple(world.transfer.moved.values())
-        return Simulated(name, seed, loop.time(), ledger.trace, tuple(run.seen), moved, directory)
+        return Simulated(name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory)
 
 
 class _Cluster:

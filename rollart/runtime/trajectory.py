@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollart.errors import LeaseExpired, RollartError
@@ -80,6 +80,9 @@ class Live:
     env_seconds: float = 0.0
     prompt_tokens: int = 0
     action_tokens: int = 0
+    first_tokens: int = 0
+    length: int = 0
+    """Tokens of its whole context so far."""
     abort: AbortReason | None = None
 
     @property
@@ -113,7 +116,10 @@ class TrajectoryRunner:
         stale: Callable[[int | None], bool],
         barrier: FreeRunning,
         meter: WorkloadMeter | None = None,
+        measure: Callable[[Sequence[int]], int] = len,
     ) -> None:
+        """`measure`: how many tokens ids stand for. As many as they are, but where a world packs many into one."""
+        self._measure = measure
         self._gateway = gateway
         self._tokenizer = tokenizer
         self._leases = leases
@@ -148,11 +154,14 @@ class TrajectoryRunner:
         kind = SegmentKind.PROMPT if turn == 0 else SegmentKind.OBSERVATION
         live.segments.append(Segment(kind, turn, shown))
         live.tokens.extend(shown)
-        room = self._limits.context_tokens - len(live.tokens)
+        live.length += self._measure(shown)
+        if turn == 0:
+            live.first_tokens = live.length
+        room = self._limits.context_tokens - live.length
         if room < 1:
             raise Aborted(
                 AbortReason.INFRA_FAULT,
-                f"the prompt of {len(live.tokens)} tokens fills the context of {self._limits.context_tokens} "
+                f"the prompt of {live.length} tokens fills the context of {self._limits.context_tokens} "
                 "(model.context)",
             )
         allowed = self._legal(observation)
@@ -170,6 +179,7 @@ class TrajectoryRunner:
                 spend=live.spend,
                 sent=live.note_sent,
                 domain=live.domain.name,
+                length=live.length,
             )
         except LeaseExpired as error:
             raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
@@ -195,7 +205,8 @@ class TrajectoryRunner:
         if live.v0 is None:
             live.v0 = completion.spans[0].version
         live.tokens.extend(completion.token_ids)
-        live.action_tokens += len(completion.token_ids)
+        live.action_tokens += completion.sampled
+        live.length += completion.sampled
         said = completion.token_ids
         if completion.finish is FinishReason.STOP and said[-1] in live.domain.stop_token_ids:
             said = said[:-1]
@@ -212,7 +223,7 @@ class TrajectoryRunner:
 
     def _full(self, live: Live, observation: Observation) -> bool:
         """Whether the next turn's observation would leave no room to answer."""
-        return len(live.tokens) + len(self._tokenizer.encode(observation.text)) >= self._limits.context_tokens
+        return live.length + self._measure(self._tokenizer.encode(observation.text)) >= self._limits.context_tokens
 
     async def _boundary(self, live: Live) -> None:
         await self._barrier.turn()
@@ -226,12 +237,11 @@ class TrajectoryRunner:
     def _finished(self, live: Live, step: Step) -> Trajectory:
         assert live.v0 is not None, "a finished trajectory has sampled at least one token"
         if self.meter is not None and live.purpose is Purpose.TRAIN:
-            first = len(live.segments[0].token_ids)
             self.meter.add(
                 live.domain.name,
                 turns=len(live.turns),
-                first_tokens=first,
-                new_tokens=len(live.tokens) - first - live.action_tokens,
+                first_tokens=live.first_tokens,
+                new_tokens=live.length - live.first_tokens - live.action_tokens,
                 output_tokens=live.action_tokens,
                 wait_s=live.env_seconds,
             )

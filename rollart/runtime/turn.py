@@ -39,6 +39,7 @@ class Turn:
     spend: Callable[[float], None]
     sent: Callable[[int], None]
     domain: str = ""
+    length: int = 0
     at_home: bool = False
     """Its hand-off failed: no other is tried."""
     sends: int = 0

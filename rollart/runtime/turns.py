@@ -220,7 +220,7 @@ class Turns:
             return None
         spoilt = self._fenced(version, source, home)
         if spoilt is None or (isinstance(spoilt, TakenBack) and self.version == version):
-            kv.cached[source.engine.id] = len(turn.token_ids)
+            kv.cached[source.engine.id] = turn.length
         if spoilt is None:
             return params
         if not isinstance(spoilt, TakenBack):
@@ -312,7 +312,7 @@ class Turns:
             chosen = choose_engine(loads, sticky=None, version=self.version)
             return None if chosen is None else Path(chosen, None, "least loaded")
         view = TurnView(
-            tokens=len(turn.token_ids),
+            tokens=turn.length,
             output=self._book.output(turn.domain, turn.sampling.max_tokens),
             domain=turn.domain,
             was_remote=kv.was_remote,
@@ -355,9 +355,9 @@ class Turns:
             kv.expire(self.version)
         kv.was_remote = remote
         if home.keeps and completion.spans and completion.spans[-1].version == self.version:
-            kv.cached[home.engine.id] = len(turn.token_ids) + max(len(completion.token_ids) - 1, 0)
+            kv.cached[home.engine.id] = turn.length + max(completion.sampled - 1, 0)
             kv.returned = completion.kv_transfer
-        self._book.answered(turn.domain, len(completion.token_ids))
+        self._book.answered(turn.domain, completion.sampled)
 
     def _request(self, turn: Turn) -> GenerateRequest:
         turn.sends += 1
@@ -370,7 +370,7 @@ class Turns:
         model = self.router.routes.model
         if model is None:
             return 0.0
-        kind, tokens = member.seat.kind, len(turn.token_ids)
+        kind, tokens = member.seat.kind, turn.length
         seconds = 0.0
         if prefill:
             cached = min(kv.cached.get(member.engine.id, 0), tokens)

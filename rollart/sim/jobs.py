@@ -72,7 +72,7 @@ def answer(job: Job, finish: FinishReason, version: int, tokens: int) -> Complet
     if job.marks is None:
         if not tokens:
             return Completion((), (), (), finish, job.tokens, job.cached)
-        return Completion((tokens,), _LOGPROB, _whole(version), finish, job.tokens, job.cached)
+        return Completion((tokens,), _LOGPROB, _whole(version), finish, job.tokens, job.cached, None, tokens)
     masses: list[int] = []
     spans: list[VersionSpan] = []
     last = 0
@@ -82,7 +82,8 @@ def answer(job: Job, finish: FinishReason, version: int, tokens: int) -> Complet
             masses.append(until - last)
             last = until
     assert sum(masses) == tokens, f"{request.request_id}: {masses} for {tokens} tokens"
-    return Completion(tuple(masses), _LOGPROB * len(masses), tuple(spans), finish, job.tokens, job.cached)
+    logprobs = _LOGPROB * len(masses)
+    return Completion(tuple(masses), logprobs, tuple(spans), finish, job.tokens, job.cached, None, tokens)
 
 
 @lru_cache(maxsize=8)

@@ -113,6 +113,8 @@ class ModelledRun:
     unused: Sequence[Billed] = ()
     on_step: Callable[[StepSeen], None] = lambda _: None
     seen: list[StepSeen] = field(default_factory=list)
+    ended: float = 0.0
+    """Loop seconds at which it was over: devices are paid until then."""
     control: ControlPlane = field(init=False)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
     _looked_at: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class ModelledRun:
                 for task in self._looked_at.values():
                     task.cancel()
         finally:
+            self.ended = now()
             for clock in clocks:
                 clock.close()
         await self.ledger.flush()

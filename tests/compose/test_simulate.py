@@ -1,0 +1,173 @@
+"""`rollart simulate`: the product's control plane over a plan's modelled parts, on virtual time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rollart.cli.main import cli
+from rollart.compose.simulate import shape_of, simulate
+from rollart.compose.simulations import Task, found_in, simulate_all
+from rollart.errors import FaultRateExceeded, SpecError
+from rollart.ledger.reader import Reader
+from rollart.policy.schedules import SCHEDULES
+from rollart.report.rows import collect
+from rollart.report.summarize import cost_lines
+from rollart.sim.draws import LogNormal
+from rollart.spec.resolve import Resolved, forecast, read_specs
+
+CLUSTER = """\
+name: c
+pools:
+  - {name: big, device: H800, count: 8, devices_per_host: 8}
+  - {name: wide, device: H20, count: 8}
+links:
+  - {a: big, b: wide, gb_per_s: 100}
+"""
+
+RUN = """\
+name: r
+model:
+  context: 16384
+  config:
+    {model_type: qwen3, vocab_size: 1000, hidden_size: 1024, intermediate_size: 3072, num_hidden_layers: 12,
+     num_attention_heads: 16, num_key_value_heads: 8, head_dim: 64, tie_word_embeddings: false}
+batch: {trajectories: 16}
+domains:
+  - name: chat
+    environment: tests.envs:Lake
+    group_size: 4
+    max_turns: 8
+    max_tokens: 512
+    profile:
+      turns: {mean: 4, p50: 4, p90: 7}
+      first_tokens: 500
+      new_tokens: 100
+      output_tokens: {mean: 200, p50: 150, p90: 400}
+      environment: {wait_s: 1.0, reset_s: 2.0}
+      reward: {seconds: 0.5}
+"""
+
+Make = Callable[..., Resolved]
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("specs")
+    (directory / "r.yaml").write_text(RUN)
+    (directory / "c.yaml").write_text(CLUSTER)
+    return directory / "r.yaml", directory / "c.yaml"
+
+
+@pytest.fixture(scope="module")
+def made(specs: tuple[Path, Path]) -> Make:
+    """A plan takes longer than most simulations of it: made once for each set of overrides."""
+
+    @functools.cache
+    def made(*overrides: str) -> Resolved:
+        return forecast(read_specs(*specs, overrides))
+
+    return made
+
+
+def test_same_spec_and_seed_same_trace(made: Make, tmp_path: Path) -> None:
+    one, same, other = (simulate(made(), tmp_path / str(n), seed=seed, steps=2) for n, seed in enumerate((1, 1, 2)))
+    assert one.trace == same.trace != other.trace
+
+
+def test_every_dollar_is_of_one_role_and_all_devices_are_billed(made: Make, tmp_path: Path) -> None:
+    resolved = made()
+    done = simulate(resolved, tmp_path / "run", steps=3)
+    with Reader(done.directory) as reader:
+        rows = collect(reader, "run")
+    hours = {i.resource: 0.0 for i in rows.intervals}
+    for i in rows.intervals:
+        hours[i.resource] += i.unit_seconds
+    assert sum(hours.values()) == pytest.approx(16 * done.seconds, rel=1e-6), "16 devices, from start to end"
+    total = math.fsum(line.usd for line in cost_lines(rows))
+    devices = sum(p.count * resolved.usd_per_device_hour[p.name] for p in resolved.cluster.pools) * done.seconds / 3600
+    assert total > devices
+    assert total == pytest.approx(devices, rel=0.05), "what remains are the functions"
+    assert rows.facts.trained_samples == 3 * 16
+    assert sum(call.items for call in rows.invocations) >= 3 * 16
+
+
+def test_figures_add_up(made: Make, tmp_path: Path) -> None:
+    done = simulate(made(), tmp_path / "run", schedule="one_off", steps=6)
+    found = found_in(done)
+    parts = found.waited_s + found.train_s + found.publish_s
+    assert found.step_s == pytest.approx(parts, rel=1e-9), "a step is its waiting, its training and its publish"
+    assert set(found.lags) <= {0, 1}
+    assert sum(found.lags.values()) == 6 * 16
+    assert 0 < found.engine_busy < 1
+    assert 0 < found.wasted < 1
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_schedule_runs_under_shuffled_ties(made: Make, tmp_path: Path, schedule: str) -> None:
+    for fuzz in range(3):
+        done = simulate(made(), tmp_path / f"{schedule}-{fuzz}", schedule=schedule, steps=2, fuzz=fuzz)
+        assert [s.trajectories for s in done.steps] == [16, 16]
+
+
+def test_lengths_are_tokens_and_not_pieces(made: Make, tmp_path: Path) -> None:
+    done = simulate(made(), tmp_path / "run", steps=2)
+    with Reader(done.directory) as reader:
+        rows = collect(reader, "run")
+    per_turn = sum(c.action_tokens for c in rows.charges) / sum(c.turns for c in rows.charges)
+    assert 100 < per_turn < 350, "about 200 tokens an answer"
+
+
+def test_a_profile_becomes_the_distribution_that_has_its_quantiles(made: Make) -> None:
+    problem = made().problem
+    assert problem is not None
+    shape = shape_of(problem.domains[0], 16_384)
+    assert isinstance(shape.turns, LogNormal)
+    assert shape.turns.median == 4
+    assert math.exp(1.2816 * shape.turns.sigma) * 4 == pytest.approx(7)
+    assert shape.answers.median == 150
+    assert math.exp(1.2816 * shape.answers.sigma) * 150 == pytest.approx(400)
+
+
+def test_a_published_shape_may_stand_for_the_profile(made: Make, tmp_path: Path) -> None:
+    done = simulate(made("domains.chat.shape=gem_math", "leases.generate_s=3600"), tmp_path / "run", steps=1)
+    assert done.steps[0].tokens > 16 * 1_400
+
+
+def test_what_the_spec_forbids_ends_the_simulation_too(made: Make, tmp_path: Path) -> None:
+    """A lease that is too short for the work is met here first, instead of on the cluster."""
+    with pytest.raises(FaultRateExceeded, match=r"waited 0\.2 s"):
+        simulate_all([Task(made("leases.generate_s=0.2", "faults.min_count=5"), "rollart", 0, 2)])
+
+
+def test_a_cluster_of_unknown_speed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="how fast this cluster is"):
+        simulate(forecast(read_specs()), tmp_path / "run", steps=1)
+
+
+def test_the_command(specs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        cli, ["simulate", str(specs[0]), "--cluster", str(specs[1]), "--policies", "sync,rollart", "--steps", "3",
+              "--workers", "1", "--keep",
+              str(tmp_path / "kept"), "-o", "json"],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    tables = json.loads(done.stdout)["tables"]
+    figures = {row["what"]: row for row in tables["figures"]}
+    assert figures["step"]["sync"] > figures["step"]["rollart"] > 0
+    assert figures["mean lag"]["sync"] == 0
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["rollart-0", "sync-0"]
+    report = CliRunner().invoke(cli, ["report", "cost", str(tmp_path / "kept" / "sync-0")])
+    assert "per trained trajectory" in report.output
+
+
+def test_an_unknown_schedule_is_a_usage_error(tmp_path: Path) -> None:
+    from rollart.cli.main import run
+
+    assert run(["simulate", "--policies", "sync,laminar"]) == 2
