@@ -126,11 +126,28 @@ class Rewarder(Protocol):
 class Trainer(Protocol):
     """Owns the optimizer. One step at a time; the policy version is counted by the caller.
 
-    Errors: `TrainerError`.
+    Errors: `TrainerError`, `TrainerRefused` for samples that it will not have.
     """
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         """One optimizer step (all epochs and mini-batches) on the samples, starting from `version`."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether a step may be taken in pieces: `begin`, `accumulate` as groups finish, `finish`.
+
+        It then equals `train` on the same samples, whatever their order. Not finished, it leaves the weights as they
+        were; `restore`, `begin` and the trainer's death drop it."""
+
+    async def begin(self, version: int) -> None:
+        """Start a step from `version`; what an unfinished one had accumulated is dropped."""
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        """Add the gradient of whole groups. `TrainerRefused`: these were not added, the step goes on without them;
+        after any other error the step is gone."""
+
+    async def finish(self) -> TrainReport:
+        """One optimizer step with all that was accumulated."""
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         """Warm start: cross-entropy on the masked tokens for a number of mini-batches."""

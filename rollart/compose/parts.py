@@ -76,6 +76,7 @@ class TrainerProgram:
     async def start(self) -> None:
         async with self._leases.hold("trainer", "its start", self._start_s, Expiry.FAIL_RUN):
             self._client = HttpTrainer(await self._program.call("start", []))
+            await self._client.greet()
 
     async def recover(self) -> None:
         """Restart the process and continue from the current version. `TrainerError` past `max_restarts`."""
@@ -94,6 +95,21 @@ class TrainerProgram:
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         report = await self._live().train(samples, version)
         self._restarts = 0  # the bound is against crash loops, not against a long life
+        return report
+
+    @property
+    def streams(self) -> bool:
+        return self._client is not None and self._client.streams
+
+    async def begin(self, version: int) -> None:
+        await self._live().begin(version)
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        await self._live().accumulate(samples)
+
+    async def finish(self) -> TrainReport:
+        report = await self._live().finish()
+        self._restarts = 0
         return report
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:

@@ -98,6 +98,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "imitation": {"lr": warm.lr, "batch": warm.batch, "stop_loss": warm.stop_loss} if warm else {},
         "epochs": training.epochs,
         "minibatches": training.minibatches,
+        "stream": training.stream,
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
         "temperature": run.domains[0].temperature,
         "threads": len(trainer.devices),

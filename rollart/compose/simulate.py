@@ -170,7 +170,7 @@ class _Cluster:
             epochs=self._resolved.run.training.epochs,
             seconds_per_step=spec.seconds_per_step,
         )
-        return ModelledTrainer(speed, transfer=self.transfer)
+        return ModelledTrainer(speed, transfer=self.transfer, streams=self._resolved.run.training.stream)
 
     def trained_by(self) -> Billed:
         return self._billed(self._train)

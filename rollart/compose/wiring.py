@@ -29,7 +29,9 @@ from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
+from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
+from rollart.policy.tailbatch import TailSettings
 from rollart.ports import RunEvent
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -242,6 +244,7 @@ class Parts:
 def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> ControlSettings:
     """The run spec for the control plane. `roles`: see `seats`."""
     run, leases = resolved.run, resolved.run.leases
+    tail = run.rollout.tail_batching
     return ControlSettings(
         SchedulerSettings(
             seed=run.seed,
@@ -250,6 +253,8 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             max_attempts=run.faults.max_attempts_per_group,
             max_fault_rate=run.faults.max_rate,
             min_faults=run.faults.min_count,
+            redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
+            tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
         ),
         token_budget=run.batch.tokens,
         waits=WaitLimits(

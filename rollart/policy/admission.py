@@ -6,6 +6,9 @@ of a domain that wait or run never exceed (alpha + 1) x quota, and over all doma
 
 Why not less: with quota slots held by the batch in training, alpha x quota remain for rollout; at alpha = 0 that is
 none, which is the synchronous schedule. Why not more: see docs/concurrency.md.
+
+Redundancy. Extra groups widen a domain's window by their own samples, once: (alpha + 1) x quota + extra. Extra members
+hold no slot: whatever runs, a group brings at most `group_size` samples.
 """
 
 from __future__ import annotations
@@ -42,16 +45,22 @@ class AdmissionWindow:
         """Slots of the domain, in samples."""
         return self._capacity(next(q for q in self.quotas if q.domain == domain))
 
-    def next_domain(self, outstanding: Mapping[str, int], remaining: Mapping[str, int] | None = None) -> str | None:
+    def next_domain(
+        self,
+        outstanding: Mapping[str, int],
+        remaining: Mapping[str, int] | None = None,
+        extra: Mapping[str, int] | None = None,
+    ) -> str | None:
         """The domain that should start a group now, or None.
 
-        `outstanding` = samples holding a slot per domain; `remaining` = samples that may still be started at all.
+        `outstanding` = samples holding a slot per domain; `remaining` = samples that may still be started at all;
+        `extra` = slots of redundant groups, by which a domain's window is wider for now.
         Picks the domain with the lowest share of its window in use; ties go to the earlier domain of the spec.
         """
         best: tuple[float, int, str] | None = None
         for order, quota in enumerate(self.quotas):
             used = outstanding.get(quota.domain, 0)
-            capacity = self._capacity(quota)
+            capacity = self._capacity(quota) + (extra.get(quota.domain, 0) if extra else 0)
             left = quota.group_size if remaining is None else remaining.get(quota.domain, 0)
             if used + quota.group_size > capacity or left < quota.group_size:
                 continue

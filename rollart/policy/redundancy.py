@@ -16,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
-    "BiasReport", "Cancelled", "End", "Extra", "Feature", "GroupProgress", "HealthMeter", "RedundancySettings",
-    "Trajectory", "bias", "launch", "to_cancel",
+    "CANCELLED_AGAINST_KEPT", "BiasReport", "Cancelled", "End", "Extra", "Feature", "GroupProgress", "HealthMeter",
+    "Redundancy", "RedundancySettings", "Trajectory", "bias", "launch", "to_cancel",
 ]  # fmt: skip
+
+CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
+"""Event of a run at each publish, one per `Feature` of the report over the last trajectories of either kind."""
 
 NOTABLE = 0.33
 """Cliff's delta from which a difference is worth a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
@@ -119,6 +122,44 @@ def launch(groups: int, group_size: int, *, bad: float, seen: float, settings: R
         extra, met = _smallest(groups, whole, settings.confidence, room // (group_size + members))
         capped = not met
     return Extra(extra, members, bad, capped)
+
+
+@dataclass(frozen=True, slots=True)
+class Redundancy:
+    """What a run asks for: `groups` and `size` are factors on a domain's groups per batch and on a group's members.
+    With `health` they are the most that is launched, and what is launched follows the observed share of bad ends."""
+
+    groups: float = 1.0
+    size: float = 1.0
+    health: bool = False
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.size < 1:
+            raise ValueError(f"factors must be at least 1, got {self.groups} for groups, {self.size} for size")
+
+    @property
+    def any(self) -> bool:
+        return self.groups > 1 or self.size > 1
+
+    def most(self, groups: int, group_size: int) -> Extra:
+        """The most that is launched beyond `groups` x `group_size`: whole groups and members, rounded down."""
+        return Extra(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size, 0.0)
+
+    def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> Extra:
+        """What to launch now, given the share of bad ends and how many ends are behind it."""
+        most = self.most(groups, group_size)
+        if not self.health:
+            return most
+        settings = RedundancySettings(self.groups > 1, self.size > 1, cap=self.groups * self.size - 1.0)
+        asked = launch(groups, group_size, bad=bad, seen=seen, settings=settings)
+        fits = asked.groups <= most.groups and asked.members <= most.members
+        return Extra(
+            min(asked.groups, most.groups), min(asked.members, most.members), asked.bad, asked.capped or not fits
+        )
+
+
+def _times(count: int, factor: float) -> int:
+    return math.floor(count * factor + 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,10 @@ class SlotLedger:
     outstanding: Counter[str] = field(default_factory=Counter)
     ahead: Counter[str] = field(default_factory=Counter)
     """Of the outstanding ones, those that were not given to training as the batch before the next."""
+    ready: Counter[str] = field(default_factory=Counter)
+    """Of those ahead, samples of complete groups."""
     _training: set[str] = field(default_factory=set)
+    _ready: set[str] = field(default_factory=set)
 
     def admit(self, group: str, domain: str, samples: int) -> None:
         if group in self.held:
@@ -30,12 +33,25 @@ class SlotLedger:
         self.outstanding[domain] += samples
         self.ahead[domain] += samples
 
+    def complete(self, group: str) -> None:
+        """All that the group needs is there."""
+        domain, samples = self.held[group]
+        self._ready.add(group)
+        self.ready[domain] += samples
+
+    def incomplete(self, domain: str) -> list[str]:
+        """Its groups that are neither complete nor in training, oldest first."""
+        return [
+            g for g, (d, _) in self.held.items() if d == domain and g not in self._ready and g not in self._training
+        ]
+
     def train(self, group: str) -> None:
         """The group is in training, and counts no longer against what may start."""
         if group not in self._training:
             domain, samples = self.held[group]
             self._training.add(group)
             self.ahead[domain] -= samples
+            self._unready(group, domain, samples)
 
     def release(self, group: str) -> int:
         """Free the group's slots, returns how many. Releasing twice is our own bug."""
@@ -45,4 +61,10 @@ class SlotLedger:
             self._training.discard(group)
         else:
             self.ahead[domain] -= samples
+        self._unready(group, domain, samples)
         return samples
+
+    def _unready(self, group: str, domain: str, samples: int) -> None:
+        if group in self._ready:
+            self._ready.discard(group)
+            self.ready[domain] -= samples

@@ -24,7 +24,7 @@ from typing import Any
 
 from rollart.policy.fairness import Apportionment, DomainShare
 
-__all__ = ["Completed", "Effect", "Response", "Round", "RoundKind", "TailBatching", "TailDomain"]
+__all__ = ["Completed", "Effect", "Response", "Round", "RoundKind", "TailBatching", "TailDomain", "TailSettings"]
 
 
 class RoundKind(enum.StrEnum):
@@ -40,6 +40,14 @@ class Response:
     prompt: str
     launch: int
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailSettings:
+    """What a run asks for: how many times the prompts and the responses of a step a short round launches."""
+
+    eta_prompts: float = 1.25
+    eta_responses: float = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,10 @@ class TailBatching:
         """Responses that should be under way. After a resume, exactly these are to be launched again."""
         return tuple(Response(p, a.launch, i) for p, a in self._active.items() for i in a.live)
 
+    def launch_of(self, prompt: str) -> int:
+        """The number of an active prompt's launch; KeyError for any other."""
+        return self._active[prompt].launch
+
     def demand(self) -> dict[str, int]:
         """Fresh prompts per domain that the next round wants beside those that wait."""
         return {d: max(n - len(self._waiting[d]), 0) for d, n in self._fresh_wanted().items()}
@@ -204,12 +216,14 @@ class TailBatching:
         active.next += 1
         return Effect(launch=(Response(response.prompt, active.launch, active.live[-1]),))
 
-    def dropped(self, prompt: str) -> Effect:
+    def dropped(self, prompt: str, fresh: Sequence[str] = ()) -> Effect:
         """The caller gives an active prompt up for good (its data are broken). Another one of its domain takes its
-        place where the round cannot end without it; with none left, the round trains one less."""
+        place where the round cannot end without it: a deferred one, one that waits, or one of `fresh`, which are
+        handed in. With none left, the round trains one less."""
         active = self._active.get(prompt)
         if active is None:
             return Effect(late=True)
+        self._accept({active.domain: fresh})
         short = self._spare(active.domain) <= 0
         abort = self._abort(prompt)
         del self._launches[prompt]

@@ -19,6 +19,7 @@ from rollart.ledger.reader import (
     VersionRow,
     WorkerSum,
 )
+from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT
 from rollart.ports import RunEvent
 from rollart.report.idle import ESTIMATED, estimated_workers
 from rollart.spec.prices import PriceList
@@ -90,6 +91,8 @@ class RunRows:
     workers: Sequence[WorkerSum] = ()
     stages: Sequence[RunEvent] = ()
     health: Sequence[RunEvent] = ()
+    cancelled: Sequence[RunEvent] = ()
+    """Trajectories cancelled as redundant against kept ones: an event per figure at each publish."""
     fault_threshold: float | None = None
     """Share of platform faults above which the run ends."""
 
@@ -111,6 +114,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         workers=[*reader.worker_sums(), *_unmetered(reader, config)],
         stages=reader.events(OFFLOAD_STAGE),
         health=reader.events(FUNCTION_HEALTH),
+        cancelled=reader.events(CANCELLED_AGAINST_KEPT),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 

@@ -15,7 +15,8 @@ __all__ = ["utilization"]
 
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
-    return Report("utilization", rows.run, (_resources(rows), _rates(rows), _domains(rows), functions.health(rows)))
+    tables = (_resources(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows))
+    return Report("utilization", rows.run, tables)
 
 
 def _resources(rows: RunRows) -> Table:
@@ -76,3 +77,29 @@ def _domains(rows: RunRows) -> Table:
              1000 * math.fsum(c.engine_seconds for c in own) / n)
         )  # fmt: skip
     return Table("domains", "Domains (means per trajectory)", columns, tuple(found))
+
+
+def _cancelled(rows: RunRows) -> Table:
+    """Trajectories cancelled as redundant beside those that were kept, as the last publish saw them. What is cancelled
+    is cut off: its figures are lower bounds, and what it would have been paid is unknown."""
+    columns = (
+        Column("figure"), Column("cancelled", "number"), Column("kept", "number"), Column("cancelled_count", "count"),
+        Column("kept_count", "count"), Column("cliffs_delta", "number"), Column("warning", wrap=True),
+    )  # fmt: skip
+    last = {event.subject: event.fields for event in rows.cancelled}
+    found: list[tuple[Cell, ...]] = []
+    for name, f in last.items():
+        more = "more" if float(f["delta"] or 0) > 0 else "less"
+        warning = f"cancelled ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
+        found.append(
+            (FIGURES.get(name, name), f["cancelled"], f["kept"], f["cancelled_count"], f["kept_count"], f["delta"],
+             warning)
+        )  # fmt: skip
+    return Table("cancelled", "Cancelled as redundant against kept", columns, tuple(found))
+
+
+FIGURES = {
+    "tokens": "sampled tokens", "age_s": "age in seconds", "turns": "turns", "difficulty": "reward of their group",
+    "reward": "reward",
+}  # fmt: skip
+"""What the figures of `policy.redundancy.bias` are called here."""

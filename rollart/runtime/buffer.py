@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rollart.model import Group, GroupId
 from rollart.policy.batching import ReadyGroup, select_batch
@@ -15,8 +15,9 @@ __all__ = ["SampleBuffer"]
 class SampleBuffer:
     """Owns the complete groups that no batch has taken. Admission bounds it: it holds at most (alpha + 1) batches.
 
-    `add` is called by the scheduler and never waits. `take` is called by training alone and waits for a whole batch,
-    unblocked by `add` or `published`. Invariant: a group enters once and leaves once, by `take` or by `discard`.
+    `add` is called by the scheduler and never waits. `take` and `grow` are called by training alone; `take` waits for a
+    whole batch, `grow` for any group of it, both unblocked by `add` or `published`. Invariant: a group enters once and
+    leaves once, by `take`, `grow` or `discard`.
     """
 
     def __init__(self, quotas: Mapping[str, int], *, bound: StalenessBound, token_budget: int | None = None) -> None:
@@ -62,6 +63,37 @@ class SampleBuffer:
                 return tuple(self._take_out(ready) for ready in chosen)
             self._changed.clear()
             await self._changed.wait()
+
+    async def grow(self, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
+        """Groups for the batch that `taken` began, for training from `version`: all that are there and fit, at least
+        one; none once it is whole.
+
+        A batch that grows takes what is finished first, where `take` takes what is oldest; within what is there it is
+        the same order. Staleness is judged here, once: the version does not change before the batch is trained. With a
+        token budget, which is a matter of the whole batch, it comes in one piece.
+        """
+        if self._token_budget is not None:
+            return () if taken else await self.take(version)
+        room = dict(self._quotas)
+        for group in taken:
+            room[group.domain] -= len(group.samples)
+        while any(room.values()):
+            chosen = self._fitting(version, room)
+            if chosen:
+                return tuple(self._take_out(ready) for ready in chosen)
+            self._changed.clear()
+            await self._changed.wait()
+        return ()
+
+    def _fitting(self, version: int, room: Mapping[str, int]) -> list[ReadyGroup]:
+        left = dict(room)
+        fresh = [r for r in self._ready.values() if left[r.domain] and not self._bound.stale(r.v0, version)]
+        chosen = []
+        for ready in sorted(fresh, key=lambda r: (r.v0, r.order)):
+            if ready.samples <= left[ready.domain]:
+                left[ready.domain] -= ready.samples
+                chosen.append(ready)
+        return chosen
 
     def _take_out(self, ready: ReadyGroup) -> Group:
         del self._ready[ready.id]

@@ -49,6 +49,8 @@ class ControlSettings:
     seats: Mapping[str, Seat] = field(default_factory=dict)
     """Where engines sit, by id; one that is not named sits nowhere in particular and does everything."""
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
+    measure: Callable[[Sequence[int]], int] = len
+    """How many tokens ids stand for: as many as they are, but in a simulated world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class ControlPlane:
             limits=settings.waits,
             stale=_judge(rules, self.gateway),
             barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
+            measure=settings.measure,
         )
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
         buffer = _buffer(domains, settings)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
 from rollart.ports import EVAL_SEEDS_FROM, Recorder, RunEvent
+from rollart.runtime.attempts import charge
 from rollart.runtime.domain import Domain
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.scheduler import charge
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
 
 __all__ = ["Evaluation", "EvaluationResult"]

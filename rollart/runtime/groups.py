@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.grouping import GroupDecision, GroupState
+from rollart.policy.redundancy import Trajectory as Ended
 from rollart.policy.schedules import Judged
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
@@ -19,7 +20,11 @@ __all__ = ["GroupRun", "GroupTable", "Rolling"]
 
 @dataclass(slots=True)
 class GroupRun:
-    """A group that holds slots and is not complete. `live` and `tasks` are its members under way, by member index."""
+    """A group that holds slots and is not complete. `live` and `tasks` are its members under way, by member index.
+
+    It may run more members than it needs (`state.size`): it is complete with those that end first. A sample counts
+    from the moment that it is being written, so that no more are written than the group needs.
+    """
 
     id: GroupId
     domain: Domain
@@ -28,6 +33,22 @@ class GroupRun:
     samples: dict[int, TrainSample] = field(default_factory=dict)
     live: dict[int, Live] = field(default_factory=dict)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    trying: set[int] = field(default_factory=set)
+    """Members that may still bring a sample."""
+    writing: int = 0
+    ended: AbortReason | None = None
+    """Why what ends from now on is no longer wanted."""
+    seen: list[Ended] = field(default_factory=list)
+    """Its samples as redundancy looks at them."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether its samples are there or being written."""
+        return len(self.samples) + self.writing >= self.state.size
+
+    def spares(self, member: int) -> bool:
+        """Whether the others suffice without this member."""
+        return len(self.trying - {member}) + len(self.samples) >= self.state.size
 
     def whole(self) -> Group:
         return Group(self.id, self.domain.name, tuple(self.samples[m] for m in sorted(self.samples)))
@@ -86,7 +107,7 @@ class GroupTable:
         *,
         bound: StalenessBound,
         max_attempts: int,
-        on_complete: Callable[[Group], None],
+        on_complete: Callable[[GroupRun], None],
         on_drop: Callable[[GroupRun, AbortReason, str], None],
     ) -> None:
         self._bound = bound
@@ -105,13 +126,19 @@ class GroupTable:
     def finish(self, run: GroupRun, member: int, sample: TrainSample) -> None:
         """A member is scored and durable."""
         run.samples[member] = sample
+        run.trying.discard(member)
         if run.state.finish(sample.id, sample.v0) is GroupDecision.COMPLETE:
-            del self._runs[run.id]
-            self._on_complete(run.whole())
+            self._leave(run, AbortReason.REDUNDANT)
+            run.cancel(list(run.live), AbortReason.REDUNDANT)
+            self._on_complete(run)
 
     def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str) -> bool:
-        """A member's attempt failed. True: try again; False: the group is dropped (or already was)."""
+        """A member's attempt failed. True: try again; False: the group is dropped (or already was), or it has other
+        members enough: a redundant one that failed is not worth another attempt."""
         if run.id not in self._runs:
+            return False
+        if run.spares(member):
+            run.trying.discard(member)
             return False
         if run.state.fail(reason) is GroupDecision.RETRY:
             return True
@@ -121,6 +148,19 @@ class GroupTable:
     def drop(self, run: GroupRun, reason: AbortReason, detail: str, *, besides: int | None = None) -> None:
         self._give_up(run, reason, detail)
         run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
+
+    def dismiss(self, run: GroupRun, reason: AbortReason) -> None:
+        """Nobody waits for it any more: its members end at once, with that reason. Its owner frees its slots."""
+        self._leave(run, reason)
+        run.cancel(list(run.live), reason)
+
+    def under_way(self, domain: str) -> list[GroupRun]:
+        """Incomplete groups of a domain, oldest first."""
+        return [run for run in self._runs.values() if run.domain.name == domain]
+
+    def get(self, group_id: str) -> GroupRun | None:
+        """The incomplete group of that id."""
+        return self._runs.get(group_id)
 
     def published(self, version: int, judged: Judged = Judged.EVERY_TURN) -> None:
         """A version is current. Judged at every turn: drop groups that can never be consumed whole, restart stale
@@ -149,10 +189,14 @@ class GroupTable:
             del self._leftover[run.id]
 
     def _give_up(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
+        self._leave(run, AbortReason.GROUP_DROPPED)
+        self._on_drop(run, reason, detail)
+
+    def _leave(self, run: GroupRun, reason: AbortReason) -> None:
         del self._runs[run.id]
+        run.ended = reason
         if run.live:
             self._leftover[run.id] = run
-        self._on_drop(run, reason, detail)
 
     def holds(self, run: GroupRun) -> bool:
         """Whether the group is still under way."""

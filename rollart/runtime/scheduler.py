@@ -7,19 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.errors import SpecError
-from rollart.model import AbortReason, Group, GroupId, Purpose, TrainSample, TrajectoryId
+from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.admission import AdmissionWindow, DomainQuota
+from rollart.policy.redundancy import Redundancy
 from rollart.policy.release import SlotLedger
 from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import Rewarding as RewardStage
+from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Journal, Recorder, Recovered, RunEvent
+from rollart.runtime.attempts import Attempts
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.faults import FaultMeter
-from rollart.runtime.groups import GroupRun, GroupTable, Rolling
+from rollart.runtime.groups import GroupRun, GroupTable
+from rollart.runtime.redundant import Cancellations, Redundant
 from rollart.runtime.rewarding import Rewarding
-from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
+from rollart.runtime.rounds import AGAIN, Launch, Prompt, Rounds
+from rollart.runtime.trajectory import TrajectoryRunner
 
 __all__ = ["Scheduler", "SchedulerSettings"]
 
@@ -36,6 +41,9 @@ class SchedulerSettings:
     max_attempts: int = 3
     max_fault_rate: float = 0.05
     min_faults: int = 20
+    redundancy: Redundancy = field(default_factory=Redundancy)
+    tail: TailSettings | None = None
+    """Tail batching, under a schedule of one batch at a time."""
 
 
 @dataclass(slots=True)
@@ -51,8 +59,8 @@ class Scheduler:
 
     `run` waits for slots, which are freed by `published` (consumed samples) and by drops; it is unblocked by either.
     `published` is called while every engine stands still, synchronously. Invariants: samples that wait or run never
-    exceed (alpha + 1) x batch (I4); a group enters the buffer whole, once (I6); none older than alpha
-    runs on (I2).
+    exceed (alpha + 1) x batch, plus the redundant groups' where such are asked for (I4); a group enters the buffer
+    whole, once (I6); none older than alpha runs on (I2).
     """
 
     def __init__(
@@ -67,8 +75,6 @@ class Scheduler:
         settings: SchedulerSettings,
     ) -> None:
         self._domains = {d.name: d for d in domains}
-        self._runner = runner
-        self._rewarding = rewarding
         self._buffer = buffer
         self._journal = journal
         self._recorder = recorder
@@ -79,44 +85,58 @@ class Scheduler:
         self._window = AdmissionWindow(quotas, settings.rules.alpha if self._rules.windowed else 0)
         self._slots = SlotLedger()
         # Rewards as a stage of their own wait until every trajectory of the batch has ended.
-        self._stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
-        self._quiet = asyncio.Event()
+        stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
         self._groups = GroupTable(
             bound=self._bound,
             max_attempts=settings.max_attempts,
-            on_complete=buffer.add,
+            on_complete=self._completed,
             on_drop=self._dropped,
         )
         self._progress = _Progress(dict.fromkeys(self._domains, 0), dict.fromkeys(self._domains, 0))
         self._freed = asyncio.Event()
-        self._closed = False
         self._drops: list[tuple[GroupId, str]] = []
-        self.rolling = Rolling()
+        self._again: list[tuple[GroupId, str, int]] = []
+        """Groups that prompts which are put off will be generated as: in the journal before the old ones go."""
+        self._redundant = Redundant(domains, settings.redundancy)
+        speculates = settings.redundancy.any or settings.tail is not None
+        self._cancellations = Cancellations(recorder, on=speculates)
+        self._rounds = None if settings.tail is None else Rounds(self._domains, settings.tail, self._draw)
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
+        self._attempts = Attempts(
+            self._groups, runner, rewarding, journal, recorder, seed=settings.seed, stage=stage, faults=self.faults,
+            redundant=self._redundant, cancellations=self._cancellations,
+        )  # fmt: skip
+        self.rolling = self._attempts.rolling
 
     async def run(self, version: Callable[[], int], recovered: Recovered | None = None) -> None:
         """Admit groups until `close`; then abort what still runs. The last step is given no more than its batch."""
         async with asyncio.TaskGroup() as tasks:
             if recovered is not None:
                 await self._readmit(tasks, recovered, version())
-            while not self._closed:
+            while not self._attempts.closed:
                 await self._write_drops()
                 fresh = self._reserve()
                 if fresh:
                     # Together: one transaction of the journal, not one per group.
-                    await asyncio.gather(*(self._journal.admit(g, d.name, seed) for g, d, seed in fresh))
-                    for group_id, domain, seed in fresh:
-                        self._start(tasks, self._groups.open(group_id, domain, seed), range(domain.group_size))
-                elif not self._closed and not self._drops:
+                    await asyncio.gather(
+                        *(self._journal.admit(p.group, p.journal_domain, p.seed) for p in [f.prompt for f in fresh])
+                    )
+                    self._open(tasks, fresh, version())
+                elif not self._attempts.closed and not self._drops:
                     # Nothing is awaited since they were looked at: no close and no drop can fall between.
                     self._freed.clear()
                     await self._freed.wait()
             self._groups.cancel_all(AbortReason.SHUTDOWN)
+        self._cancellations.report(version())
         await self._write_drops()
 
     def close(self) -> None:
-        """Training is over: nothing more is admitted."""
-        self._closed = True
+        """Training is over: nothing more is admitted, and surplus groups end."""
+        self._attempts.closed = True
+        if self._redundant.by_groups:
+            for group_id, (domain, _) in list(self._slots.held.items()):
+                self._buffer.discard(GroupId(group_id))
+                self._surplus(GroupId(group_id), self._domains[domain])
         self._freed.set()
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
@@ -127,6 +147,7 @@ class Scheduler:
         self._groups.published(version, self._rules.judged)
         self._evict(version)
         self._buffer.published()
+        self._cancellations.report(version)
         self._freed.set()
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
@@ -145,8 +166,8 @@ class Scheduler:
         """Returns when weights may change: at once, or when no trajectory is under way (whole batches end under the
         weights that they began with)."""
         while not self._rules.may_publish(running=self._groups.live()):
-            self._quiet.clear()
-            await self._quiet.wait()
+            self._attempts.quiet.clear()
+            await self._attempts.quiet.wait()
 
     def outstanding(self) -> Mapping[str, int]:
         """Samples per domain that hold a slot: running, waiting in the buffer, or in training."""
@@ -163,25 +184,68 @@ class Scheduler:
             domain = self._domains[group.domain]
             self._drop_event(group.id, domain, AbortReason.STALE, f"waited in the buffer past v{version}")
 
-    def _remaining(self) -> dict[str, int]:
-        """Samples per domain that the run may still start: the last step needs no more than its batch."""
-        return {
-            d.name: self._settings.steps * d.quota
-            - self._progress.consumed[d.name]
-            - self._slots.outstanding.get(d.name, 0)
-            for d in self._domains.values()
-        }
+    def _remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
+        """Samples per domain that the run may still start: the last step needs no more than its batch, and what is
+        redundant there."""
+        found = dict.fromkeys(self._domains, 0)
+        for name, domain in self._domains.items():
+            needed = self._settings.steps * domain.quota - self._progress.consumed[name]
+            if needed > 0:
+                found[name] = needed + extra.get(name, 0) - self._slots.outstanding.get(name, 0)
+        return found
 
-    def _reserve(self) -> list[tuple[GroupId, Domain, int]]:
-        """Take slots for every group that may start now: its id, domain and seed."""
+    def _reserve(self) -> list[Launch]:
+        """Take slots for every group that may start now."""
+        if self._rounds is not None:
+            return self._next_round(self._rounds)
+        extra = self._redundant.slots(self._slots.ready, self._domains, batches=not self._rules.windowed)
         fresh = []
-        while (name := self._window.next_domain(self._slots.ahead, self._remaining())) is not None:
-            domain, index = self._domains[name], self._progress.drawn[name]
-            self._progress.drawn[name] = index + 1
-            group_id = GroupId(f"{name}-{index}")
-            self._slots.admit(group_id, name, domain.group_size)
-            fresh.append((group_id, domain, training_seed(self._settings.seed, name, index)))
+        members = {name: d.group_size + self._redundant.extra(d).members for name, d in self._domains.items()}
+        while (name := self._window.next_domain(self._slots.ahead, self._remaining(extra), extra)) is not None:
+            domain = self._domains[name]
+            (prompt,) = self._draw(domain, 1)
+            self._slots.admit(prompt.group, name, domain.group_size)
+            fresh.append(Launch(prompt, members[name]))
         return fresh
+
+    def _next_round(self, rounds: Rounds) -> list[Launch]:
+        """The next round of tail batching once the last batch is trained; until then, what takes a lost one's place."""
+        fresh, rounds.replacements = rounds.replacements, []
+        left = {n: v // self._domains[n].group_size for n, v in self._remaining({}).items()}
+        if not fresh and any(left.values()) and not any(self._slots.outstanding.values()):
+            fresh = rounds.begin(left)
+            self._event("tail_round", rounds.kind, number=rounds.number, prompts=len(fresh), deferred=rounds.deferred())
+        for launch in fresh:
+            domain = launch.prompt.domain
+            self._slots.admit(launch.prompt.group, domain.name, domain.group_size)
+        return fresh
+
+    def _draw(self, domain: Domain, count: int) -> list[Prompt]:
+        """The domain's next prompts."""
+        first = self._progress.drawn[domain.name]
+        self._progress.drawn[domain.name] = first + count
+        return [
+            Prompt(f"{domain.name}-{i}", domain, training_seed(self._settings.seed, domain.name, i))
+            for i in range(first, first + count)
+        ]
+
+    def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[Launch], version: int) -> None:
+        """Run groups that hold slots. One that lost them while it was written down is not wanted any more; so is one
+        that the samples of another, kept over a crash, make surplus."""
+        opened = []
+        for launch in launches:
+            prompt = launch.prompt
+            if prompt.group in self._slots.held:
+                opened.append((launch, self._groups.open(prompt.group, prompt.domain, prompt.seed)))
+        for launch, run in opened:
+            for sample in launch.samples:
+                member = member_index(sample.id)
+                fits = member not in run.samples and not self._bound.stale(sample.v0, version)
+                if fits and self._groups.holds(run):
+                    self._groups.finish(run, member, sample)
+        for launch, run in opened:
+            if self._groups.holds(run):
+                self._start(tasks, run, [m for m in range(launch.members) if m not in run.samples])
 
     async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
         """Continue a crashed run: complete groups go to the buffer, incomplete ones run their missing members."""
@@ -191,151 +255,93 @@ class Scheduler:
         by_group: dict[str, list[TrainSample]] = {}
         for sample in recovered.samples:
             by_group.setdefault(sample.group, []).append(sample)
-        for group_id, name, seed in recovered.pending:
+        pending = []
+        for group_id, counted, seed in recovered.pending:
+            name = counted.removesuffix(AGAIN)
             if name not in self._domains:
                 raise SpecError(
                     f"the run to resume has unfinished groups of domain '{name}', which the spec no longer has",
                     remedy="resume without renaming or removing domains",
                 )
-            domain = self._domains[name]
-            self._slots.admit(group_id, name, domain.group_size)
-            run = self._groups.open(GroupId(group_id), domain, seed)
-            for sample in by_group.get(group_id, []):
-                member = member_index(sample.id)
-                if member not in run.samples and not self._bound.stale(sample.v0, version):
-                    self._groups.finish(run, member, sample)
-            self._start(tasks, run, [m for m in range(domain.group_size) if m not in run.samples])
+            pending.append((group_id, self._domains[name], seed))
+        if self._rounds is not None:
+            self._drops += [(g, str(AbortReason.DEFERRED)) for g in self._rounds.resume(pending, recovered.samples)]
+            return
+        launches = []
+        for group_id, domain, seed in pending:
+            self._slots.admit(group_id, domain.name, domain.group_size)
+            members = domain.group_size + self._redundant.extra(domain).members
+            launches.append(Launch(Prompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ()))))
+        self._open(tasks, launches, version)
 
     def _start(self, tasks: asyncio.TaskGroup, run: GroupRun, members: Sequence[int]) -> None:
+        run.trying.update(members)
         for member in members:
             name = f"{run.id}.{member}"
-            run.tasks[member] = tasks.create_task(self._member(run, member), name=name)
+            run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
 
-    async def _member(self, run: GroupRun, member: int) -> None:
-        try:
-            await self._attempts(run, member)
-        finally:
-            self._groups.ended(run)
+    def _completed(self, run: GroupRun) -> None:
+        """A group has its samples. What is surplus by that ends, in a schedule of whole batches."""
+        self._buffer.add(run.whole())
+        self._slots.complete(run.id)
+        self._cancellations.kept(run)
+        if self._rounds is not None:
+            self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
+        elif self._redundant.by_groups and self._full(run.domain):
+            for group_id in self._slots.incomplete(run.domain.name):
+                self._surplus(GroupId(group_id), run.domain)
+        self._attempts.quiet.set()
 
-    async def _attempts(self, run: GroupRun, member: int) -> None:
-        """Attempts of one member until it is scored or its group is gone."""
-        attempt = 0
-        while not self._closed:
-            attempt += 1
-            live = self._live(run, member, attempt)
-            run.live[member] = live
-            try:
-                sample = await self._attempt(live)
-                run.live.pop(member, None)
-                await self._journal.finish(sample)
-                self._settle(run, member, sample, live)
-                return
-            except Aborted as aborted:
-                # An environment may turn our cancellation into an error of its own: it was ours all the same.
-                reason, detail = (aborted.reason, aborted.detail) if live.abort is None else (live.abort, "")
-            except asyncio.CancelledError:
-                if live.abort is None:
-                    raise
-                reason, detail = live.abort, ""
-            if live.abort is not None:
-                _uncancel()
-            run.live.pop(member, None)
-            self._charge(live, str(reason), None)
-            self.faults.ended(reason, detail)
-            if reason is AbortReason.INFRA_FAULT:
-                self._event("infra_fault", live.id, detail=detail, attempt=attempt)
-                self.faults.check()
-            if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self._closed:
-                return
-            if not self._groups.fail(run, member, reason, detail):
-                return
+    def _full(self, domain: Domain) -> bool:
+        """Whether the domain's part of a whole batch is complete. In a window of groups nothing is ever surplus."""
+        return not self._rules.windowed and self._slots.ready[domain.name] >= domain.quota
 
-    async def _attempt(self, live: Live) -> TrainSample:
-        self._stage.join()
-        self.rolling.begin(live)
-        try:
-            trajectory = await self._runner.run(live)
-            await self._stage.turn()
-            self.rolling.ask(live, asyncio.get_running_loop().time())
-            return await self._rewarding.score(trajectory)
-        finally:
-            self.rolling.leave(live)
-            self._stage.leave()
-            self._quiet.set()
+    def _surplus(self, group_id: GroupId, domain: Domain) -> None:
+        """The batch is full without this group."""
+        if (run := self._groups.get(group_id)) is not None:
+            self._groups.dismiss(run, AbortReason.REDUNDANT)
+            self._cancellations.dropped(run)
+        self._release(group_id, AbortReason.REDUNDANT)
+        self._event("group_redundant", group_id, domain=domain.name)
 
-    def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
-        """The sample is durable: it counts, unless its group was dropped or a publish made it stale meanwhile."""
-        self.faults.ended(None)
-        if not self._groups.holds(run):
-            self._charge(live, str(AbortReason.GROUP_DROPPED), sample)
-            return
-        if self._runner.stale(sample.v0):
-            raise Aborted(AbortReason.STALE, "scored after its bound")
-        self._charge(live, "finished", sample)
-        self._groups.finish(run, member, sample)
-        self._freed.set()
-
-    def _live(self, run: GroupRun, member: int, attempt: int) -> Live:
-        suffix = "" if attempt == 1 else f"r{attempt}"
-        return Live(
-            id=TrajectoryId(f"{run.id}.{member}{suffix}"),
-            group=run.id,
-            domain=run.domain,
-            seed=run.seed,
-            purpose=Purpose.TRAIN,
-            run_seed=self._settings.seed,
-            started=asyncio.get_running_loop().time(),
-        )
+    def _defer(self, rounds: Rounds, prompts: Sequence[Prompt]) -> None:
+        """Their launch ends; they wait for a later round, as groups of their own."""
+        for prompt in prompts:
+            old = prompt.group
+            if (run := self._groups.get(old)) is not None:
+                self._groups.dismiss(run, AbortReason.DEFERRED)
+            if old not in self._slots.held:  # it was to replace a lost one, and never began
+                rounds.replacements = [r for r in rounds.replacements if r.prompt is not prompt]
+                self._again.append((old, prompt.journal_domain, prompt.seed))
+                self._slots.admit(old, prompt.domain.name, prompt.domain.group_size)
+            prompt.launch += 1
+            self._again.append((prompt.group, prompt.journal_domain, prompt.seed))
+            self._release(old, AbortReason.DEFERRED)
+            self._event("group_deferred", old, domain=prompt.domain.name, next=prompt.group)
 
     def _dropped(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
         self._drop_event(run.id, run.domain, reason, detail)
+        if self._rounds is not None:
+            self._defer(self._rounds, self._rounds.dropped(self._rounds.prompt(run.id)))
 
     def _drop_event(self, group_id: GroupId, domain: Domain, reason: AbortReason, detail: str) -> None:
+        self._release(group_id, reason)
+        self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
+
+    def _release(self, group_id: GroupId, reason: AbortReason) -> None:
         self._slots.release(group_id)
         self._drops.append((group_id, str(reason)))
-        self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
         self._freed.set()
 
     async def _write_drops(self) -> None:
+        """What is put off is admitted anew before its old launch goes: a crash between the two loses nothing."""
         drops, self._drops = self._drops, []
+        again, self._again = self._again, []
+        await asyncio.gather(*(self._journal.admit(*group) for group in again))
         await asyncio.gather(*(self._journal.drop(group_id, reason) for group_id, reason in drops))
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
-
-    def _charge(self, live: Live, outcome: str, sample: TrainSample | None) -> None:
-        if sample is None:
-            charge(self._recorder, live, outcome, None, None)
-        else:
-            charge(self._recorder, live, outcome, sample.score, sample.success)
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    task.uncancel()
-
-
-def charge(recorder: Recorder, live: Live, outcome: str, score: float | None, success: bool | None) -> None:
-    """One ledger row for a trajectory that ended, whatever became of it."""
-    recorder.charge(
-        live.id,
-        domain=live.domain.name,
-        outcome=outcome,
-        v0=-1 if live.begun is None else live.begun,
-        engine_seconds=live.engine_seconds,
-        turns=len(live.turns),
-        prompt_tokens=live.prompt_tokens,
-        action_tokens=live.action_tokens,
-        success=success,
-        score=score,
-        purpose=str(live.purpose),
-        t0=live.started,
-        t1=asyncio.get_running_loop().time(),
-        first_tokens=len(live.segments[0].token_ids) if live.segments else 0,
-        reset_s=live.reset_seconds,
-        env_s=live.env_seconds,
-    )
 
 
 def member_index(sample: TrajectoryId) -> int:

@@ -1,10 +1,15 @@
-"""The training loop: take a batch, train it, publish it. One step at a time, beside the rollouts."""
+"""The training loop: take a batch, train it, publish it. One step at a time, beside the rollouts.
+
+Where the trainer streams, the batch is taken group by group and its gradient accumulated while the rest of it is still
+rolled out; what is left when the last group comes is that group's share and the update.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 from rollart.errors import LeaseExpired, PartDied, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
@@ -25,7 +30,8 @@ REFUSALS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """One training step, for progress lines and reports. Times are loop seconds."""
+    """One training step, for progress lines and reports. Times are loop seconds: `t0` is when its batch was whole,
+    after `waited_s`; what was accumulated before counts as waiting."""
 
     step: int
     version: int
@@ -36,10 +42,36 @@ class StepDone:
     waited_s: float
 
 
+@dataclass(slots=True)
+class _Streamed:
+    """A batch that grows: its groups so far, and how many of them the trainer has (None: no step is under way there).
+    `since` is when the last of them came."""
+
+    groups: list[Group] = field(default_factory=list)
+    given: int | None = None
+    whole: bool = False
+    finishing: bool = False
+    since: float = 0.0
+    refusals: int = 0
+    empty: int = 0
+
+    def refused(self) -> list[Group]:
+        """The trainer refuses: at the end all of them, before that those which it was just given. They leave."""
+        if self.finishing:
+            self.empty += 1
+            self.given, self.finishing = None, False
+        else:
+            self.refusals += 1
+        gone = self.groups[self.given or 0 :]
+        del self.groups[self.given or 0 :]
+        self.whole = False
+        return gone
+
+
 class Training:
     """Consumes batches from the buffer, produces versions. Waits for a batch (unblocked by rollouts), for the trainer
-    and for the publish. A trainer that dies is restarted by `recover` and the same batch is trained again from the
-    same version: nothing of it was committed, so nothing is trained twice.
+    and for the publish. A trainer that dies is restarted by `recover` and the same batch, or what there is of it, is
+    trained again from the same version: nothing of it was committed, so nothing is trained twice.
     """
 
     def __init__(
@@ -75,7 +107,8 @@ class Training:
         for step in range(first_step, steps):
             waiting = loop.time()
             self._clock.enter(State.IDLE, "waits_for_samples")
-            groups, report, began = await self._train_some(version, step)
+            train = self._stream_some if self._trainer.streams else self._train_some
+            groups, report, began = await train(version, step)
             version += 1
             done = StepDone(step, version, groups, report, began, loop.time(), began - waiting)
             self._on_step(done)
@@ -99,14 +132,71 @@ class Training:
                 self._clock.enter(State.IDLE, "waits_for_samples")
         raise AssertionError("unreachable: the last refusal raises")
 
+    async def _stream_some(self, version: int, step: int) -> tuple[tuple[Group, ...], TrainReport, float]:
+        """The same group by group. Groups that the trainer refuses are dropped, and others take their place; what it
+        refuses at the end is the whole batch."""
+        state, failures = _Streamed(), 0
+        while True:
+            try:
+                if not state.whole and (state.given or 0) == len(state.groups):
+                    await self._grow(state, version, step)
+                await self._feed(state, version, step)
+                if not state.whole:
+                    continue
+                report = await self._finish(state, step)
+                self._clock.enter(State.SYNC)
+                await self._publisher.publish(version + 1, step + 1, state.groups, report.metrics)
+                return tuple(state.groups), report, state.since
+            except TrainerRefused as error:
+                self._on_refused(state.refused(), str(error))
+                if REFUSALS in (state.refusals, state.empty):
+                    raise
+            except (TrainerError, LeaseExpired):
+                failures += 1
+                if failures == self._attempts:
+                    raise
+                state.given = None
+                await self._restart()
+
+    async def _grow(self, state: _Streamed, version: int, step: int) -> None:
+        """Wait for more groups; notes when there are all."""
+        self._clock.enter(State.IDLE, "waits_for_samples")
+        with self._leases.note("training", f"groups for step {step}"):
+            more = await self._buffer.grow(version, state.groups)
+        state.whole = not more
+        if more:
+            state.groups += more
+            state.since = asyncio.get_running_loop().time()
+        else:
+            self._on_taken(state.groups)
+
+    async def _feed(self, state: _Streamed, version: int, step: int) -> None:
+        """Give the trainer what it has not got; all of it, if there is no step under way."""
+        if state.given is None:
+            async with self._lease(step):
+                await self._trainer.begin(version)
+            state.given = 0
+        if fresh := state.groups[state.given :]:
+            async with self._lease(step):
+                await self._trainer.accumulate([s for g in fresh for s in g.samples])
+            state.given, state.refusals = len(state.groups), 0
+
+    async def _finish(self, state: _Streamed, step: int) -> TrainReport:
+        async with self._lease(step):
+            state.finishing = True
+            report = await self._trainer.finish()
+        state.finishing, state.given = False, None
+        return report
+
+    def _lease(self, step: int) -> AbstractAsyncContextManager[object]:
+        self._clock.enter(State.BUSY)
+        return self._leases.hold("training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART)
+
     async def _step(self, groups: Sequence[Group], version: int, step: int) -> TrainReport:
         samples = [s for g in groups for s in g.samples]
         for attempt in range(1, self._attempts + 1):
             try:
-                self._clock.enter(State.BUSY)
-                async with self._leases.hold(
-                    "training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART
-                ):
+                async with self._lease(step):
                     report = await self._trainer.train(samples, version)
                 self._clock.enter(State.SYNC)
                 await self._publisher.publish(version + 1, step + 1, groups, report.metrics)

@@ -12,8 +12,10 @@ from rollart.fleet import EngineKind, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
+from rollart.policy.redundancy import Redundancy
 from rollart.policy.routing import Router
 from rollart.policy.schedules import SCHEDULES
+from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -58,6 +60,8 @@ class SimulatedRun:
     max_attempts: int = 3
     max_fault_rate: float = 1.0
     token_budget: int | None = None
+    redundancy: Redundancy = field(default_factory=Redundancy)
+    tail: TailSettings | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     router: Router = field(default_factory=Router)
@@ -122,6 +126,8 @@ class SimulatedRun:
             rules=SCHEDULES[self.schedule](self.alpha),
             max_attempts=self.max_attempts,
             max_fault_rate=self.max_fault_rate,
+            redundancy=self.redundancy,
+            tail=self.tail,
         )
         return ControlSettings(
             schedule,

@@ -53,15 +53,26 @@ class TrainerSpeed:
 class ModelledTrainer:
     """Implements `ports.Trainer`; a sample's tokens are masses. One call at a time.
 
-    A publish takes `publish_s` and, with a `transfer`, its push. `fail` breaks the call that is under way and all that
-    follow, with `TrainerError`, until `restore`.
+    With `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push. `fail`
+    breaks the call that is under way and all that follow, with `TrainerError`, until `restore`.
     """
 
-    def __init__(self, speed: TrainerSpeed, *, transfer: WeightTransfer | None = None, publish_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        speed: TrainerSpeed,
+        *,
+        transfer: WeightTransfer | None = None,
+        publish_s: float = 0.0,
+        streams: bool = False,
+    ) -> None:
+        if streams and speed.epochs > 1:
+            raise ValueError(f"{speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
         self.speed = speed
         self._transfer = transfer
         self._publish_s = publish_s
         self._dead = False
+        self.streams = streams
+        self._open: list[TrainSample] | None = None
         self._under_way: asyncio.Future[None] | None = None
         self.busy_s = 0.0
         self.trained_tokens = 0
@@ -75,6 +86,24 @@ class ModelledTrainer:
         self.trained_tokens += tokens
         self.steps += 1
         return TrainReport(tokens, seconds, {})
+
+    async def begin(self, version: int) -> None:
+        self._open = []
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        """The pass over these; the step's own time is `finish`'s."""
+        held = self._begun()
+        await self._work(self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
+        held.extend(samples)
+
+    async def finish(self) -> TrainReport:
+        samples = self._begun()
+        await self._work(self.speed.seconds_per_step)
+        self._open = None
+        tokens = sum(map(sampled_mass, samples))
+        self.trained_tokens += tokens
+        self.steps += 1
+        return TrainReport(tokens, self.speed.step_s([mass_of(s.token_ids) for s in samples]), {})
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         seconds = batches * self.speed.step_s([mass_of(s.token_ids) for s in samples])
@@ -93,6 +122,7 @@ class ModelledTrainer:
 
     async def restore(self, weights: WeightsRef) -> None:
         self._dead = False
+        self._open = None
 
     @property
     def fail(self) -> bool:
@@ -101,8 +131,14 @@ class ModelledTrainer:
     @fail.setter
     def fail(self, dead: bool) -> None:
         self._dead = dead
+        self._open = None if dead else self._open
         if dead and self._under_way is not None and not self._under_way.done():
             self._under_way.set_exception(TrainerError("the trainer died"))
+
+    def _begun(self) -> list[TrainSample]:
+        if self._open is None:
+            raise TrainerError("no step was begun")
+        return self._open
 
     async def _work(self, seconds: float) -> None:
         if self._dead:

@@ -218,25 +218,60 @@ class SimulatedRewarder:
 
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """Takes `seconds(rng)` a step and remembers every batch, for tests of what was trained under which version."""
+    """Takes `seconds(rng)` a step and remembers every batch, for tests of what was trained under which version.
+
+    With `streams` each call of a step takes `seconds(rng)`, a failure drops what was accumulated, and a call out of
+    order is a `TrainerError`. `fail_steps` and `refuse_steps` count calls that train: `train`, `accumulate`, `finish`.
+    """
 
     seed: int = 0
     seconds: Callable[[random.Random], float] | None = None
     fail_steps: frozenset[int] = frozenset()
     refuse_steps: frozenset[int] = frozenset()
     batches: list[tuple[int, tuple[TrainSample, ...]]] = field(default_factory=list)
+    streams: bool = False
+    accumulated: list[int] = field(default_factory=list)
+    """Samples of every portion that was accumulated, in the order of calls."""
     _calls: int = 0
+    _open: tuple[int, list[TrainSample]] | None = None
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
+        await self._work()
+        self.batches.append((version, tuple(samples)))
+        return TrainReport(sum(map(sum, (s.loss_mask for s in samples))), 0.0, {})
+
+    async def begin(self, version: int) -> None:
+        self._open = (version, [])
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        _, held = self._begun()
+        await self._work()
+        if {s.id for s in held} & {s.id for s in samples}:
+            raise TrainerRefused("a sample is in this step already")
+        held.extend(samples)
+        self.accumulated.append(len(samples))
+
+    async def finish(self) -> TrainReport:
+        version, samples = self._begun()
+        await self._work()
+        self._open = None
+        self.batches.append((version, tuple(samples)))
+        return TrainReport(sum(map(sum, (s.loss_mask for s in samples))), 0.0, {})
+
+    def _begun(self) -> tuple[int, list[TrainSample]]:
+        if self._open is None:
+            raise TrainerError("no step was begun")
+        return self._open
+
+    async def _work(self) -> None:
         self._calls += 1
         if self.seconds is not None:
             await asyncio.sleep(self.seconds(random.Random(f"{self.seed}:{self._calls}")))
         if self._calls in self.fail_steps:
+            self._open = None
             raise TrainerError("the simulated trainer died")
         if self._calls in self.refuse_steps:
             raise TrainerRefused("the simulated trainer will not have it")
-        self.batches.append((version, tuple(samples)))
-        return TrainReport(sum(map(sum, (s.loss_mask for s in samples))), 0.0, {})
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         return TrainReport(0, 0.0, {})
@@ -245,10 +280,12 @@ class SimulatedTrainer:
         return [s.logprobs for s in samples]
 
     async def publish(self, version: int) -> WeightsRef:
+        if self._open is not None:
+            raise TrainerError("a step was begun and is not finished")
         return WeightsRef(version, f"v{version:06d}")
 
     async def restore(self, weights: WeightsRef) -> None:
-        return None
+        self._open = None
 
 
 class MemoryWeights:

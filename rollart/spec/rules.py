@@ -35,9 +35,11 @@ class _Named(Protocol):
 def run_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of a run spec, in file order."""
     problems = [
-        *_model(run), *_schedule(run), *_unique("domains", run.domains), *_unique("functions", run.functions),
-        *_functions(run), *_rewards(run), *_turns(run), *_profiles(run),
+        *_model(run), *_schedule(run), *_rollout(run),
+        *_unique("domains", run.domains), *_unique("functions", run.functions), *_functions(run),
+        *_rewards(run), *_turns(run), *_profiles(run),
         *_quota_rules(run), *_warm_start(run), *_temperatures(run), *_affinity(run), *_objective(run),
+        *_stream(run),
     ]  # fmt: skip
     if not problems:
         try:
@@ -108,6 +110,38 @@ def _schedule(run: RunSpec) -> Iterable[Problem]:
         yield Problem(
             ("staleness",),
             f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)",
+        )
+
+
+def _rollout(run: RunSpec) -> Iterable[Problem]:
+    tail, redundancy = run.rollout.tail_batching, run.rollout.redundancy
+    largest = max(d.group_size for d in run.domains)
+    if redundancy.size > 1 and int(largest * redundancy.size + 1e-9) == largest:
+        yield Problem(
+            ("rollout", "redundancy", "size"),
+            f"rollout.redundancy.size is {redundancy.size:g} (rule: at least {1 + 1 / largest:g} with groups of "
+            f"{largest}, or 1: members are whole)",
+        )
+    if tail is None:
+        return
+    place = ("rollout", "tail_batching")
+    if run.schedule not in ("sync", "sync_plus"):
+        yield Problem(
+            place,
+            f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
+            "rounds are steps)",
+        )
+    if max(redundancy.groups, redundancy.size) > 1:
+        yield Problem(
+            place,
+            "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
+            "than is needed by itself)",
+        )
+    if run.batch.tokens is not None:
+        yield Problem(
+            place,
+            f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
+            "that ends it, so its batch has no token budget)",
         )
 
 
@@ -275,6 +309,22 @@ def _warm_start(run: RunSpec) -> Iterable[Problem]:
             yield Problem(
                 ("warm_start", "domains", i),
                 f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})",
+            )
+
+
+def _stream(run: RunSpec) -> Iterable[Problem]:
+    """A streamed step makes one update of one pass, with advantages that do not wait for the whole batch."""
+    if not run.training.stream:
+        return
+    for name in ("epochs", "minibatches"):
+        if (count := getattr(run.training, name)) > 1:
+            yield Problem(("training", name), f"training.{name} is {count} (rule: 1 with training.stream)")
+    for i, domain in enumerate(run.domains):
+        if domain.advantage.baseline == "domain":
+            yield Problem(
+                ("domains", i, "advantage", "baseline"),
+                f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch "
+                "(rule: group or none with training.stream)",
             )
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rollart.spec.base import Entry, Name
 from rollart.spec.placement import PlacementSpec
+from rollart.spec.rollout import RolloutSpec
 from rollart.spec.run_parts import (
     BatchSpec,
     BudgetSpec,
@@ -47,6 +48,9 @@ class RunSpec(Entry):
         le=MAX_STALENESS,
         description="Largest number of versions between a trajectory's first token and the step that trains on it "
         "(α). 0 under `sync` and `sync_plus`, 1 under `one_off`.",
+    )
+    rollout: RolloutSpec = Field(
+        default_factory=RolloutSpec, description="Redundant environments and tail batching (docs/schedules.md)."
     )
     steps: int = Field(default=100, ge=0, description="Training steps; each publishes one policy version.")
     batch: BatchSpec = Field(default_factory=BatchSpec, description="What one training step consumes.")

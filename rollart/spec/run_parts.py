@@ -224,6 +224,11 @@ class TrainingSpec(Entry):
     epochs: int = Field(default=1, ge=1, le=1000, description="Passes over a batch.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass.")
     max_tokens_per_microbatch: int = Field(default=16_384, ge=1, description="Padded tokens per forward pass.")
+    stream: bool = Field(
+        default=False,
+        description="Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs "
+        "`epochs` and `minibatches` 1 and no advantage with `baseline: domain`.",
+    )
     domain_balance: Literal["tokens", "domains"] = Field(
         default="tokens",
         description="tokens: every token has the same weight; domains: every domain has the same total weight.",

@@ -24,7 +24,17 @@ import numpy as np
 from rollart.train.batch import Batch, BoolArray, FloatArray, IntArray
 from rollart.train.config import AdvantageConfig, DomainConfig
 
-__all__ = ["MIN_STD", "advantages", "batch_advantages", "credit_units", "returns_to_go", "unit_baseline"]
+__all__ = [
+    "MIN_STD",
+    "advantages",
+    "batch_advantages",
+    "centred",
+    "credit_units",
+    "known",
+    "returns_to_go",
+    "spread",
+    "unit_baseline",
+]
 
 MIN_STD = 1e-6
 """A smaller spread counts as none: dividing rounding noise by it would invent a signal."""
@@ -35,13 +45,11 @@ def batch_advantages(batch: Batch, domains: Mapping[str, DomainConfig]) -> Float
     out = np.zeros(len(batch.loss), np.float64)
     at, owner = batch.loss.position, batch.loss.sample
     for index, name in enumerate(batch.domains):
-        if name not in domains:
-            known = ", ".join(sorted(domains)) or "none"
-            raise ValueError(f"domain {name!r} is not configured, the trainer knows {known}")
+        config = known(domains, name)
         pick = np.flatnonzero(batch.domain[owner] == index)
         if len(pick):
             out[pick] = advantages(
-                domains[name].advantage, sample=owner[pick], turn=batch.turn[at[pick]],
+                config.advantage, sample=owner[pick], turn=batch.turn[at[pick]],
                 rewards=batch.rewards[at[pick]], group=batch.group,
             )  # fmt: skip
     return out
@@ -51,6 +59,28 @@ def advantages(
     config: AdvantageConfig, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
 ) -> FloatArray:
     """Advantages [N] of one domain's loss tokens. `sample` [N] ascends; `group` is indexed by sample."""
+    picked, units = centred(config, sample=sample, turn=turn, rewards=rewards, group=group)
+    return picked / spread(units) if config.normalize else picked
+
+
+def known(domains: Mapping[str, DomainConfig], name: str) -> DomainConfig:
+    """`ValueError` for a domain that is not configured."""
+    if name not in domains:
+        listed = ", ".join(sorted(domains)) or "none"
+        raise ValueError(f"domain {name!r} is not configured, the trainer knows {listed}")
+    return domains[name]
+
+
+def spread(units: FloatArray) -> float:
+    """What `normalize` divides by: the standard deviation over a domain's units [U], 1 if it is next to nothing."""
+    std = float(units.std())
+    return std if std > MIN_STD else 1.0
+
+
+def centred(
+    config: AdvantageConfig, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
+) -> tuple[FloatArray, FloatArray]:
+    """Advantages before `normalize`: of each loss token [N], and of each credit unit [U]."""
     unit = credit_units(config.level, sample, turn)
     present, row = np.unique(sample, return_inverse=True)
     reward = np.zeros((len(present), int(unit.max()) + 1), np.float64)
@@ -64,11 +94,8 @@ def advantages(
         value = value - mean
         if config.group_std:
             value = np.where(std > MIN_STD, value / np.maximum(std, MIN_STD), 0.0)
-    if config.normalize:
-        spread = float(value[reached].std())
-        value = value / spread if spread > MIN_STD else value
     picked: FloatArray = value[row, unit]
-    return picked
+    return picked, value[reached]
 
 
 def credit_units(level: str, sample: IntArray, turn: IntArray) -> IntArray:

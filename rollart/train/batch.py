@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Batch", "BoolArray", "FloatArray", "IntArray", "LegalSets", "LossTokens", "decode"]
+__all__ = ["Batch", "BoolArray", "FloatArray", "IntArray", "LegalSets", "LossTokens", "decode", "select"]
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
@@ -98,6 +98,22 @@ def decode(wire: Mapping[str, Any], vocab_size: int) -> Batch:
         raise ValueError(f"malformed samples: {error!r}") from error
     _check(batch, vocab_size)
     return batch
+
+
+def select(batch: Batch, samples: IntArray) -> Batch:
+    """Some samples alone, in the order given, as if they had been sent so: with their own legal sets and no others'."""
+    pick = np.concatenate([np.arange(batch.offsets[s], batch.offsets[s + 1]) for s in samples])
+    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(batch.lengths[samples])))
+    used = np.unique(np.append(batch.legal[pick], 0))
+    widest = int(batch.sets.valid[used].sum(1).max())
+    sets = LegalSets(batch.sets.ids[used, :widest], batch.sets.valid[used, :widest])
+    legal, tokens, mask = np.searchsorted(used, batch.legal[pick]), batch.tokens[pick], batch.mask[pick]
+    return Batch(
+        ids=tuple(batch.ids[s] for s in samples), domains=batch.domains, domain=batch.domain[samples],
+        group=batch.group[samples], offsets=offsets, score=batch.score[samples], tokens=tokens, mask=mask,
+        logprobs=batch.logprobs[pick], versions=batch.versions[pick], turn=batch.turn[pick],
+        rewards=batch.rewards[pick], legal=legal, sets=sets, loss=_loss_tokens(mask, offsets, tokens, legal, sets),
+    )  # fmt: skip
 
 
 def _unpack(wire: Mapping[str, Any]) -> Batch:

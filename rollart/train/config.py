@@ -30,12 +30,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The policy: a Hugging Face directory (`path`), or a fresh one made from a config dict (`init`) and `seed`."""
+    """The policy: a Hugging Face directory (`path`), or a fresh one made from a config dict (`init`) and `seed`.
+
+    `dtype` of its weights and of everything that is computed with them; engines read versions of either."""
 
     path: str | None = None
     init: dict[str, Any] | None = None
     seed: int = 0
     attention: Literal["sdpa", "eager"] = "sdpa"
+    dtype: Literal["float32", "float64"] = "float32"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.init is None):
@@ -129,6 +132,8 @@ class TrainerConfig:
     `tokenizer` is a `tokenizer.json` or a directory with one; it is copied into every published version.
     `max_tokens_per_microbatch` counts padded tokens. On a CPU 1,000 to 4,000 cost the same; 8,000 at once cost 20–50 %
     more (caches, page faults). A GPU wants as many as its memory holds.
+    `stream` takes a step's gradient group by group (`stream.py`), in `train` as well: one update per step, and no
+    advantage that is measured against the whole batch.
     `durable` fsyncs a published version before it becomes visible.
     """
 
@@ -142,6 +147,7 @@ class TrainerConfig:
     imitation: ImitationConfig = field(default_factory=ImitationConfig)
     epochs: int = 1
     minibatches: int = 1
+    stream: bool = False
     max_tokens_per_microbatch: int = 2048
     temperature: float = 1.0
     threads: int = 1
@@ -154,6 +160,21 @@ class TrainerConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy has no log-probabilities")
+        if self.stream:
+            self._streams()
+
+    def _streams(self) -> None:
+        if self.epochs > 1 or self.minibatches > 1:
+            raise ValueError(
+                f"stream makes one update of one pass, got epochs {self.epochs} and minibatches {self.minibatches}: "
+                "set both to 1, or stream to false"
+            )
+        for name, domain in self.domains.items():
+            if domain.advantage.baseline == "domain":
+                raise ValueError(
+                    f"stream: domain {name!r} has the advantage baseline 'domain', a mean that is known only with the "
+                    "whole batch: use 'group' or 'none', or set stream to false"
+                )
 
 
 def load_config(path: str | Path) -> TrainerConfig:

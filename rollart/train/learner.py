@@ -1,4 +1,5 @@
 """The learner: model, optimizer and counters, and the three things that are done with them (train, imitate, score).
+A step is trained in one call, or streamed: begin, accumulate as often as groups finish, finish.
 
 Deterministic: shuffles are drawn from (seed, what, how many calls before), so a learner that is restored from a
 published version goes on bit for bit like one that was never stopped. Not thread-safe; its owner runs one call at a
@@ -22,9 +23,11 @@ from rollart.model import TrainReport
 from rollart.train.advantages import batch_advantages
 from rollart.train.batch import Batch, FloatArray, IntArray
 from rollart.train.config import TrainerConfig
-from rollart.train.losses import kl_estimate, policy_loss, token_weights
-from rollart.train.microbatch import MicroBatch, build, plan
+from rollart.train.losses import policy_loss, statistics, token_weights
+from rollart.train.meter import Meter
+from rollart.train.microbatch import build, plan
 from rollart.train.policy import ActionTensors, Policy, load_model
+from rollart.train.stream import Accumulation
 
 __all__ = ["Counters", "Learner"]
 
@@ -48,7 +51,8 @@ class Counters:
 
 
 class Learner:
-    """Owns the weights. `train` and `imitate` change them, `logprobs` does not.
+    """Owns the weights. `train`, `finish` and `imitate` change them, nothing else does. What was accumulated is dropped
+    by `abort` and by whatever begins anew, and leaves no trace.
 
     Imitation has an optimizer of its own, kept from one `imitate` to the next and dropped at the first `train`: the
     moments of one objective mean nothing to the other.
@@ -61,6 +65,7 @@ class Learner:
         self.counters = Counters()
         self.optimizers: dict[str, torch.optim.AdamW] = {}
         self._parameters = list(self.policy.model.parameters())
+        self._open: Accumulation | None = None
 
     def train(self, batch: Batch, version: int) -> TrainReport:
         """All epochs and mini-batches of one step. `ValueError` for samples that cannot be trained on (weights
@@ -68,6 +73,10 @@ class Learner:
 
         Of the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update: rounding
         (1e-6) for fresh samples if engine and trainer agree, staleness otherwise."""
+        if self.config.stream:
+            self.begin(version)
+            self.accumulate(batch)
+            return self.finish()
         started, cpu = time.perf_counter(), time.thread_time()
         used, alive = _with_loss(batch)
         advantage = batch_advantages(batch, self.config.domains)
@@ -84,9 +93,7 @@ class Learner:
         self.optimizers.pop("imitation", None)
         optimizer = self._optimizer("policy", self.config.optimizer.lr)
         for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
-            scale = self._warmup() * self._decay(version)
-            for group in optimizer.param_groups:
-                group["lr"] = self.config.optimizer.lr * scale
+            self._set_rate(optimizer, version)
             self._update(optimizer, job, part)
             self.counters.updates += 1
             gap = job.meter.mean("behaviour_gap") if gap is None else gap
@@ -98,6 +105,56 @@ class Learner:
             "cpu_seconds": time.thread_time() - cpu,
         }
         return TrainReport(len(batch.loss), time.perf_counter() - started, metrics)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a step was begun and neither finished nor dropped."""
+        return self._open is not None
+
+    def begin(self, version: int) -> None:
+        """Start a streamed step from `version`. `ValueError` if the config does not stream."""
+        if not self.config.stream:
+            raise ValueError("the trainer was not configured to stream: set stream in its config (training.stream)")
+        self._open = Accumulation(self.policy, self.config, self._parameters, version)
+
+    def accumulate(self, batch: Batch) -> int:
+        """Add the gradient of some whole groups; the loss tokens so far. `ValueError` for samples that cannot be
+        trained on: then none of them was added and the step goes on. After any other error the step is dropped."""
+        step = self._begun()
+        try:
+            step.add(batch)
+        except ValueError:
+            raise
+        except BaseException:
+            self._open = None
+            raise
+        return step.tokens
+
+    def finish(self) -> TrainReport:
+        """One update with the gradient of all that was accumulated, bit for bit what `train` does with the same samples
+        in any order. Errors as `train`; the step is over whatever happens."""
+        step, self._open = self._begun(), None
+        started, cpu = time.perf_counter(), time.thread_time()
+        gradient, loss = step.gradient()
+        self.optimizers.pop("imitation", None)
+        optimizer = self._optimizer("policy", self.config.optimizer.lr)
+        self._set_rate(optimizer, step.version)
+        for parameter, own in zip(self._parameters, gradient, strict=True):
+            parameter.grad = own
+        step.meter.update(self._step(optimizer), loss)
+        self.counters.updates += 1
+        self.counters.train_calls += 1
+        metrics = step.meter.metrics() | step.metrics()
+        metrics |= {
+            "lr": optimizer.param_groups[0]["lr"],
+            "cpu_seconds": step.cpu_seconds + time.thread_time() - cpu,
+            "exposed_seconds": time.perf_counter() - started,
+        }
+        return TrainReport(step.tokens, step.seconds + time.perf_counter() - started, metrics)
+
+    def abort(self) -> None:
+        """Drop a step that was begun; weights, optimizer and counters never knew of it."""
+        self._open = None
 
     def imitate(self, batch: Batch, batches: int) -> TrainReport:
         """Cross-entropy on the masked tokens: `batches` mini-batches, the samples reshuffled whenever they run out.
@@ -138,9 +195,9 @@ class Learner:
         return self._optimizer(name, self.config.optimizer.lr if name == "policy" else self.config.imitation.lr)
 
     def _policy_objective(self, batch: Batch, used: IntArray, advantage: FloatArray) -> Objective:
-        device, config = self.policy.device, self.config.loss
-        behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).float().to(device)
-        credit = torch.from_numpy(advantage).float().to(device)
+        device, dtype, config = self.policy.device, self.policy.dtype, self.config.loss
+        behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(device, dtype)
+        credit = torch.from_numpy(advantage).to(device, dtype)
         proximal = self._score(batch, used) if config.kind == "decoupled" else None
 
         def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -150,14 +207,9 @@ class Learner:
                 config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=near
             )
             loss = token.loss - config.entropy * entropy if config.entropy else token.loss
-            seen = logprobs.detach()
-            return loss, {
-                "entropy": entropy.detach(),
-                "clip_fraction": token.clipped,
-                "approx_kl": kl_estimate(seen, reference),
-                "ratio": token.ratio,
-                "behaviour_gap": (seen - behaviour[pick]).abs(),
-            }
+            return loss, statistics(
+                token, logprobs=logprobs.detach(), entropy=entropy, behaviour=behaviour[pick], reference=reference
+            )
 
         return objective
 
@@ -168,18 +220,23 @@ class Learner:
         shares = np.zeros(len(loss))
         domain = job.batch.domain[loss.sample[tokens]]
         shares[tokens] = token_weights(domain, job.weight, balance=config.loss.domain_balance)
-        scale = torch.from_numpy(shares).float().to(policy.device)
+        scale = torch.from_numpy(shares).to(policy.device, policy.dtype)
         optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=policy.device)
+        total = torch.zeros((), device=policy.device, dtype=policy.dtype)
         for samples in plan(job.used[part], config.max_tokens_per_microbatch):
             micro = build(job.batch, part[samples], job.used, policy.device)
             logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
-            per_token, statistics = job.objective(logprobs, entropy, micro.pick)
+            per_token, told = job.objective(logprobs, entropy, micro.pick)
             weighted = (per_token * scale[micro.pick]).sum()
             weighted.backward()  # type: ignore[no-untyped-call]
-            job.meter.add(micro, weighted.detach(), statistics)
+            job.meter.add(micro, told, weighted.detach())
             total = total + weighted.detach()
-        limit = config.optimizer.grad_clip or float("inf")
+        job.meter.update(self._step(optimizer))
+        return total
+
+    def _step(self, optimizer: torch.optim.AdamW) -> Tensor:
+        """Clip the gradient and take it; its norm before. `TrainerError`, and nothing taken, if it is not finite."""
+        limit = self.config.optimizer.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True)
         if not torch.isfinite(norm):
             raise TrainerError(
@@ -187,14 +244,23 @@ class Learner:
                 remedy="restore the last published version; lower the learning rate or the importance cap",
             )
         optimizer.step()
-        job.meter.update(norm)
-        return total
+        return norm
+
+    def _begun(self) -> Accumulation:
+        if self._open is None:
+            raise TrainerError("no step was begun", remedy="begin it again and accumulate all of its groups")
+        return self._open
+
+    def _set_rate(self, optimizer: torch.optim.AdamW, version: int) -> None:
+        scale = self._warmup() * self._decay(version)
+        for group in optimizer.param_groups:
+            group["lr"] = self.config.optimizer.lr * scale
 
     def _score(self, batch: Batch, used: IntArray) -> Tensor:
         """Log-probabilities of all loss tokens [N], no gradient."""
         policy = self.policy
         actions = ActionTensors(batch, policy.device)
-        out = torch.zeros(len(batch.loss), device=policy.device)
+        out = torch.zeros(len(batch.loss), device=policy.device, dtype=policy.dtype)
         with torch.no_grad():
             for samples in plan(used, self.config.max_tokens_per_microbatch):
                 micro = build(batch, samples, used, policy.device)
@@ -231,35 +297,7 @@ class _Job:
     weight: FloatArray
     objective: Objective
     entropy_grad: bool
-    meter: _Meter = field(default_factory=lambda: _Meter())
-
-
-class _Meter:
-    """Sums over everything that was trained on; one transfer from the device at the end."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.real = self.padded = self.updates = self.tokens = 0
-
-    def add(self, micro: MicroBatch, loss: Tensor, statistics: dict[str, Tensor]) -> None:
-        self.real += micro.real_tokens
-        self.padded += micro.padded_tokens
-        self.tokens += len(micro.pick)
-        sums = {name: value.sum() for name, value in statistics.items()} | {"loss": loss}
-        for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def update(self, norm: Tensor) -> None:
-        self.updates += 1
-        self.sums["grad_norm"] = self.sums["grad_norm"] + norm if "grad_norm" in self.sums else norm
-
-    def mean(self, name: str) -> float:
-        """Per update for `loss` and `grad_norm`, per visited token for the rest."""
-        return float(self.sums[name].item()) / max(1, self.updates if name in ("loss", "grad_norm") else self.tokens)
-
-    def metrics(self) -> dict[str, float]:
-        means = {name: self.mean(name) for name in self.sums}
-        return means | {"updates": float(self.updates), "padding_share": 1.0 - self.real / max(1, self.padded)}
+    meter: Meter = field(default_factory=Meter)
 
 
 def _cross_entropy(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from rollart.train.batch import FloatArray, IntArray
 from rollart.train.config import LossConfig
 
-__all__ = ["MAX_LOG_RATIO", "TokenLoss", "kl_estimate", "policy_loss", "token_weights"]
+__all__ = ["MAX_LOG_RATIO", "TokenLoss", "kl_estimate", "policy_loss", "statistics", "token_weights"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: exp(20) is far outside every clip range, and an infinity would poison the gradient."""
@@ -50,10 +50,10 @@ def policy_loss(
         return TokenLoss(-advantage * logprobs, ratio.detach(), torch.zeros_like(advantage))
     if config.kind == "tis":
         weight = ratio.detach().clamp(max=config.cap)
-        return TokenLoss(-weight * advantage * logprobs, ratio.detach(), (ratio.detach() > config.cap).float())
+        return TokenLoss(-weight * advantage * logprobs, ratio.detach(), (ratio.detach() > config.cap).to(ratio.dtype))
     gain, bound = ratio * advantage, ratio.clamp(low, high) * advantage
     loss = -torch.minimum(gain, bound)
-    clipped = (bound < gain).float()
+    clipped = (bound < gain).to(gain.dtype)
     if config.kind == "decoupled":
         if proximal is None:
             raise ValueError("the decoupled loss needs the proximal policy's log-probabilities")
@@ -66,6 +66,19 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     (Schulman 2020, "k3")."""
     difference = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return difference.exp() - 1.0 - difference
+
+
+def statistics(
+    token: TokenLoss, *, logprobs: Tensor, entropy: Tensor, behaviour: Tensor, reference: Tensor
+) -> dict[str, Tensor]:
+    """What a step tells of each of its tokens [N], without gradient. `reference` is what the ratio is against."""
+    return {
+        "entropy": entropy.detach(),
+        "clip_fraction": token.clipped,
+        "approx_kl": kl_estimate(logprobs, reference),
+        "ratio": token.ratio,
+        "behaviour_gap": (logprobs - behaviour).abs(),
+    }
 
 
 def token_weights(domain: IntArray, weight: FloatArray, *, balance: bool) -> FloatArray:

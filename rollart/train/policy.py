@@ -45,6 +45,7 @@ class Policy:
         self.model = model
         self.temperature = temperature
         self.device: torch.device = next(model.parameters()).device
+        self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self._body = model.base_model
         self._head = model.get_output_embeddings()
         self.vocab_size = int(self._head.weight.shape[0])
@@ -54,7 +55,7 @@ class Policy:
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
         hidden = self._last_layer_trimmed if self.trims_last_layer else self._whole
-        logits = self._head(hidden(micro.ids, micro.at)).float()
+        logits = self._head(hidden(micro.ids, micro.at)).to(self.dtype)
         if self.temperature != 1.0:
             logits = logits / self.temperature
         free, total = micro.free, len(micro.pick)
@@ -112,9 +113,10 @@ class Policy:
 
 
 def load_model(config: ModelConfig, device: str) -> nn.Module:
-    """The policy in fp32 and in eval mode (no dropout: log-probabilities must equal the engine's)."""
+    """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
     try:
         where = torch.device(device)
         if where.type == "cuda" and not torch.cuda.is_available():
@@ -126,7 +128,7 @@ def load_model(config: ModelConfig, device: str) -> nn.Module:
             raise UsageError(f"{config.path} is not a model directory: it has no config.json")
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                config.path, dtype=torch.float32, attn_implementation=config.attention, local_files_only=True
+                config.path, dtype=dtype, attn_implementation=config.attention, local_files_only=True
             )
         except Exception as error:
             raise UsageError(f"cannot load the model at {config.path}: {_line(error)}") from error
@@ -136,9 +138,7 @@ def load_model(config: ModelConfig, device: str) -> nn.Module:
             shape = AutoConfig.for_model(init.pop("model_type", "qwen3"), **init)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed)
-                model = AutoModelForCausalLM.from_config(
-                    shape, dtype=torch.float32, attn_implementation=config.attention
-                )
+                model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=config.attention)
         except Exception as error:
             raise UsageError(f"model.init does not describe a model: {_line(error)}") from error
     module: nn.Module = model.to(where).eval()

@@ -1,10 +1,11 @@
 """The trainer over HTTP: msgpack bodies in and out, torch in one worker thread.
 
     POST /train {samples, version}  /imitate {samples, batches}  -> {trained_tokens, seconds, metrics}
+    POST /begin {version} -> {}     /accumulate {samples} -> {tokens}     /finish {} -> what /train answers
     POST /logprobs {samples}        -> {logprobs: float32[T] as bytes}
     POST /publish {version}         -> {version, path}
     POST /restore {version, path}   -> {}
-    GET  /health  -> JSON           GET /metrics -> Prometheus text
+    GET  /health  -> JSON {status, version, queued, stream}           GET /metrics -> Prometheus text
 
 `samples` is the wire form of `batch.py`. An error is {"error": one line, "remedy": one line}: 400 for what the caller
 sent, 500 for what went wrong here.
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from rollart.errors import RollartError
+from rollart.errors import RollartError, TrainerError
 from rollart.model import TrainReport
 from rollart.train import checkpoint
 from rollart.train.batch import Batch, decode
@@ -58,7 +59,7 @@ class TrainerService:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        for name in ("train", "imitate", "logprobs", "publish", "restore"):
+        for name in ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "publish", "restore"):
             app.router.add_post(f"/{name}", self._post(getattr(self, name)))
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
@@ -68,6 +69,16 @@ class TrainerService:
         report = self._learner.train(self._batch(body), int(body["version"]))
         return self._report(report)
 
+    def begin(self, body: Answer) -> Answer:
+        self._learner.begin(int(body["version"]))
+        return {}
+
+    def accumulate(self, body: Answer) -> Answer:
+        return {"tokens": self._learner.accumulate(self._batch(body))}
+
+    def finish(self, body: Answer) -> Answer:
+        return self._report(self._learner.finish())
+
     def imitate(self, body: Answer) -> Answer:
         return self._report(self._learner.imitate(self._batch(body), int(body["batches"])))
 
@@ -76,6 +87,8 @@ class TrainerService:
 
     def publish(self, body: Answer) -> Answer:
         version = int(body["version"])
+        if self._learner.accumulating:
+            raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
         path = checkpoint.publish(self._learner, self._root, version, self._tokenizer)
         self._version = version
         self._totals["published"] += 1
@@ -83,12 +96,14 @@ class TrainerService:
 
     def restore(self, body: Answer) -> Answer:
         version = int(body["version"])
+        self._learner.abort()
         checkpoint.restore(self._learner, Path(str(body["path"])), version)
         self._version = version
         return {}
 
     async def health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "version": self._version, "queued": self._waiting})
+        about = {"status": "ok", "version": self._version, "queued": self._waiting}
+        return web.json_response(about | {"stream": self._learner.config.stream})
 
     async def metrics(self, request: web.Request) -> web.Response:
         lines = [f"rollart_trainer_{name}_total {value}" for name, value in self._totals.items()]

@@ -23,7 +23,7 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES)) -> Wo
     schedule = draw(st.sampled_from(schedules))
     sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=2))
     scale = draw(st.sampled_from([0.1, 1.0, 5.0]))
-    return make(
+    world = make(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
         steps=draw(st.integers(1, 5)),
@@ -41,6 +41,8 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES)) -> Wo
         max_attempts=draw(st.integers(1, 4)),
         schedule=schedule,
     )
+    world.trainer.streams = draw(st.booleans())
+    return world
 
 
 def watch_outstanding(world: World) -> list[tuple[int, int]]:

@@ -264,3 +264,24 @@ def test_a_run_that_has_done_nothing() -> None:
     for make in (cost, utilization, curve):
         assert "nothing yet" in render(make(empty), "table")
         json.loads(render(make(empty), "json"))
+
+
+def test_what_was_cancelled_as_redundant_stands_beside_what_was_kept() -> None:
+    """The last publish's figures, with a warning where they differ; and the cost of the cancelled is waste."""
+
+    def event(t: float, figure: str, cancelled: float, notable: bool) -> RunEvent:
+        fields: dict[str, Any] = {
+            "version": 1, "kept": 2.0, "cancelled": cancelled, "kept_count": 40, "cancelled_count": 20,
+            "delta": 0.5 if notable else 0.1, "notable": notable,
+        }  # fmt: skip
+        return RunEvent(t, "cancelled_against_kept", figure, fields)
+
+    run = rows(
+        cancelled=[event(1.0, "turns", 2.0, False), event(2.0, "turns", 5.0, True), event(2.0, "age_s", 2.1, False)],
+        charges=[ChargeSum("lake", "train", "redundant", 0, 5, 10.0, 20, 250, 50, 0, 0, 25.0)],
+    )
+    turns, age = cells(utilization(run), "cancelled")
+    assert (turns["figure"], turns["cancelled"], turns["kept"], turns["cliffs_delta"]) == ("turns", 5.0, 2.0, 0.5)
+    assert turns["warning"] == "cancelled ones have more turns"
+    assert (age["figure"], age["warning"]) == ("age in seconds", "")
+    assert waste(run, cost_lines(run))["engine", "trajectory redundant"] > 0

@@ -20,7 +20,7 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.errors import TrainerError
+from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import WeightsRef
 from rollart.train.config import TrainerConfig
 from rollart.train.server import TrainerService
@@ -74,6 +74,51 @@ async def test_refusals_reach_the_caller_as_one_line(tmp_path: Path) -> None:
             await trainer.train(SAMPLES, 0)
 
 
+def streaming(root: Path) -> TrainerConfig:
+    return config(root, stream=True, domains={"a": {"advantage": {"baseline": "group"}}})
+
+
+@pytest.mark.asyncio
+async def test_a_step_in_pieces_through_the_port(tmp_path: Path) -> None:
+    """In another order it gives the same bytes; restored in the middle it begins anew."""
+    async with serving(streaming(tmp_path / "a")) as (whole, _), serving(streaming(tmp_path / "b")) as (pieces, _):
+        assert not whole.streams
+        await whole.greet()
+        assert whole.streams
+        await whole.train(SAMPLES, 0)
+        start = await pieces.publish(0)
+        await pieces.begin(0)
+        await pieces.accumulate(SAMPLES[:3])
+        with pytest.raises(TrainerError, match=r"^publish: version 1 cannot be published: a step was begun"):
+            await pieces.publish(1)
+        await pieces.restore(start)
+        with pytest.raises(TrainerError, match=r"^finish: no step was begun ") as lost:
+            await pieces.finish()
+        assert not isinstance(lost.value, TrainerRefused), "not the samples' fault: begin again"
+        await pieces.begin(0)
+        for one in reversed(SAMPLES):
+            await pieces.accumulate([one])
+            with pytest.raises(TrainerRefused, match=rf"^accumulate: sample {one.id} is in this step already$"):
+                await pieces.accumulate([one])
+        report = await pieces.finish()
+        assert report.trained_tokens == sum(sum(s.loss_mask) for s in SAMPLES)
+        paths = [Path((await trainer.publish(1)).path) for trainer in (whole, pieces)]
+        for name in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"):
+            assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes(), name
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_does_not_stream_says_so(tmp_path: Path) -> None:
+    async with serving(config(tmp_path)) as (trainer, _):
+        await trainer.greet()
+        assert not trainer.streams
+        with pytest.raises(TrainerError, match=r"^begin: the trainer was not configured to stream"):
+            await trainer.begin(0)
+    with pytest.raises(TrainerError, match="no greeting"):
+        await trainer.greet()
+    await trainer.aclose()
+
+
 @pytest.mark.asyncio
 async def test_what_is_not_a_request_is_a_400(tmp_path: Path) -> None:
     async with serving(config(tmp_path)) as (trainer, _), ClientSession() as session:
@@ -102,7 +147,7 @@ async def test_health_and_metrics_answer_while_a_step_runs(tmp_path: Path) -> No
             await running.wait()
             assert await trainer.healthy()
             async with session.get(f"{trainer._url}/health") as response:
-                assert await response.json() == {"status": "ok", "version": 4, "queued": 1}
+                assert await response.json() == {"status": "ok", "version": 4, "queued": 1, "stream": False}
             async with session.get(f"{trainer._url}/metrics") as response:
                 text = await response.text()
             assert not step.done()

@@ -22,6 +22,7 @@ __all__ = ["HttpTrainer", "encode_samples"]
 
 class HttpTrainer:
     """Implements `Trainer`. Any number of callers; the trainer works on one request at a time, in order of arrival.
+    `streams` is what it said when it was greeted.
 
     No call is retried and none has a deadline of its own: a training step is not idempotent, and the caller's lease
     decides how long to wait. A caller that gives up on `train` must `restore`, since the step goes on without it.
@@ -30,9 +31,27 @@ class HttpTrainer:
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self.streams = False
+
+    async def greet(self) -> None:
+        """Ask once what it does. `TrainerError` if it does not answer."""
+        try:
+            async with self._open().get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=60)) as response:
+                self.streams = bool((await response.json()).get("stream", False))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise TrainerError(f"trainer at {self._url}: no greeting: {str(error) or type(error).__name__}") from error
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         return _report(await self._post("train", {"samples": encode_samples(samples), "version": version}))
+
+    async def begin(self, version: int) -> None:
+        await self._post("begin", {"version": version})
+
+    async def accumulate(self, samples: Sequence[TrainSample]) -> None:
+        await self._post("accumulate", {"samples": encode_samples(samples)})
+
+    async def finish(self) -> TrainReport:
+        return _report(await self._post("finish", {}))
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         return _report(await self._post("imitate", {"samples": encode_samples(samples), "batches": batches}))

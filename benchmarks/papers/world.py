@@ -1,0 +1,245 @@
+"""A paper's testbed on virtual time: modelled parts under the product's control plane.
+
+Where the papers share GPUs between rollout and training, `train` names the same devices again; only schedules that do
+one after the other may do that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks.papers.models import shape, steps
+from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
+from placement.hardware import device
+from rollart.fleet import Seat
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.ledger.memory import Charge, MemoryRecorder
+from rollart.model import WeightsRef
+from rollart.policy.schedules import resolve
+from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
+from rollart.runtime.domain import Domain
+from rollart.runtime.gateway import GatewayLimits
+from rollart.runtime.leases import Leases
+from rollart.runtime.scheduler import SchedulerSettings
+from rollart.runtime.training import StepDone
+from rollart.runtime.trajectory import WaitLimits
+from rollart.sim import loop as virtual
+from rollart.sim.engines import EngineLimits, ModelledEngine
+from rollart.sim.environments import Host, ResetFaults, World
+from rollart.sim.jobs import Job
+from rollart.sim.links import PUSH, RDMA, SharedLink
+from rollart.sim.mass import MassTokenizer, mass_of
+from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
+from rollart.sim.weights import WeightTransfer
+from rollart.sim.workload import Generated, Shape
+from rollart.sim.world import MemoryWeights, SimulatedRewarder
+
+__all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
+
+FOREVER_S = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A domain: `quota` trajectories of every batch, in groups of `group`."""
+
+    name: str
+    shape: Shape
+    quota: int
+    group: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """`count` engines of `tp` GPUs each."""
+
+    kind: str
+    count: int
+    tp: int = 1
+    slots: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """One job on one testbed. `apart`: weights cross the slow link between clusters. `reward_s` per trajectory."""
+
+    model: str
+    tasks: tuple[Task, ...]
+    rollout: tuple[Serving, ...]
+    train: tuple[str, int]
+    schedule: str = "sync_plus"
+    alpha: int | None = None
+    steps: int = 2
+    apart: bool = False
+    reward_s: float = 0.0
+    faults: ResetFaults | None = None
+    hosts: int = 1
+    token_budget: int | None = None
+    prefix_cache: bool = True
+    seed: int = 0
+
+    def under(self, schedule: str, alpha: int | None = None) -> Bed:
+        return replace(self, schedule=schedule, alpha=alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A training step: when its batch was complete and its version served, the wait for the batch, the training."""
+
+    began: float
+    ended: float
+    waited_s: float
+    train_s: float
+    tokens: int
+    lags: Counter[int]
+
+
+@dataclass
+class Played:
+    """What a run did."""
+
+    bed: Bed
+    passed: list[Passed] = field(default_factory=list)
+    seconds: float = 0.0
+    engines: list[ModelledEngine] = field(default_factory=list)
+    charges: list[Charge] = field(default_factory=list)
+
+    def step_s(self, skip: int = 0) -> float:
+        """Mean seconds of a step, from one version to the next, without the first `skip`."""
+        start = self.passed[skip - 1].ended if skip else 0.0
+        return (self.passed[-1].ended - start) / (len(self.passed) - skip)
+
+    def rollout_s(self) -> float:
+        """Mean seconds until a batch is complete, where nothing else goes on meanwhile."""
+        ends = [0.0, *(p.ended for p in self.passed)]
+        return statistics.fmean(p.began - at for p, at in zip(self.passed, ends, strict=False))
+
+    def waiting(self, skip: int = 0) -> float:
+        """The trainer's share of time in which it waits for a batch."""
+        start = self.passed[skip - 1].ended if skip else 0.0
+        return sum(p.waited_s for p in self.passed[skip:]) / (self.passed[-1].ended - start)
+
+    def train_s(self) -> float:
+        return statistics.fmean(p.train_s for p in self.passed)
+
+    def last(self, step: int) -> Charge:
+        """The trajectory that the step waited for, where steps do not overlap."""
+        start = self.passed[step - 1].ended if step else 0.0
+        return max((c for c in self.charges if start <= c.t0 and c.t1 <= self.passed[step].began), key=lambda c: c.t1)
+
+    def aborted(self) -> int:
+        """Trajectories that were ended as too old."""
+        return sum(c.outcome == "stale" for c in self.charges)
+
+
+def play(bed: Bed) -> Played:
+    return virtual.run(_played(bed))
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
+
+
+async def _played(bed: Bed) -> Played:
+    loop, recorder, out = asyncio.get_running_loop(), MemoryRecorder(), Played(bed)
+    gb = shape(bed.model).weight_bytes / 1e9
+    pulls: dict[str, SharedLink] = {}
+    transfer = WeightTransfer(
+        gb, push=SharedLink(PUSH if bed.apart else RDMA), pull=lambda e: pulls.setdefault(e, SharedLink(RDMA))
+    )
+    kind, count = bed.train
+    trainer = ModelledTrainer(
+        TrainerSpeed(shape(bed.model), device(kind), count, mfu=TRAIN_MFU, seconds_per_step=TRAIN_FIXED_S),
+        transfer=transfer,
+    )
+    clocks = [ResourceClock(role="train", resource="trainer", recorder=recorder, clock=loop.time)]
+
+    def stepped(done: StepDone) -> None:
+        samples = [s for g in done.groups for s in g.samples]
+        tokens = sum(mass_of(s.token_ids) for s in samples)
+        lags = Counter(done.version - 1 - s.v0 for s in samples)
+        out.passed.append(Passed(done.t0, done.t1, done.waited_s, done.report.seconds, tokens, lags))
+
+    async def recover() -> None:
+        return None
+
+    control = ControlPlane(
+        [_domain(bed, task) for task in bed.tasks],
+        tokenizer=MassTokenizer(),
+        rewarder=SimulatedRewarder(bed.seed, (lambda rng: bed.reward_s) if bed.reward_s else None),
+        trainer=trainer,
+        journal=recorder,
+        weights=MemoryWeights(),
+        recorder=recorder,
+        leases=Leases(recorder),
+        trainer_clock=clocks[0],
+        version=0,
+        settings=_settings(bed),
+        hooks=Hooks(recover, lambda _: None, step=stepped),
+    )
+    for number, serving in enumerate(bed.rollout):
+        for n in range(serving.count):
+            name = f"{serving.kind}-{number}-{n}"
+            clocks.append(ResourceClock(role="rollout", resource=name, recorder=recorder, clock=loop.time))
+            out.engines.append(_join(control, transfer, bed, serving, clocks[-1]))
+    await control.session().run(step=0, steps=bed.steps)
+    for clock in clocks:
+        clock.close()
+    out.seconds = loop.time()
+    out.charges = recorder.charges
+    return out
+
+
+def _settings(bed: Bed) -> ControlSettings:
+    return ControlSettings(
+        SchedulerSettings(seed=bed.seed, steps=bed.steps, rules=resolve(bed.schedule, bed.alpha), max_fault_rate=1.0),
+        token_budget=bed.token_budget,
+        waits=WaitLimits(FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S, 1 << 40),
+        gateway=GatewayLimits(generate_s=FOREVER_S, engine_s=FOREVER_S, sync_s=FOREVER_S),
+        train_s=FOREVER_S,
+        publish_s=FOREVER_S,
+        measure=mass_of,
+    )
+
+
+def _join(
+    control: ControlPlane, transfer: WeightTransfer, bed: Bed, serving: Serving, clock: ResourceClock
+) -> ModelledEngine:
+    name = clock.resource
+
+    async def load(weights: WeightsRef) -> None:
+        await transfer.load(name, weights)
+
+    transfer.subscribe(name)
+    model = steps(serving.kind, serving.tp, bed.model)
+    made = ModelledEngine if bed.prefix_cache else _Uncached
+    engine = made(name, model, limits=EngineLimits(slots=serving.slots), load=load)
+    shares = EngineShares(clock, clock=asyncio.get_running_loop().time)
+    control.gateway.join(engine, version=0, shares=shares, seat=Seat(serving.kind, serving.kind, tp=serving.tp))
+    return engine
+
+
+def _domain(bed: Bed, task: Task) -> Domain:
+    hosts = tuple(Host(f"host-{n}") for n in range(bed.hosts))
+    world = World(
+        Generated(task.shape, bed.seed, name=task.name), seed=bed.seed, name=task.name, faults=bed.faults, hosts=hosts
+    )
+    return Domain(
+        name=task.name,
+        environment=world.make,
+        quota=task.quota,
+        group_size=task.group,
+        max_turns=task.shape.most_turns,
+        max_tokens=1 << 30,
+    )
+
+
+class _Uncached(ModelledEngine):
+    """Keeps no KV between turns."""
+
+    def _retain(self, job: Job, tokens: int) -> None:
+        return None

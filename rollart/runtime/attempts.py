@@ -1,0 +1,185 @@
+"""The attempts of a group's members: run, score, keep, try again, and charge whatever became of each."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollart.model import AbortReason, Purpose, TrainSample, TrajectoryId
+from rollart.ports import Journal, Recorder, RunEvent
+from rollart.runtime.barrier import FreeRunning
+from rollart.runtime.faults import FaultMeter
+from rollart.runtime.groups import GroupRun, GroupTable, Rolling
+from rollart.runtime.redundant import Cancellations, Redundant
+from rollart.runtime.rewarding import Rewarding
+from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
+
+__all__ = ["Attempts", "charge"]
+
+
+class Attempts:
+    """Each member's own task calls `member` and lives in it. It waits for its trajectory, its reward and the journal;
+    a cancellation whose reason stands in its `Live` ends it. `quiet` is set whenever a trajectory ended.
+
+    Invariant: a group has no more samples written down than it needs, each once.
+    """
+
+    def __init__(
+        self,
+        groups: GroupTable,
+        runner: TrajectoryRunner,
+        rewarding: Rewarding,
+        journal: Journal,
+        recorder: Recorder,
+        *,
+        seed: int,
+        stage: FreeRunning,
+        faults: FaultMeter,
+        redundant: Redundant,
+        cancellations: Cancellations,
+    ) -> None:
+        self._groups = groups
+        self._runner = runner
+        self._rewarding = rewarding
+        self._journal = journal
+        self._recorder = recorder
+        self._seed = seed
+        self._stage = stage
+        self._faults = faults
+        self._redundant = redundant
+        self._cancellations = cancellations
+        self.rolling = Rolling()
+        self.quiet = asyncio.Event()
+        self.closed = False
+
+    async def member(self, run: GroupRun, member: int) -> None:
+        """One member of a group: attempts until it is scored or its group is gone."""
+        try:
+            await self._attempts(run, member)
+        finally:
+            self._groups.ended(run)
+
+    async def _attempts(self, run: GroupRun, member: int) -> None:
+        attempt = 0
+        while not self.closed and self._groups.holds(run):
+            attempt += 1
+            live = self._live(run, member, attempt)
+            run.live[member] = live
+            try:
+                sample = await self._attempt(live)
+                run.live.pop(member, None)
+                await self._keep(run, member, sample, live)
+                return
+            except Aborted as aborted:
+                # An environment may turn our cancellation into an error of its own: it was ours all the same.
+                reason, detail = (aborted.reason, aborted.detail) if live.abort is None else (live.abort, "")
+            except asyncio.CancelledError:
+                if live.abort is None:
+                    raise
+                reason, detail = live.abort, ""
+            if live.abort is not None:
+                _uncancel()
+            run.live.pop(member, None)
+            self._charge(live, str(reason), None)
+            if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
+                if reason is AbortReason.REDUNDANT:
+                    self._cancellations.cancelled(run, live)
+                return
+            self._redundant.ended(run.domain, reason)
+            self._faults.ended(reason, detail)
+            if reason is AbortReason.INFRA_FAULT:
+                self._event("infra_fault", live.id, detail=detail, attempt=attempt)
+                self._faults.check()
+            if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
+                return
+            if not self._groups.fail(run, member, reason, detail):
+                return
+
+    async def _attempt(self, live: Live) -> TrainSample:
+        self._stage.join()
+        self.rolling.begin(live)
+        try:
+            trajectory = await self._runner.run(live)
+            await self._stage.turn()
+            self.rolling.ask(live, asyncio.get_running_loop().time())
+            return await self._rewarding.score(trajectory)
+        finally:
+            self.rolling.leave(live)
+            self._stage.leave()
+            self.quiet.set()
+
+    async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
+        """Write the sample down, unless its group has enough of them."""
+        self._faults.ended(None)
+        self._redundant.ended(run.domain, None)
+        if run.enough:
+            self._charge(live, str(AbortReason.REDUNDANT), sample)
+            self._cancellations.cancelled(run, live, sample)
+            return
+        run.writing += 1
+        try:
+            await self._journal.finish(sample)
+        finally:
+            run.writing -= 1
+        self._settle(run, member, sample, live)
+
+    def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
+        """The sample is durable: it counts, unless its group was dropped or a publish made it stale meanwhile."""
+        if not self._groups.holds(run):
+            self._charge(live, str(run.ended or AbortReason.GROUP_DROPPED), sample)
+            if run.ended is AbortReason.REDUNDANT:
+                self._cancellations.cancelled(run, live, sample)
+            return
+        if self._runner.stale(sample.v0):
+            raise Aborted(AbortReason.STALE, "scored after its bound")
+        self._charge(live, "finished", sample)
+        self._cancellations.ended(run, live, sample)
+        self._groups.finish(run, member, sample)
+
+    def _live(self, run: GroupRun, member: int, attempt: int) -> Live:
+        suffix = "" if attempt == 1 else f"r{attempt}"
+        return Live(
+            id=TrajectoryId(f"{run.id}.{member}{suffix}"),
+            group=run.id,
+            domain=run.domain,
+            seed=run.seed,
+            purpose=Purpose.TRAIN,
+            run_seed=self._seed,
+            started=asyncio.get_running_loop().time(),
+        )
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+    def _charge(self, live: Live, outcome: str, sample: TrainSample | None) -> None:
+        if sample is None:
+            charge(self._recorder, live, outcome, None, None)
+        else:
+            charge(self._recorder, live, outcome, sample.score, sample.success)
+
+
+def _uncancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+
+
+def charge(recorder: Recorder, live: Live, outcome: str, score: float | None, success: bool | None) -> None:
+    """One ledger row for a trajectory that ended, whatever became of it."""
+    recorder.charge(
+        live.id,
+        domain=live.domain.name,
+        outcome=outcome,
+        v0=-1 if live.begun is None else live.begun,
+        engine_seconds=live.engine_seconds,
+        turns=len(live.turns),
+        prompt_tokens=live.prompt_tokens,
+        action_tokens=live.action_tokens,
+        success=success,
+        score=score,
+        purpose=str(live.purpose),
+        t0=live.started,
+        t1=asyncio.get_running_loop().time(),
+        first_tokens=live.first_tokens,
+        reset_s=live.reset_seconds,
+        env_s=live.env_seconds,
+    )

@@ -1,0 +1,134 @@
+"""Redundant environments under way: how many more to start now, and what the cancelled ones looked like."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from rollart.model import AbortReason, TrainSample
+from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT, End, Extra, HealthMeter, Redundancy, Trajectory, bias
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.domain import Domain
+from rollart.runtime.groups import GroupRun
+from rollart.runtime.trajectory import Live
+
+__all__ = ["Cancellations", "Redundant"]
+
+REMEMBERED = 2000
+"""Trajectories of either kind that a report looks back on: Cliff's delta is then known to about 0.03."""
+
+RESIZE_ENDS = 8
+"""Ends of a domain between two looks at its health: a look sums a binomial tail, and a bad share moves slowly."""
+
+ANYWHERE = ""
+"""Environments say nothing of the host that they ran on."""
+
+
+class Redundant:
+    """What redundancy launches. Synchronous; called by the scheduler alone.
+
+    Health counts attempts that met an infrastructure fault. What redundancy cancelled itself is no evidence: it would
+    keep itself alive.
+    """
+
+    def __init__(self, domains: Sequence[Domain], settings: Redundancy) -> None:
+        self._settings = settings
+        self._health = HealthMeter()
+        self._now = {d.name: self._sized(d) for d in domains}
+        self._ends = dict.fromkeys(self._now, 0)
+
+    def ended(self, domain: Domain, reason: AbortReason | None) -> None:
+        """An attempt ended, with a sample (None) or without."""
+        if not self._settings.health:
+            return
+        if reason is None or reason is AbortReason.INFRA_FAULT:
+            self._health.add(domain.name, ANYWHERE, End.GOOD if reason is None else End.FAILED)
+            self._ends[domain.name] += 1
+            if self._ends[domain.name] % RESIZE_ENDS == 0:
+                self._now[domain.name] = self._sized(domain)
+
+    def extra(self, domain: Domain) -> Extra:
+        """Groups beyond a batch's, and members beyond a group's, that are worth starting now."""
+        return self._now[domain.name]
+
+    def slots(self, ready: Mapping[str, int], domains: Mapping[str, Domain], *, batches: bool) -> dict[str, int]:
+        """Samples per domain by which its window is wider now. With whole `batches`, by none once a batch is there:
+        what is started then would be dropped."""
+        if self._settings.groups <= 1:
+            return {}
+        return {
+            name: 0 if batches and ready.get(name, 0) >= d.quota else self.extra(d).groups * d.group_size
+            for name, d in domains.items()
+        }
+
+    @property
+    def by_groups(self) -> bool:
+        return self._settings.groups > 1
+
+    def _sized(self, domain: Domain) -> Extra:
+        bad, seen = self._health.rate(domain.name)
+        return self._settings.extra(domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen)
+
+
+class Cancellations:
+    """What was cancelled as redundant beside what was kept, over the last of each."""
+
+    def __init__(self, recorder: Recorder, *, on: bool) -> None:
+        self._recorder = recorder
+        self._on = on
+        self._kept: deque[Trajectory] = deque(maxlen=REMEMBERED)
+        self._cancelled: deque[Trajectory] = deque(maxlen=REMEMBERED)
+        self._changed = False
+
+    def kept(self, run: GroupRun) -> None:
+        """A group is complete."""
+        if self._on:
+            self._kept.extend(_against(run, seen) for seen in run.seen)
+
+    def ended(self, run: GroupRun, live: Live, sample: TrainSample) -> None:
+        """A member has a sample that its group may use."""
+        if self._on:
+            run.seen.append(noted(live, sample))
+
+    def dropped(self, run: GroupRun) -> None:
+        """A group is surplus; those of its members that ended were for nothing."""
+        for seen in run.seen:
+            self._cancel(_against(run, seen))
+
+    def cancelled(self, run: GroupRun, live: Live, sample: TrainSample | None = None) -> None:
+        """A member was, under way or when it was scored."""
+        self._cancel(_against(run, noted(live, sample)))
+
+    def report(self, version: int) -> None:
+        """An event per figure, if anything was cancelled since the last."""
+        if not self._changed:
+            return
+        self._changed = False
+        found = bias(self._kept, self._cancelled)
+        now = asyncio.get_running_loop().time()
+        for f in found.features:
+            fields: dict[str, str | int | float | bool | None] = {
+                "version": version, "kept": f.kept, "cancelled": f.cancelled, "kept_count": f.kept_count,
+                "cancelled_count": f.cancelled_count, "delta": f.delta, "notable": f.notable(found.threshold),
+            }  # fmt: skip
+            self._recorder.event(RunEvent(now, CANCELLED_AGAINST_KEPT, f.name, fields))
+
+    def _cancel(self, trajectory: Trajectory) -> None:
+        self._cancelled.append(trajectory)
+        self._changed = True
+
+
+def noted(live: Live, sample: TrainSample | None = None) -> Trajectory:
+    """A trajectory as it stands now."""
+    age_s = asyncio.get_running_loop().time() - live.started
+    reward = None if sample is None else sample.score
+    return Trajectory(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
+
+
+def _against(run: GroupRun, seen: Trajectory) -> Trajectory:
+    """With its group's mean reward, as far as it is known."""
+    rewards = [s.score for s in run.samples.values()]
+    difficulty = math.fsum(rewards) / len(rewards) if rewards else None
+    return Trajectory(seen.id, seen.tokens, seen.age_s, seen.turns, difficulty, seen.reward)

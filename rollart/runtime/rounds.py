@@ -1,0 +1,151 @@
+"""Tail batching under way: which prompts a round starts, and what becomes of those that are put off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.model import GroupId, TrainSample
+from rollart.policy.tailbatch import Effect, Response, TailBatching, TailDomain, TailSettings
+from rollart.runtime.domain import Domain
+
+__all__ = ["AGAIN", "Launch", "Prompt", "Rounds"]
+
+AGAIN = "~"
+"""Sets a repeated launch apart: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again.
+The journal counts repeated groups under the domain `lake~`, so that its count of a domain is that of its prompts."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that is not trained yet. Its seed stays its own, however often it is launched."""
+
+    name: str
+    domain: Domain
+    seed: int
+    launch: int = 1
+
+    @property
+    def group(self) -> GroupId:
+        return GroupId(self.name if self.launch == 1 else f"{self.name}{AGAIN}{self.launch}")
+
+    @property
+    def journal_domain(self) -> str:
+        return self.domain.name if self.launch == 1 else f"{self.domain.name}{AGAIN}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A group to start now, with this many members; `samples` of it survived a crash."""
+
+    prompt: Prompt
+    members: int
+    samples: tuple[TrainSample, ...] = ()
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Owns the prompts of a run from the draw to the training. Synchronous; the scheduler calls it between two awaits.
+
+    `draw` makes a domain's next fresh prompts. Invariant: each prompt that was drawn is waiting, deferred, active,
+    trained or dropped (`TailBatching`). Its state need not be stored: what the journal holds as admitted is what waits
+    (first launches) and what is deferred (repeated ones), so a resume begins its round again and loses no prompt.
+    """
+
+    domains: Mapping[str, Domain]
+    settings: TailSettings
+    draw: Callable[[Domain, int], list[Prompt]]
+    replacements: list[Launch] = field(default_factory=list)
+    """Prompts that take the place of dropped ones in the round."""
+    number: int = 0
+    kind: str = ""
+    _prompts: dict[str, Prompt] = field(default_factory=dict)
+    _survived: dict[str, list[TrainSample]] = field(default_factory=dict)
+    _tail: TailBatching = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tail = self._fresh()
+
+    def deferred(self) -> int:
+        """Prompts that are put off now."""
+        return sum(map(len, self._tail.deferred().values()))
+
+    def begin(self, left: Mapping[str, int]) -> list[Launch]:
+        """The next round. `left` = prompts per domain that the run still trains: no more are ever drawn than that."""
+        held = {d: len(q) + len(self._tail.waiting()[d]) for d, q in self._tail.deferred().items()}
+        fresh = {
+            name: self._draw(name, min(n, max(left[name] - held[name], 0))) for name, n in self._tail.demand().items()
+        }
+        started = self._tail.next_round(fresh)
+        if started is None:
+            return []
+        self.number, self.kind = started.number, str(started.kind)
+        return self._launches(started.launch)
+
+    def completed(self, prompt: Prompt) -> list[Prompt]:
+        """A prompt has its samples. Returns those that are put off with it, for a later launch."""
+        effect, launch = Effect(), self._tail.launch_of(prompt.name)
+        for index in range(prompt.domain.group_size):
+            effect = self._tail.finished(Response(prompt.name, launch, index))
+        del self._prompts[prompt.name]
+        return [self._prompts[name] for name in effect.deferred]
+
+    def dropped(self, prompt: Prompt) -> list[Prompt]:
+        """A prompt is given up. Another one takes its place, in `replacements`."""
+        name = prompt.domain.name
+        kept = self._tail.deferred()[name] or self._tail.waiting()[name]
+        effect = self._tail.dropped(prompt.name, () if kept else self._draw(name, 1))
+        del self._prompts[prompt.name]
+        self.replacements += self._launches(effect.launch)
+        return [self._prompts[name] for name in effect.deferred]
+
+    def prompt(self, group_id: str) -> Prompt:
+        """The prompt of a group."""
+        return self._prompts[group_id.partition(AGAIN)[0]]
+
+    def resume(self, pending: Iterable[tuple[str, Domain, int]], samples: Sequence[TrainSample]) -> list[GroupId]:
+        """Take up what a crash left admitted, in the order of admission. Returns groups that a later launch of the same
+        prompt replaces: they are to be dropped."""
+        replaced: list[GroupId] = []
+        for group_id, domain, seed in pending:
+            name, _, launch = group_id.partition(AGAIN)
+            prompt = Prompt(name, domain, seed, int(launch or 1))
+            known = self._prompts.pop(name, prompt)
+            older, newer = sorted((known, prompt), key=lambda p: p.launch)
+            if older is not newer:
+                replaced.append(older.group)
+            self._prompts[name] = newer
+        groups = {p.group for p in self._prompts.values()}
+        for sample in samples:
+            if sample.group in groups:
+                self._survived.setdefault(sample.group, []).append(sample)
+        state = self._tail.state()
+        for prompt in self._prompts.values():
+            queue = "waiting" if prompt.launch == 1 else "deferred"
+            state[queue][prompt.domain.name].append(prompt.name)
+            if prompt.launch > 1:
+                state["launches"][prompt.name] = prompt.launch - 1
+        self._tail.restore(state)
+        return replaced
+
+    def _fresh(self) -> TailBatching:
+        return TailBatching(
+            [TailDomain(d.name, d.quota // d.group_size, d.group_size) for d in self.domains.values()],
+            eta_prompts=self.settings.eta_prompts,
+            eta_responses=self.settings.eta_responses,
+        )
+
+    def _draw(self, domain: str, count: int) -> list[str]:
+        drawn = self.draw(self.domains[domain], count)
+        self._prompts.update({p.name: p for p in drawn})
+        return [p.name for p in drawn]
+
+    def _launches(self, responses: Sequence[Response]) -> list[Launch]:
+        members: dict[str, int] = {}
+        for response in responses:
+            members[response.prompt] = members.get(response.prompt, 0) + 1
+        found = []
+        for name, count in members.items():
+            prompt = self._prompts[name]
+            found.append(Launch(prompt, count, tuple(self._survived.pop(prompt.group, ()))))
+        return found

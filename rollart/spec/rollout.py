@@ -1,0 +1,68 @@
+"""What is rolled out beyond what a step needs: redundant environments, and tail batching."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollart.spec.base import Entry
+
+__all__ = ["MOST", "RedundancySpec", "RolloutSpec", "TailBatchingSpec"]
+
+MOST = 4.0
+"""Largest factor: beyond it three quarters of the rollout are thrown away."""
+
+
+class RedundancySpec(Entry):
+    """Redundant environments: more are started than are needed, and what ends last is cancelled and charged apart.
+
+    What ends first is short and easy: `rollart report utilization` shows the cancelled against the kept.
+    """
+
+    groups: float = Field(
+        default=1.0,
+        ge=1.0,
+        le=MOST,
+        description="Groups started per domain, as a multiple of those that a step needs, rounded down. Whole-batch "
+        "schedules cancel what is unfinished when the batch is full; the others let it go on, in a window wider by it.",
+    )
+    size: float = Field(
+        default=1.0,
+        ge=1.0,
+        le=MOST,
+        description="Members started per group, as a multiple of `group_size`, rounded down. The group is complete "
+        "with those that end first; the others are cancelled.",
+    )
+    health: bool = Field(
+        default=False,
+        description="Start only what the observed share of broken environments calls for; the factors are the most.",
+    )
+
+
+class TailBatchingSpec(Entry):
+    """Tail batching: short rounds start more than a step needs and put off what ends last; long rounds run that."""
+
+    eta_prompts: float = Field(
+        default=1.25,
+        ge=1.0,
+        le=MOST,
+        description="Prompts that a short round starts, as a multiple of a step's. At 1.25 a long round follows every "
+        "four short ones.",
+    )
+    eta_responses: float = Field(
+        default=1.25,
+        ge=1.0,
+        le=MOST,
+        description="Responses that a short round starts per prompt, as a multiple of `group_size`.",
+    )
+
+
+class RolloutSpec(Entry):
+    """What rollout starts beyond what a step needs, to wait for no straggler."""
+
+    redundancy: RedundancySpec = Field(
+        default_factory=RedundancySpec, description="Redundant environments, by groups and by size."
+    )
+    tail_batching: TailBatchingSpec | None = Field(
+        default=None,
+        description="Long prompts are put off and run together. Under `sync` and `sync_plus`, without `batch.tokens`.",
+    )

@@ -1,0 +1,44 @@
+"""What a step's metrics are made of: sums on the device, read once at the end."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rollart.train.microbatch import MicroBatch
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Sums over everything that was trained on; one transfer from the device at the end."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.real = self.padded = self.updates = self.tokens = 0
+
+    def add(self, micro: MicroBatch, statistics: dict[str, Tensor], loss: Tensor | None = None) -> None:
+        """Per-token statistics [M] of a micro-batch, and its share of the loss where that is known already."""
+        self.real += micro.real_tokens
+        self.padded += micro.padded_tokens
+        self.tokens += len(micro.pick)
+        for name, value in statistics.items():
+            self._sum(name, value.sum())
+        if loss is not None:
+            self._sum("loss", loss)
+
+    def update(self, norm: Tensor, loss: Tensor | None = None) -> None:
+        self.updates += 1
+        self._sum("grad_norm", norm)
+        if loss is not None:
+            self._sum("loss", loss)
+
+    def mean(self, name: str) -> float:
+        """Per update for `loss` and `grad_norm`, per visited token for the rest."""
+        return float(self.sums[name].item()) / max(1, self.updates if name in ("loss", "grad_norm") else self.tokens)
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: self.mean(name) for name in self.sums}
+        return means | {"updates": float(self.updates), "padding_share": 1.0 - self.real / max(1, self.padded)}
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value

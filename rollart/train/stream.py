@@ -1,0 +1,238 @@
+"""A step's gradient, group by group, while the rest of the batch is still rolled out (RollPacker §3.4, Algorithm 1).
+
+The batch loss is Σ_t w_t ℓ_t (`losses.py`), and w_t is known only with the whole batch. But it depends on the token's
+domain alone, so what can be summed before is, per domain d, the bare gradient G_d = Σ_{t in d} ∇ℓ_t. At the end
+
+    gradient = Σ_d (c_d / s_d) G_d,    c_d = w_t of a token of d,    s_d = the spread that `normalize` divides by
+
+since every policy loss is linear in a positive factor of the advantage. An entropy bonus has no such factor: with
+`normalize` it is summed apart. A baseline over the domain's batch enters otherwise, and is refused by the config.
+
+Which samples share a forward pass never depends on what else is there: micro-batches are cut within a group, samples in
+the order of their ids. The sums are independent of order (`exact.py`). So groups give the same weights bit for bit, in
+float32 and float64, in whatever order and portions they come, one by one or the whole batch at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollart.errors import TrainerError
+from rollart.train.advantages import centred, known, spread
+from rollart.train.batch import Batch, FloatArray, select
+from rollart.train.config import TrainerConfig
+from rollart.train.exact import ExactSum
+from rollart.train.losses import policy_loss, statistics
+from rollart.train.meter import Meter
+from rollart.train.microbatch import build, plan
+from rollart.train.policy import ActionTensors, Policy
+
+__all__ = ["Accumulation"]
+
+
+@dataclass(slots=True)
+class _Domain:
+    """What is known of one domain's part of the batch. The last entry of both sums is the loss, before the others the
+    gradient of each parameter; `units` are the advantages of all credit units, before `normalize`."""
+
+    main: ExactSum
+    bonus: ExactSum
+    tokens: int = 0
+    samples: int = 0
+    score: float = 0.0
+    advantage_abs: float = 0.0
+    units: list[FloatArray] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One group with loss, alone: its domain, the advantage of its loss tokens [N] and of its credit units [U]."""
+
+    name: str
+    batch: Batch
+    advantage: FloatArray
+    units: FloatArray
+
+
+class Accumulation:
+    """One step's gradient so far. Reads the weights, which must not change meanwhile, and touches nothing of the
+    learner's; dropping it is an abort. `add` takes whole groups: a part of one would have another baseline."""
+
+    def __init__(self, policy: Policy, config: TrainerConfig, parameters: Sequence[nn.Parameter], version: int) -> None:
+        self.version = version
+        self.meter = Meter()
+        self.seconds = self.cpu_seconds = 0.0
+        self.samples = 0
+        self._policy = policy
+        self._config = config
+        self._parameters = list(parameters)
+        self._domains: dict[str, _Domain] = {}
+        self._ids: set[str] = set()
+        self._lag_sum = 0.0
+        self._lag_max = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(d.tokens for d in self._domains.values())
+
+    def add(self, batch: Batch) -> None:
+        """Forward and backward of some whole groups. `ValueError` for what cannot be trained on, and none was added."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        again = self._ids.intersection(batch.ids)
+        if again or len(set(batch.ids)) < len(batch):
+            raise ValueError(f"sample {min(again or batch.ids)} is in this step already")
+        groups = [self._prepared(group) for group in _groups(batch)]
+        for group in groups:
+            self._backward(group)
+        self._count(batch, groups)
+        self.seconds += time.perf_counter() - started
+        self.cpu_seconds += time.thread_time() - cpu
+
+    def gradient(self) -> tuple[list[Tensor | None], Tensor]:
+        """The gradient of the batch loss for each parameter, and the loss. `ValueError` without any loss token,
+        `TrainerError` if an addend was not finite."""
+        if not self.tokens:
+            raise ValueError(f"none of the {self.samples} samples has a token with loss")
+        domains = [self._domains[name] for name in sorted(self._domains)]
+        if not all(d.main.sound() and d.bonus.sound() for d in domains):
+            raise TrainerError(
+                "the gradient of a streamed step is not finite, too large, or made of too many micro-batches",
+                remedy="restore the last published version; lower the importance cap, or set training.stream to false",
+            )
+        shares, spreads = self._shares(), self._spreads()
+        scaled = [
+            (part, factor)
+            for name in sorted(self._domains)
+            for part, factor in (
+                (self._domains[name].main, shares[name] / spreads[name]),
+                (self._domains[name].bonus, shares[name]),
+            )
+        ]
+        out = [
+            _weighted([(part.total(i), factor) for part, factor in scaled]) for i in range(len(self._parameters) + 1)
+        ]
+        loss = out.pop()
+        assert loss is not None
+        gradient = [None if g is None else g.to(p.dtype) for g, p in zip(out, self._parameters, strict=True)]
+        return gradient, loss
+
+    def metrics(self) -> dict[str, float]:
+        """What `Learner.train` says of its batch."""
+        spreads, tokens = self._spreads(), max(1, self.tokens)
+        means = {
+            "staleness_mean": self._lag_sum / tokens,
+            "staleness_max": self._lag_max,
+            "trained_tokens": float(self.tokens),
+            "samples": float(self.samples),
+            "advantage_abs": sum(d.advantage_abs / spreads[n] for n, d in self._domains.items()) / tokens,
+        }
+        return means | {f"reward/{n}": d.score / d.samples for n, d in self._domains.items() if d.samples}
+
+    def _prepared(self, group: Batch) -> _Group:
+        name = group.domains[int(group.domain[0])]
+        if (group.domain != group.domain[0]).any():
+            raise ValueError(f"the group of sample {group.ids[0]} spans domains")
+        config = known(self._config.domains, name)
+        if not len(group.loss):
+            return _Group(name, group, np.zeros(0), np.zeros(0))
+        at = group.loss.position
+        advantage, units = centred(
+            config.advantage, sample=group.loss.sample, turn=group.turn[at], rewards=group.rewards[at],
+            group=group.group,
+        )  # fmt: skip
+        return _Group(name, group, advantage, units)
+
+    def _backward(self, group: _Group) -> None:
+        batch, policy, config = group.batch, self._policy, self._config.loss
+        if not len(batch.loss):
+            return
+        domain = self._domain(group.name)
+        apart = config.entropy != 0 and self._config.domains[group.name].advantage.normalize
+        actions = ActionTensors(batch, policy.device)
+        behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
+        credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
+        used = batch.used_lengths
+        for samples in plan(used, self._config.max_tokens_per_microbatch):
+            micro = build(batch, samples, used, policy.device)
+            logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
+            seen = logprobs.detach()
+            # The proximal policy is the one at the start of the step, and this is its first and only update.
+            proximal = seen if config.kind == "decoupled" else None
+            mu = behaviour[micro.pick]
+            token = policy_loss(
+                config, logprobs=logprobs, behaviour=mu, advantage=credit[micro.pick], proximal=proximal
+            )
+            main, bonus = token.loss.sum(), -config.entropy * entropy.sum()
+            if config.entropy and not apart:
+                main = main + bonus
+            domain.main.add([*self._grad(main, keep=apart), main])
+            if apart:
+                domain.bonus.add([*self._grad(bonus, keep=False), bonus])
+            reference = mu if proximal is None else proximal
+            self.meter.add(micro, statistics(token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference))
+
+    def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(value, self._parameters, retain_graph=keep, allow_unused=True)
+
+    def _count(self, batch: Batch, groups: Sequence[_Group]) -> None:
+        self._ids.update(batch.ids)
+        self.samples += len(batch)
+        if len(batch.loss):
+            lag = self.version - batch.versions[batch.loss.position]
+            self._lag_sum += float(lag.sum())
+            self._lag_max = max(self._lag_max, float(lag.max()))
+        for group in groups:
+            domain = self._domain(group.name)
+            domain.tokens += len(group.batch.loss)
+            domain.samples += len(group.batch)
+            domain.score += float(group.batch.score.sum())
+            domain.advantage_abs += float(np.abs(group.advantage).sum())
+            domain.units.append(group.units)
+
+    def _domain(self, name: str) -> _Domain:
+        if name not in self._domains:
+            size = len(self._parameters) + 1
+            self._domains[name] = _Domain(ExactSum(size), ExactSum(size))
+        return self._domains[name]
+
+    def _shares(self) -> dict[str, float]:
+        """The weight of one token of each domain (`losses.token_weights`, from the counts alone)."""
+        present = {n: d.tokens for n, d in sorted(self._domains.items()) if d.tokens}
+        weight = {n: self._config.domains[n].weight for n in present}
+        if self._config.loss.domain_balance:
+            whole = sum(weight.values())
+            share = {n: weight[n] / tokens / whole for n, tokens in present.items()}
+        else:
+            whole = sum(weight[n] * tokens for n, tokens in present.items())
+            share = {n: weight[n] / whole for n in present}
+        return dict.fromkeys(self._domains, 0.0) | share
+
+    def _spreads(self) -> dict[str, float]:
+        """Sorted first: a standard deviation is a sum as well."""
+        return {
+            name: spread(np.sort(np.concatenate(domain.units)))
+            if domain.tokens and self._config.domains[name].advantage.normalize
+            else 1.0
+            for name, domain in self._domains.items()
+        }
+
+
+def _groups(batch: Batch) -> Iterator[Batch]:
+    """Each group alone, its samples in the order of their ids."""
+    by_id = np.array(sorted(range(len(batch)), key=batch.ids.__getitem__), np.int64)
+    for number in np.unique(batch.group):
+        yield select(batch, by_id[batch.group[by_id] == number])
+
+
+def _weighted(parts: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
+    out: Tensor | None = None
+    for value, factor in parts:
+        if value is not None:
+            out = value * factor if out is None else out + value * factor
+    return out

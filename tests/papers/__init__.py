@@ -1,0 +1,1 @@
+"""The suite of published figures: its rows keep their order and sign."""

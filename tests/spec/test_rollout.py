@@ -1,0 +1,54 @@
+"""What a run may ask of rollout: bounds, and where tail batching has its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollart.errors import SpecError
+from rollart.spec.load import load_run
+
+Write = Callable[..., Path]
+RUN = (Path(__file__).parent / "run.yaml").read_text()
+
+
+def test_a_run_starts_no_more_than_it_needs_by_default(write: Write) -> None:
+    rollout = load_run(write()).rollout
+    assert (rollout.redundancy.groups, rollout.redundancy.size, rollout.redundancy.health) == (1.0, 1.0, False)
+    assert rollout.tail_batching is None
+
+
+def test_an_empty_mapping_asks_for_tail_batching_as_published(write: Write) -> None:
+    run = load_run(write(RUN + "schedule: sync_plus\nrollout: {tail_batching: {}}\n"))
+    assert run.rollout.tail_batching is not None
+    assert (run.rollout.tail_batching.eta_prompts, run.rollout.tail_batching.eta_responses) == (1.25, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rollout: {redundancy: {size: 0.5}}", "rollout.redundancy.size is 0.5 (rule: greater than or equal to 1"),
+        ("rollout: {redundancy: {groups: 9}}", "rollout.redundancy.groups is 9 (rule: less than or equal to 4"),
+        ("rollout: {redundancy: {size: 1.1}}", "rollout.redundancy.size is 1.1 (rule: at least 1.125 with groups of 8"),
+        ("rollout: {tail_batching: {eta: 2}}", "unknown key 'eta' in rollout.tail_batching"),
+        ("rollout: {tail_batching: {}}", "given under `schedule: async` (rule: under sync or sync_plus"),
+        ("schedule: one_off\nrollout: {tail_batching: {}}", "given under `schedule: one_off`"),
+        (
+            "schedule: sync\nrollout: {tail_batching: {}, redundancy: {size: 1.5}}",
+            "given beside rollout.redundancy (rule: one of them",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_at_its_place(write: Write, text: str, problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_run(write(RUN + text + "\n"))
+    assert problem in caught.value.message
+    assert "run.yaml:1" in caught.value.message, "the line of it"
+
+
+def test_a_round_has_no_token_budget(write: Write) -> None:
+    text = RUN.replace("trajectories: 16", "trajectories: 16\n  tokens: 1000")
+    with pytest.raises(SpecError, match=r"with batch\.tokens 1000"):
+        load_run(write(text + "schedule: sync\nrollout: {tail_batching: {}}\n"))
