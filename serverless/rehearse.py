@@ -231,7 +231,8 @@ async def rehearse(
         cold_start_s=max((r.cold_start_s for r in (*first, *again)), default=0.0),
         memory_mb=peak,
         memory_limit_mb=spec.memory_mb,
-        costs=costs(spec, statistics.mean(warm), batched, batch, prices or {}),
+        # A batch of one is the call that was measured on every case, not on the first alone.
+        costs=costs(spec, statistics.mean(warm), statistics.mean(warm) if batch == 1 else batched, batch, prices or {}),
         warnings=(*package.warnings, *_warnings(spec, first, again, full)),
     )
 

@@ -51,10 +51,10 @@ def serve(
             remedy="name a variable with a token: --token-env VAR",
         )
     packages = packages_in(source)
-    settings = _local(cluster)
+    settings, unsafe = _local(cluster)
     with translated():
         asyncio.run(_serve(packages, lambda url: _announce(url, packages, token_env or "", as_json), settings=settings,
-                           host=host, port=port, token=token, allow_unsafe=allow_unsafe))  # fmt: skip
+                           host=host, port=port, token=token, allow_unsafe=allow_unsafe or unsafe))  # fmt: skip
     raise click.exceptions.Exit(INTERRUPTED)
 
 
@@ -130,9 +130,11 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _local(cluster: Path | None) -> dict[str, Any]:
+def _local(cluster: Path | None) -> tuple[dict[str, Any], bool]:
+    """Settings of local functions in a cluster spec, and whether untrusted ones need no sandbox."""
     if cluster is None:
-        return {}
+        return {}, False
     from rollart.spec.load import load_cluster
 
-    return dict(load_cluster(cluster).functions.settings("local"))
+    functions = load_cluster(cluster).functions
+    return dict(functions.settings("local")), functions.allow_unsafe

@@ -167,13 +167,17 @@ def invoke(
     (package,), name = packages, canonical(provider)
 
     async def main() -> Any:
-        async with backend(name, _settings(name, cluster), root=root) as place:
+        async with backend(name, _settings(name, cluster), root=root, allow_unsafe=_unsafe(cluster)) as place:
             await place.deploy(package)
             return await place.invoke(package.spec.name, event, deadline_s=seconds)
 
     with translated():
         reply = asyncio.run(main())
     if reply.fault is not None:
+        if as_json:
+            bill = reply.invocation and asdict(reply.invocation)
+            shown = {"schema_version": 1, "answer": None, "fault": asdict(reply.fault), "bill": bill}
+            click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         raise RunFailed(f"{package.spec.name} on {name}: {reply.fault.kind}: {reply.fault.detail}")
     bill = reply.invocation
     shown = {"schema_version": 1, "answer": reply.body, "bill": bill and asdict(bill)} if as_json else reply.body
@@ -311,7 +315,8 @@ def _with(
     name = canonical(provider)
 
     async def main() -> T:
-        async with deployer(name, _settings(name, cluster), root=root, meter=meter) as place:
+        settings, unsafe = _settings(name, cluster), _unsafe(cluster)
+        async with deployer(name, settings, root=root, meter=meter, allow_unsafe=unsafe) as place:
             return await do(place)
 
     with translated():
@@ -327,6 +332,18 @@ def _settings(provider: str, cluster: Path | None) -> dict[str, Any]:
     return dict(load_cluster(cluster).functions.settings(provider))
 
 
+_ITEM = ("id", "messages", "prompt", "completion", "reference_answer", "metadata")
+
+
+def _unsafe(cluster: Path | None) -> bool:
+    """Whether a cluster spec allows untrusted functions without a sandbox."""
+    if cluster is None:
+        return False
+    from rollart.spec.load import load_cluster
+
+    return load_cluster(cluster).functions.allow_unsafe
+
+
 def _event(text: str) -> list[dict[str, Any]]:
     if not text.strip():
         raise UsageError("no item", remedy="give --item, or JSON on standard input")
@@ -338,8 +355,14 @@ def _event(text: str) -> list[dict[str, Any]]:
     for n, one in enumerate(event):
         if not isinstance(one, dict):
             raise UsageError(f"item {n} is not an object", remedy='give {"id": …, "messages": […]}')
+        unknown = sorted(one.keys() - _ITEM)
+        if unknown or ("messages" in one) == ("completion" in one):
+            what = f"unknown key '{unknown[0]}'" if unknown else "it has both or neither of messages and completion"
+            raise UsageError(f"item {n}: {what} (rule: {', '.join(_ITEM)})", remedy='give {"id": …, "messages": […]}')
+        if "completion" in one:  # the short form of cases.jsonl
+            asked = [{"role": "user", "content": one.pop("prompt")}] if "prompt" in one else []
+            one["messages"] = [*asked, {"role": "assistant", "content": one.pop("completion")}]
         one.setdefault("id", str(n))
-        one.setdefault("messages", [])
         one.setdefault("reference_answer", None)
         one.setdefault("metadata", {})
     return event

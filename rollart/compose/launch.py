@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
-from rollart.compose.rewards import rewards
+from rollart.compose.rewards import check, rewards
 from rollart.compose.wiring import Parts, wire
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
 from rollart.ledger.intervals import State
@@ -74,6 +74,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         sys.path.insert(0, resolved.base)
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
+    check(resolved)
     async with wire(start, directory, progress) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background:
@@ -101,8 +102,10 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 step = recovered.step
                 parts.say("resumed", "run", step=step, version=weights.version, samples=len(recovered.samples))
             parts.begin(weights)
-            await _engines(parts)
+            # Together: neither waits for the other, and credentials that fail do so before engines have cost much.
+            engines = background.create_task(_engines(parts), name="engines")
             async with parts.open_functions(rewards(resolved, await artefacts)):
+                await engines
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
             for watcher in watchers:
                 watcher.cancel()

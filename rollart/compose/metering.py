@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Protocol
 
+from rollart.errors import StorageFailed
 from rollart.ledger.reader import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ports import RunEvent
 from serverless.meter import Saving, WorkerSpan
@@ -28,26 +30,34 @@ class Books(Protocol):
 
 
 class CallsToLedger:
-    """`MeterSink` over a ledger. A span with no length tells nothing and is left out."""
+    """`MeterSink` over a ledger. A span with no length tells nothing and is left out.
+
+    A ledger that can write no more ends the run by itself (`Ledger.watch`); what is still reported then comes from
+    pools and workers that are being closed, and must not break that.
+    """
 
     def __init__(self, books: Books) -> None:
         self._books = books
 
     def invocation(self, invocation: Invocation) -> None:
-        self._books.invocation(invocation)
+        with contextlib.suppress(StorageFailed):
+            self._books.invocation(invocation)
 
     def worker(self, span: WorkerSpan) -> None:
         if span.t1 > span.t0:
-            self._books.worker(span)
+            with contextlib.suppress(StorageFailed):
+                self._books.worker(span)
 
     def saving(self, saving: Saving) -> None:
-        self._books.saving(saving)
+        with contextlib.suppress(StorageFailed):
+            self._books.saving(saving)
 
 
 def record_offload(books: Books, offload: Offload, now: float) -> None:
     """At the end of a run's life: what every stage did, cost and saved, and how healthy every function was."""
-    for event in offload_events(offload, now):
-        books.event(event)
+    with contextlib.suppress(StorageFailed):
+        for event in offload_events(offload, now):
+            books.event(event)
 
 
 def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:

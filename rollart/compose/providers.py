@@ -152,15 +152,20 @@ def _name(attribute: str) -> str:
 
 
 def deployer(
-    provider: str, settings: Mapping[str, Any] | None = None, *, root: Path, meter: MeterSink | None = None
+    provider: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    root: Path,
+    meter: MeterSink | None = None,
+    allow_unsafe: bool = False,
 ) -> Deployer:
     """The control plane of a provider, not open yet. `root` keeps what is deployed locally; `meter` gets the bills of
-    trials. SpecError for settings."""
+    trials; `allow_unsafe` is for local trials. SpecError for settings."""
     with translated():
         if provider == "local":
             from serverless.deploy.local import LocalDeployer
 
-            return LocalDeployer(root, meter=meter)
+            return LocalDeployer(root, meter=meter, allow_unsafe=allow_unsafe)
         if provider == "aws_lambda":
             from serverless.deploy.aws import AwsDeployer
 

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rollart.compose.prepare import import_attribute, one_line
+from rollart.compose.providers import translated
 from rollart.errors import SpecError
 from rollart.spec.functions import effective, function_spec
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import FunctionEntry
+from serverless.backends.local import contained
 from serverless.deploy.package import Package, build
 from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
 from serverless.inline import Inline, inline
 
-__all__ = ["Rewards", "rewards"]
+__all__ = ["Rewards", "check", "rewards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,20 @@ class Rewards:
     packages: tuple[Package, ...]
     beside: Mapping[str, Inline] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
+
+
+def check(resolved: Resolved) -> None:
+    """Read every function's source before anything is started: `SpecError` for what would be refused later. Artefacts
+    are not there yet, and do not matter here."""
+    functions = resolved.cluster.functions
+    for function in resolved.run.functions:
+        try:
+            package = _package(function, (), Path(resolved.base))
+        except NotOffloadable:
+            continue  # it runs beside the environments, or is refused when it is made there
+        if "local" in functions.chain and not functions.allow_unsafe:
+            with translated():
+                contained(package)
 
 
 def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewards:

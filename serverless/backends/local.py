@@ -28,7 +28,7 @@ from serverless.meter import MeterSink, NullMeter
 from serverless.sandbox import required
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["LocalBackend", "Runtime"]
+__all__ = ["LocalBackend", "Runtime", "contained"]
 
 _PRELOADED = (
     "asyncio", "importlib.util", "inspect", "json", "serverless.calling", "serverless.declare", "serverless.errors",
@@ -91,7 +91,7 @@ class LocalBackend:
     async def deploy(self, package: Package) -> None:
         _installed(package)
         if not self._allow_unsafe:
-            _contained(package)
+            contained(package)
         directory = self._directory(package)
         zygote = self._zygote(package)
         zygote.start()
@@ -212,7 +212,7 @@ async def _imported(zygote: ForkServer, package: Package) -> None:
             )
 
 
-def _contained(package: Package) -> None:
+def contained(package: Package) -> None:
     """A process of the user's own is no wall: what the policy wrote runs in `serverless.sandbox`, or not at all."""
     if package.spec.trust != "untrusted":
         return
@@ -224,7 +224,8 @@ def _contained(package: Package) -> None:
     if not any(name.startswith(("serverless.sandbox", "serverless.rewards.code_tests")) for name in named):
         raise BackendFailed(
             f"function {package.spec.name} is untrusted and never uses the sandbox",
-            remedy="run what the policy wrote with serverless.sandbox, deploy to Modal or Lambda, or allow unsafe code",
+            remedy="run what the policy wrote with serverless.sandbox, deploy to Modal or Lambda, or allow it "
+            "(`functions.allow_unsafe: true` in the cluster spec, `--allow-unsafe` of rewards test and serve)",
         )
 
 

@@ -78,10 +78,13 @@ class LocalDeployer:
         *,
         meter: MeterSink | None = None,
         clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
+        allow_unsafe: bool = False,
     ) -> None:
-        """The trial of a new version is billed to the meter as a SMOKE call."""
+        """The trial of a new version is billed to the meter as a SMOKE call. `allow_unsafe`: untrusted functions that
+        never use the sandbox are tried as well."""
         self._root = root.resolve()
         self._meter = meter
+        self._allow_unsafe = allow_unsafe
         self._clock = clock
 
     async def plan(self, package: Package) -> Change:
@@ -103,7 +106,7 @@ class LocalDeployer:
             state = self._read(name)
             if state.current == package.version:
                 return self._deployed(name, state, state.find(name, state.current))
-            await _try(package, self._meter)
+            await _try(package, self._meter, allow_unsafe=self._allow_unsafe)
             directory = self._directory(name) / package.version
             if not directory.exists():
                 partial = directory.with_name(f"{package.version}.partial")
@@ -267,9 +270,9 @@ class LocalDeployer:
         )
 
 
-async def _try(package: Package, meter: MeterSink | None) -> None:
+async def _try(package: Package, meter: MeterSink | None, *, allow_unsafe: bool) -> None:
     """Load it and call it with an empty list: its answer must be one."""
-    async with LocalBackend(meter=meter) as backend:
+    async with LocalBackend(meter=meter, allow_unsafe=allow_unsafe) as backend:
         await backend.deploy(package)
         deadline_s = package.spec.init_timeout_s + package.spec.timeout_s
         reply = await backend.invoke(package.spec.name, [], deadline_s=deadline_s, cause=Cause.SMOKE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import pathlib
 import re
 
@@ -61,7 +62,7 @@ def _case(key: str, completion: str, expected: dict[str, object]) -> dict[str, o
 
 def files(name: str = "my_reward") -> dict[str, str]:
     """File name -> text. `PackageError` if `name` cannot name a function."""
-    if not re.fullmatch(r"[a-z_][a-z0-9_]{0,63}", name):
+    if keyword.iskeyword(name) or not re.fullmatch(r"[a-z_][a-z0-9_]{0,63}", name):
         raise PackageError(f"{name!r} cannot name a reward", remedy="use small letters, digits and underscores")
     cases = [
         _case("right", "6 * 7 = 42, so <answer>42</answer>", {"score": 1.0}),

@@ -14,7 +14,8 @@ ModelFault  0.0 where there is no program, or none of its tests came to a result
 InfraFault  ENVIRONMENT, retryable, where no sandbox can be had: never a score
 
 Expected outputs never enter the sandbox, so tests with `stdout` cannot be read by the program. Code of `assert` shares
-the process of the program, which may tamper with it; leaving early is noticed, a class that equals everything is not.
+the process of the program: a program that just ends early does not pass, one that is written to tamper with its tests
+can.
 Lines are compared without white space at their ends, and without empty lines at the end of the output.
 """
 
@@ -52,7 +53,14 @@ class _Verdict:
     reason: str = ""
 
 
-@reward(trust="untrusted", memory_mb=1024, timeout_s=60.0, batch={"max_items": 1}, preload=("serverless.sandbox",))
+@reward(
+    trust="untrusted",
+    memory_mb=1024,
+    timeout_s=60.0,
+    batch={"max_items": 1},
+    preload=("serverless.sandbox",),
+    deterministic=False,  # whether a program ends in time depends on the machine's load
+)
 class CodeTests:
     """Owns a sandbox that starts with the worker and ends with it."""
 

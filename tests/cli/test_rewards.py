@@ -18,6 +18,7 @@ from rollart.cli.main import cli
 Call = Callable[..., Any]
 
 ITEM = {"messages": [{"role": "assistant", "content": "<answer>42</answer>"}], "reference_answer": "42"}
+ITEM_TEXT = json.dumps(ITEM)
 
 
 def rows(text: str, table: str) -> list[dict[str, Any]]:
@@ -164,7 +165,8 @@ def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ..
 
 COMMANDS = (
     ("list",), ("versions", "f"), ("logs", "f"), ("scale", "f", "--warm", "1"), ("rollback", "f"),
-    ("delete", "f", "--yes"), ("deploy", "f.py"), ("deploy", "f.py", "--dry-run"), ("invoke", "f.py", "--item", "{}"),
+    ("delete", "f", "--yes"), ("deploy", "f.py"), ("deploy", "f.py", "--dry-run"),
+    ("invoke", "f.py", "--item", ITEM_TEXT),
 )  # fmt: skip
 """Those that ask a provider."""
 

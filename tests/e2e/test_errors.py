@@ -97,6 +97,22 @@ def test_engine_that_cannot_start(home: Home) -> None:
     run.failed(1, "engine-0", "engine-0.log")
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "word"),
+    [
+        ({"functions__0__source": "nowhere.py"}, 2, "nowhere.py"),
+        ({"functions__0__handler": "nothing"}, 2, "nothing"),
+        ({"functions__0__trust": "untrusted"}, 3, "sandbox"),
+    ],
+)
+def test_a_wrong_reward_is_said_before_anything_starts(
+    home: Home, change: dict[str, str], code: int, word: str
+) -> None:
+    run = home.launch(tiny(**change))
+    run.failed(code, word)
+    assert "starting trainer" not in run.said
+
+
 def test_runs_directory_that_cannot_be_written(home: Home) -> None:
     (home.path / "runs").write_text("a file")
     home.launch().failed(1, "runs", "--runs-dir")
