@@ -2,7 +2,7 @@
 
     python benchmarks/simulation.py [--gpus 300,1000,3000,10000] [--trajectories N] [--json]
 
-A cluster of G H800 trains on about a third of them and serves Qwen3-32B with TP8 on the rest (of 3,000: 1,024 train, 247
+A cluster of G H800 trains on a third of them and serves Qwen3-32B with TP8 on the rest (of 3,000: 1,024 train, 247
 engines serve). Trajectories have 8 turns: 8 generations, 8 environment steps, a reset and a reward, so about 25 waits.
 One process per size; CPU seconds and peak memory are of that process, and include the ledger on SQLite (no fsync).
 
