@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rollart.model import Group, GroupId
 from rollart.policy.batching import ReadyGroup, select_batch
@@ -20,7 +20,16 @@ class SampleBuffer:
     leaves once, by `take`, `grow` or `discard`.
     """
 
-    def __init__(self, quotas: Mapping[str, int], *, bound: StalenessBound, token_budget: int | None = None) -> None:
+    def __init__(
+        self,
+        quotas: Mapping[str, int],
+        *,
+        bound: StalenessBound,
+        token_budget: int | None = None,
+        measure: Callable[[Sequence[int]], int] = len,
+    ) -> None:
+        """`measure`: how many tokens ids stand for, which the budget is in."""
+        self._measure = measure
         self._quotas = dict(quotas)
         self._bound = bound
         self._token_budget = token_budget
@@ -35,7 +44,7 @@ class SampleBuffer:
             raise ValueError(f"group {group.id} is in the buffer already")
         self._seen += 1
         self._held[group.domain] += len(group.samples)
-        tokens = sum(len(s.token_ids) for s in group.samples)
+        tokens = sum(self._measure(s.token_ids) for s in group.samples)
         self._groups[group.id] = group
         self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, len(group.samples), tokens, self._seen)
         self._changed.set()

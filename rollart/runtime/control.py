@@ -180,7 +180,8 @@ class ControlPlane:
 def _buffer(domains: Sequence[Domain], settings: ControlSettings) -> SampleBuffer:
     rules = settings.schedule.rules
     bound = rules.bound if rules.drops_stale else StalenessBound(ANY_AGE)
-    return SampleBuffer({d.name: d.quota for d in domains}, bound=bound, token_budget=settings.token_budget)
+    quotas = {d.name: d.quota for d in domains}
+    return SampleBuffer(quotas, bound=bound, token_budget=settings.token_budget, measure=settings.measure)
 
 
 def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:

@@ -171,3 +171,11 @@ def test_an_unknown_schedule_is_a_usage_error(tmp_path: Path) -> None:
     from rollart.cli.main import run
 
     assert run(["simulate", "--policies", "sync,laminar"]) == 2
+
+
+def test_a_token_budget_is_one_of_tokens(made: Make, tmp_path: Path) -> None:
+    """A batch of 20,000 tokens in 160 pieces is cut by a budget in tokens."""
+    whole = simulate(made(), tmp_path / "whole", steps=3)
+    cut = simulate(made("batch.tokens=12000"), tmp_path / "cut", steps=3)
+    assert min(s.tokens for s in whole.steps) > 12_000
+    assert max(s.tokens for s in cut.steps) <= 12_000
