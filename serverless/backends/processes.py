@@ -329,4 +329,5 @@ class ProcessWorker(asyncio.Protocol):
         self._transport = None
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(ConnectionResetError())
+            self._reply.exception()  # whoever waits gets it; a start that was cancelled before it waited has nobody
         self._gone()
