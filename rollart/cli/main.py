@@ -4,6 +4,7 @@ needs it."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
+        gc.collect()  # semaphores of process pools are given back by their finalizers, which _exit leaves out
         os._exit(code)
     sys.exit(code)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,26 +41,39 @@ def simulate_all(
 ) -> list[Finding]:
     """Findings in the order of the tasks; `workers` processes, as many as there are cores if None.
 
-    The first error ends all of them, and is raised.
+    The first error ends all of them, and is raised; so does an interrupt. Nothing is left running, nor on disk but what
+    is to be kept.
     """
     count = min(len(tasks), workers or os.cpu_count() or 1)
-    if count <= 1:
+    with tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
+        placed = [(task, task.keep or Path(scratch) / str(n)) for n, task in enumerate(tasks)]
+        if count > 1:
+            return _side_by_side(placed, count, on_done)
         found = []
-        for task in tasks:
-            found.append(_one(task))
+        for task, directory in placed:
+            found.append(_one(task, directory))
             on_done(found[-1])
         return found
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_one, task): n for n, task in enumerate(tasks)}
-        by_task: dict[int, Finding] = {}
+
+
+def _side_by_side(placed: Sequence[tuple[Task, Path]], count: int, on_done: Callable[[Finding], None]) -> list[Finding]:
+    by_task: dict[int, Finding] = {}
+    spawn = multiprocessing.get_context("spawn")
+    # An interrupt at the terminal reaches every process: this one alone answers it.
+    with ProcessPoolExecutor(count, spawn, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
         try:
+            futures = {pool.submit(_one, *one): n for n, one in enumerate(placed)}
             for future in as_completed(futures):
                 by_task[futures[future]] = future.result()
                 on_done(by_task[futures[future]])
+        except BrokenProcessPool:
+            raise RunFailed("a simulation's process was killed", remedy="use fewer --workers, or more memory") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.kill()
             raise
-    return [by_task[n] for n in range(len(tasks))]
+    return [by_task[n] for n in range(len(placed))]
 
 
 def found_in(done: Simulated) -> Finding:
@@ -74,8 +88,7 @@ def found_in(done: Simulated) -> Finding:
     return finding(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
 
 
-def _one(task: Task) -> Finding:
-    directory = Path(tempfile.mkdtemp(prefix="rollart-simulate-")) if task.keep is None else task.keep
+def _one(task: Task, directory: Path) -> Finding:
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)  # a world of long-lived objects: full collections find nothing and cost a third
     try:
@@ -87,9 +100,6 @@ def _one(task: Task) -> Finding:
         )
     except BaseExceptionGroup as group:
         raise _first(group) from None
-    finally:
-        if task.keep is None:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,0 +1,56 @@
+"""`rollart simulate` with several processes: an interrupt ends all of them, in a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollart.spec.load import builtin
+
+pytestmark = pytest.mark.slow
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def listen() -> None:
+    """A test that was started in the background ignores SIGINT, and so would its child."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-c", "from rollart.cli.main import main; main()", "simulate",
+        str(builtin("runs/agentic-math-32b.yaml")), "--cluster", str(builtin("clusters/rollart-96h800-32h20.yaml")),
+        "--seeds", "2", "--workers", "2", "--steps", "100",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=listen,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 120.0
+        while not (started := list(tmp_path.glob("rollart-simulate-*/*/ledger.sqlite"))) or len(started) < 2:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        below = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert said == "rollart: interrupted\n"
+    until = time.monotonic() + 30.0
+    while any(Path(f"/proc/{pid}").exists() for pid in below):
+        assert time.monotonic() < until, "a process was left running"
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
