@@ -9,15 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 from click.core import ParameterSource
 
 from rollart.errors import UsageError
 
+if TYPE_CHECKING:
+    from rollart.spec.cluster import ClusterFunctions
+
 __all__ = [
     "RESOLVED",
+    "INTERRUPTED",
+    "cluster_functions",
     "colour",
     "crash_directory",
     "find_run",
@@ -31,6 +36,9 @@ __all__ = [
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 RESOLVED = "resolved.yaml"
 """A run's specs as it was started; a directory with this file is a run."""
@@ -70,6 +78,14 @@ def output_option(command: Command) -> Command:
         "-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True,
         help="For people, or for machines.",
     )(short)  # fmt: skip
+
+
+def cluster_functions(cluster: Path | None) -> ClusterFunctions:
+    """What a cluster spec says of functions; the defaults without one."""
+    from rollart.spec.cluster import ClusterFunctions
+    from rollart.spec.load import load_cluster
+
+    return ClusterFunctions() if cluster is None else load_cluster(cluster).functions
 
 
 def json_option(command: Command) -> Command:

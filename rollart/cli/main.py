@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from rollart.cli.calibrate import calibrate
-from rollart.cli.context import crash_directory
+from rollart.cli.context import INTERRUPTED, crash_directory
 from rollart.cli.doctor import doctor
 from rollart.cli.launch import launch
 from rollart.cli.plan import plan
@@ -28,8 +28,6 @@ from rollart.cli.specs import schema, validate
 from rollart.errors import RollartError, UsageError
 
 __all__ = ["cli", "main"]
-
-INTERRUPTED = 130
 
 EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
 

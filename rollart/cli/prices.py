@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollart.cli.context import colour, output_option, width
+from rollart.cli.context import cluster_functions, colour, output_option, width
 
 if TYPE_CHECKING:
     from rollart.compose.price_files import Change
@@ -103,11 +103,11 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
     from rollart.compose.price_files import base_list, merge_into
     from rollart.compose.price_refresh import SOURCES
     from rollart.compose.price_refresh import refresh as ask
-    from rollart.spec.load import load_cluster, load_prices
+    from rollart.spec.load import load_prices
 
     chosen = _chosen(providers, SOURCES)
-    functions = None if cluster is None else load_cluster(cluster).functions
-    settings = {} if functions is None else {name: functions.settings(name) for name in chosen}
+    functions = cluster_functions(cluster)
+    settings = {name: functions.settings(name) for name in chosen}
     known = load_prices(into) if into.exists() else base_list(cluster)
     today = dt.date.today()
     found = ask(chosen, settings, known, root=Path(".rollart/functions"), today=today, region=region)

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollart.cli.context import json_option
+from rollart.cli.context import INTERRUPTED, cluster_functions, json_option
 from rollart.errors import ProviderError, UsageError
 
 if TYPE_CHECKING:
     from serverless.deploy.package import Package
 
 __all__ = ["serve"]
-
-INTERRUPTED = 130
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 
@@ -51,10 +49,11 @@ def serve(
             remedy="name a variable with a token: --token-env VAR",
         )
     packages = packages_in(source)
-    settings, unsafe = _local(cluster)
+    functions = cluster_functions(cluster)
+    settings, unsafe = functions.settings("local"), allow_unsafe or functions.allow_unsafe
     with translated():
         asyncio.run(_serve(packages, lambda url: _announce(url, packages, token_env or "", as_json), settings=settings,
-                           host=host, port=port, token=token, allow_unsafe=allow_unsafe or unsafe))  # fmt: skip
+                           host=host, port=port, token=token, allow_unsafe=unsafe))  # fmt: skip
     raise click.exceptions.Exit(INTERRUPTED)
 
 
@@ -128,13 +127,3 @@ def _loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _local(cluster: Path | None) -> tuple[dict[str, Any], bool]:
-    """Settings of local functions in a cluster spec, and whether untrusted ones need no sandbox."""
-    if cluster is None:
-        return {}, False
-    from rollart.spec.load import load_cluster
-
-    functions = load_cluster(cluster).functions
-    return dict(functions.settings("local")), functions.allow_unsafe

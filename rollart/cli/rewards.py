@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollart.cli.context import json_option, output_option
+from rollart.cli.context import cluster_functions, json_option, output_option
 from rollart.cli.reward_serve import serve
 from rollart.errors import RunFailed, UsageError
 
@@ -164,10 +164,11 @@ def invoke(
     packages = packages_in(source)
     if len(packages) != 1:
         raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
-    (package,), name = packages, canonical(provider)
+    (package,), name, functions = packages, canonical(provider), cluster_functions(cluster)
 
     async def main() -> Any:
-        async with backend(name, _settings(name, cluster), root=root, allow_unsafe=_unsafe(cluster)) as place:
+        settings, unsafe = functions.settings(name), functions.allow_unsafe
+        async with backend(name, settings, root=root, allow_unsafe=unsafe) as place:
             await place.deploy(package)
             return await place.invoke(package.spec.name, event, deadline_s=seconds)
 
@@ -312,10 +313,10 @@ def _with(
     """Open the provider's control plane, do something, and close it."""
     from rollart.compose.providers import canonical, deployer, translated
 
-    name = canonical(provider)
+    name, functions = canonical(provider), cluster_functions(cluster)
 
     async def main() -> T:
-        settings, unsafe = _settings(name, cluster), _unsafe(cluster)
+        settings, unsafe = functions.settings(name), functions.allow_unsafe
         async with deployer(name, settings, root=root, meter=meter, allow_unsafe=unsafe) as place:
             return await do(place)
 
@@ -323,25 +324,7 @@ def _with(
         return asyncio.run(main())
 
 
-def _settings(provider: str, cluster: Path | None) -> dict[str, Any]:
-    """The provider's part of a cluster spec; its defaults without one."""
-    if cluster is None:
-        return {}
-    from rollart.spec.load import load_cluster
-
-    return dict(load_cluster(cluster).functions.settings(provider))
-
-
 _ITEM = ("id", "messages", "prompt", "completion", "reference_answer", "metadata")
-
-
-def _unsafe(cluster: Path | None) -> bool:
-    """Whether a cluster spec allows untrusted functions without a sandbox."""
-    if cluster is None:
-        return False
-    from rollart.spec.load import load_cluster
-
-    return load_cluster(cluster).functions.allow_unsafe
 
 
 def _event(text: str) -> list[dict[str, Any]]:

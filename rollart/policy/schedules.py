@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from rollart.policy.staleness import StalenessBound
 
@@ -173,52 +175,33 @@ class Schedule:
         return self.in_flight is not InFlight.DRAINED or running == 0
 
 
-def _sync(alpha: int) -> Schedule:
-    return Schedule(
-        "sync", Turns.LOCKSTEP, Rewarding.INLINE, True, alpha,
-        Judged.NOWHERE, Admission.ONE_BATCH, InFlight.DRAINED, Consumption.OLDEST_BATCH,
-    )  # fmt: skip
-
-
-def _sync_plus(alpha: int) -> Schedule:
-    return Schedule(
-        "sync_plus", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, True, alpha,
-        Judged.NOWHERE, Admission.ONE_BATCH, InFlight.DRAINED, Consumption.OLDEST_BATCH,
-    )  # fmt: skip
-
-
-def _one_off(alpha: int) -> Schedule:
-    return Schedule(
-        "one_off", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
-        Judged.NOWHERE, Admission.NEXT_BATCH, InFlight.DRAINED, Consumption.OLDEST_BATCH,
-    )  # fmt: skip
-
-
-def _areal(alpha: int) -> Schedule:
-    return Schedule(
-        "areal", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
-        Judged.AT_START, Admission.WINDOW, InFlight.RESUMED, Consumption.ANY_GROUPS,
-    )  # fmt: skip
-
-
-def _rollart(alpha: int) -> Schedule:
-    return Schedule(
-        "rollart", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
-        Judged.EVERY_TURN, Admission.WINDOW, InFlight.RESUMED, Consumption.ANY_GROUPS,
-    )  # fmt: skip
-
-
-def _roll_flash(alpha: int) -> Schedule:
-    return Schedule(
-        "roll_flash", Turns.TRAJECTORY, Rewarding.ASYNCHRONOUS, False, alpha,
-        Judged.AT_BATCH, Admission.WINDOW, InFlight.TURN_REDONE, Consumption.ANY_GROUPS,
-    )  # fmt: skip
-
-
-SCHEDULES: dict[str, Callable[[int], Schedule]] = {
-    "sync": _sync, "sync_plus": _sync_plus, "one_off": _one_off,
-    "areal": _areal, "rollart": _rollart, "roll_flash": _roll_flash,
+_BATCH_BY_BATCH = {
+    "training_blocks_rollout": True, "judged": Judged.NOWHERE, "admission": Admission.ONE_BATCH,
+    "in_flight": InFlight.DRAINED, "consumption": Consumption.OLDEST_BATCH,
 }  # fmt: skip
+_WINDOW = {
+    "turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS, "training_blocks_rollout": False,
+    "admission": Admission.WINDOW, "in_flight": InFlight.RESUMED, "consumption": Consumption.ANY_GROUPS,
+}  # fmt: skip
+
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "sync": _BATCH_BY_BATCH | {"turns": Turns.LOCKSTEP, "rewarding": Rewarding.INLINE},
+    "sync_plus": _BATCH_BY_BATCH | {"turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS},
+    "one_off": _BATCH_BY_BATCH | {
+        "turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS, "training_blocks_rollout": False,
+        "admission": Admission.NEXT_BATCH,
+    },
+    "areal": _WINDOW | {"judged": Judged.AT_START},
+    "rollart": _WINDOW | {"judged": Judged.EVERY_TURN},
+    "roll_flash": _WINDOW | {"judged": Judged.AT_BATCH, "in_flight": InFlight.TURN_REDONE},
+}  # fmt: skip
+
+
+def _named(name: str, alpha: int) -> Schedule:
+    return Schedule(name, alpha=alpha, **_SWITCHES[name])
+
+
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {name: partial(_named, name) for name in _SWITCHES}
 """By name, from alpha. RollArt §7.2 compares the first five."""
 
 FIXED_LAG: dict[str, int] = {"sync": 0, "sync_plus": 0, "one_off": 1}

@@ -11,24 +11,7 @@ from placement.roofline import Roofline, RooflinePerformance
 from rollart.model import GenerateRequest, Sampling
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.steps import StepModel
-
-QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
-MODELS: dict[str, dict[str, object]] = {
-    "8B": QWEN3 | {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "32B": QWEN3 | {
-        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-    "30B-A3B": QWEN3 | {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-}  # fmt: skip
-"""What matters of `config.json` of Qwen/Qwen3-8B, -32B and -30B-A3B."""
+from tests.placement.test_rollart_bands import MODELS
 
 
 @cache
