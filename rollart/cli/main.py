@@ -3,8 +3,8 @@ needs it."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import gc
 import os
 import sys
 import tempfile
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        gc.collect()  # semaphores of process pools are given back by their finalizers, which _exit leaves out
+        atexit._run_exitfuncs()  # what _exit leaves out: process pools give their semaphores back there
         os._exit(code)
     sys.exit(code)
 
