@@ -253,7 +253,15 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 
     canonical(provider)  # before anybody is asked
     if not yes:
-        click.confirm(f"delete '{function}' and all its versions on {provider}?", abort=True, err=True)
+        try:
+            if not click.confirm(f"delete '{function}' and all its versions on {provider}?", err=True):
+                click.echo(f"{function} stays", err=True)
+                return
+        except click.Abort as stop:
+            if isinstance(stop.__context__, EOFError):  # nobody answers: not the same as an interrupt at the question
+                click.echo(err=True)
+                raise UsageError(f"'{function}' is not deleted: nobody answers", remedy="give --yes") from None
+            raise
 
     async def main(place: Deployer) -> None:
         await place.delete(function)

@@ -166,8 +166,8 @@ class Front:
     async def _plain(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
         function = self._resolve(*_named(name, request.query.get("Qualifier", "")))
         event = _event(body)
-        if event is None:
-            return _error(400, "InvalidRequestContentException", "the body is not a JSON list of objects")
+        if isinstance(event, str):
+            return _error(400, "InvalidRequestContentException", event)
         key = request.headers.get("Idempotency-Key", "")
         if not key:
             return _written(_plain(await self._backend.invoke(function, event, deadline_s=_deadline_s(request))))
@@ -198,8 +198,8 @@ class Front:
     async def _lambda(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
         function = self._resolve(*_named(urllib.parse.unquote(name), request.query.get("Qualifier", "")))
         event = _event(body)
-        if event is None:
-            return _error(400, "InvalidRequestContentException", "Could not parse request body into json: a list")
+        if isinstance(event, str):
+            return _error(400, "InvalidRequestContentException", f"Could not parse request body into json: {event}")
         how = request.headers.get("X-Amz-Invocation-Type", "RequestResponse")
         if how == "DryRun":
             return web.Response(status=204)
@@ -253,12 +253,16 @@ def _named(name: str, qualifier: str) -> tuple[str, str]:
     return parts[0], qualifier or (parts[1] if len(parts) > 1 else "")
 
 
-def _event(body: bytes) -> list[dict[str, Any]] | None:
+def _event(body: bytes) -> list[dict[str, Any]] | str:
+    """The items of a call, or what is wrong with them: answers are matched to items by `id`, so each must have one."""
     try:
         event = json.loads(body)
     except ValueError:
-        return None
-    return event if isinstance(event, list) and all(isinstance(one, dict) for one in event) else None
+        event = None
+    if not isinstance(event, list) or not all(isinstance(one, dict) for one in event):
+        return "the body is not a JSON list of objects"
+    bad = next((n for n, one in enumerate(event, 1) if not isinstance(one.get("id"), str)), None)
+    return event if bad is None else f"item {bad} has no `id` that is a string"
 
 
 def _deadline_s(request: web.BaseRequest) -> float:

@@ -140,6 +140,7 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("serve", "two.py", "--token-env", "NO_SUCH_TOKEN"), 3, "NO_SUCH_TOKEN is not set"),
         (("serve", "nowhere.py"), 2, "nowhere.py"),
         (("delete", "f", "--provider", "azure"), 2, "no provider 'azure'"),
+        (("delete", "f"), 2, "nobody answers"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ...], code: int, word: str) -> None:

@@ -117,6 +117,8 @@ def test_boto3_sees_unknown_functions_and_versions_and_other_ways_to_call() -> N
             client.invoke(FunctionName="behave", Qualifier="7", Payload=body())
         with pytest.raises(client.exceptions.InvalidRequestContentException):
             client.invoke(FunctionName="behave", Payload=b"{")
+        with pytest.raises(client.exceptions.InvalidRequestContentException, match="item 1 has no `id`"):
+            client.invoke(FunctionName="behave", Payload=b'[{"messages": []}]')
         with pytest.raises(client.exceptions.RequestTooLargeException):
             client.invoke(FunctionName="behave", Payload=b"[" + b" " * (7 * 2**20) + b"]")
         event = client.invoke(FunctionName="behave", InvocationType="Event", Payload=body())
