@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -140,7 +141,6 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("serve", "two.py", "--token-env", "NO_SUCH_TOKEN"), 3, "NO_SUCH_TOKEN is not set"),
         (("serve", "nowhere.py"), 2, "nowhere.py"),
         (("delete", "f", "--provider", "azure"), 2, "no provider 'azure'"),
-        (("delete", "f"), 2, "nobody answers"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ...], code: int, word: str) -> None:
@@ -281,3 +281,10 @@ def test_whatever_has_formats_has_the_short_form() -> None:
         with_formats += bool(formats)
         assert not formats or "--json" in names, command.name
     assert with_formats >= 12
+
+
+@pytest.mark.parametrize(("answer", "code", "word"), [("", 2, "nobody answers"), ("n\n", 0, "f stays")])
+def test_delete_asks(rollart: Call, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, word: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    done = rollart("rewards", "delete", "f")
+    assert (done.code, word in done.err) == (code, True)
