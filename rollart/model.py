@@ -307,7 +307,11 @@ class WeightsRef:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine started; seconds are of the engine's own compute."""
+    """Counters since the engine started; seconds are of the engine's own compute.
+
+    `running` and `waiting` requests, and `kv_used`, the share of the KV memory that they hold, are of now: what is kept
+    of idle sessions, and goes when somebody needs the room, does not count (vLLM's kv_cache_usage_perc).
+    """
 
     running: int
     waiting: int
@@ -316,6 +320,13 @@ class EngineStats:
     cached_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    kv_used: float = 0.0
+    preemptions: int = 0
+    """Requests that gave their KV back under way, to be computed again."""
+    kv_tokens: int | None = None
+    """Tokens of KV that fit, of idle sessions included; None where the engine does not say."""
+    kv_sessions: int | None = None
+    """Sessions that fit whatever their length, in an engine with a slot for each; None: as many as tokens allow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ __all__ = ["render"]
 def render(runner: Runner, handoffs: Handoffs, *, held: int, paused: bool) -> str:
     """One line per metric. `held` requests wait for `resume`."""
     s, exports = runner.stats(), handoffs.exports
-    capacity = runner.table.slots * runner.context
     computed = s.prompt_tokens - s.cached_tokens
     gauges = {
         "vllm:num_requests_running": s.running,
         "vllm:num_requests_waiting": s.waiting + held + handoffs.pulling,
-        "vllm:kv_cache_usage_perc": runner.table.used_tokens() / capacity,
+        "vllm:kv_cache_usage_perc": s.kv_used,
         "vllm:engine_sleep_state": 0,
+        f'vllm:cache_config_info{{block_size="{runner.context}",num_gpu_blocks="{runner.table.slots}"}}': 1,
         "rollart:paused": int(paused),
         "rollart:weight_version": runner.version,
         "rollart:idle_sessions": runner.table.idle_sessions(),
+        "rollart:kept_tokens": runner.table.used_tokens(),
         "rollart:slots": runner.table.slots,
         "rollart:pending_kv_exports": len(exports),
         "rollart:pending_kv_export_bytes": exports.bytes,
@@ -34,6 +35,7 @@ def render(runner: Runner, handoffs: Handoffs, *, held: int, paused: bool) -> st
         'vllm:prompt_tokens_by_source_total{source="local_compute"}': computed,
         'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': s.cached_tokens - runner.imported_tokens,
         'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': runner.imported_tokens,
+        "vllm:num_preemptions_total": s.preemptions,
         "vllm:request_prefill_time_seconds_sum": s.prefill_seconds,
         "vllm:request_decode_time_seconds_sum": s.decode_seconds,
         "rollart:kv_exported_bytes_total": exports.exported_bytes,

@@ -73,6 +73,9 @@ class Runner:
             cached_tokens=self.cached_tokens,
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
+            kv_used=self.table.used_share(),
+            kv_tokens=self.table.slots * self.context,
+            kv_sessions=self.table.slots,
         )
 
     def add(self, job: Job) -> None:

@@ -66,6 +66,10 @@ class SlotTable:
         """Positions that hold valid KV, idle sessions included."""
         return int(self.kv.sum())
 
+    def used_share(self) -> float:
+        """Share of the positions that belong to requests: an idle session's slot goes to whoever needs it."""
+        return float(self.kv[self.state == State.ACTIVE].sum()) / (self.slots * self.context)
+
     def idle_sessions(self) -> int:
         return len(self._idle)
 

@@ -132,6 +132,9 @@ class ModelledEngine(ContinuousBatch):
             self.cached_tokens,
             self.prefill_s,
             self.decode_s,
+            kv_used=(self._context + self._held + self._pinned) / self.kv_tokens,
+            preemptions=self.preemptions,
+            kv_tokens=self.kv_tokens,
         )
 
     async def healthy(self) -> bool:

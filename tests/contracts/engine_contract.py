@@ -87,7 +87,9 @@ class EngineContract:
             assert c.finish is FinishReason.LENGTH
             assert c.prompt_tokens == 3
             stats = await s.engine.stats()
-            assert (stats.running, stats.waiting) == (0, 0)
+            assert (stats.running, stats.waiting, stats.kv_used, stats.preemptions) == (0, 0, 0.0, 0)
+            assert stats.kv_tokens is not None
+            assert stats.kv_tokens >= 10
             assert (stats.prompt_tokens, stats.generated_tokens, stats.cached_tokens) == (3, 7, 0)
             assert await s.engine.healthy()
 
@@ -174,7 +176,9 @@ class EngineContract:
             task = asyncio.create_task(s.engine.generate(request("a", max_tokens=40)))
             await until(lambda: _generated(s.engine, 1))
             await s.engine.pause(mode)
-            still = (await s.engine.stats()).generated_tokens
+            seen = await s.engine.stats()
+            still = seen.generated_tokens
+            assert (seen.kv_used > 0) == (mode is PauseMode.KEEP and still < 40)
             late = asyncio.create_task(s.engine.generate(request("late")))
             await until(lambda: _in_flight(s.engine, 2 if mode is PauseMode.KEEP and still < 40 else 1))
             assert (await s.engine.stats()).generated_tokens == still

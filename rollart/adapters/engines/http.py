@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,6 +35,8 @@ CONNECT_S = 10.0
 
 VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`; aborting the bare id does nothing and reports success."""
+
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 RETRYABLE = {408, 409, 425, 429}
 """Client errors that another engine, or a later call, may not repeat. Server errors are retryable as well."""
@@ -111,7 +114,8 @@ class HttpEngine:
             raise EngineError(f"{self._url} kept stale KV: reset_prefix_cache failed", retryable=True)
 
     async def stats(self) -> EngineStats:
-        values = _metrics((await self._request("GET", "/metrics", limit_s=CONNECT_S)).decode())
+        text = (await self._request("GET", "/metrics", limit_s=CONNECT_S)).decode()
+        values = _metrics(text)
 
         def of(name: str) -> float:
             return values.get("vllm:" + name, 0.0)
@@ -124,6 +128,10 @@ class HttpEngine:
             cached_tokens=int(of("prefix_cache_hits_total") + of("external_prefix_cache_hits_total")),
             prefill_seconds=of("request_prefill_time_seconds_sum"),
             decode_seconds=of("request_decode_time_seconds_sum"),
+            kv_used=of("kv_cache_usage_perc"),
+            preemptions=int(of("num_preemptions_total")),
+            kv_tokens=_kv_tokens(text),
+            kv_sessions=int(values["rollart:slots"]) if "rollart:slots" in values else None,
         )
 
     async def healthy(self) -> bool:
@@ -272,6 +280,18 @@ def _object(raw: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _kv_tokens(text: str) -> int | None:
+    """Tokens of KV that fit, which vLLM says in the labels of a gauge: blocks and tokens per block, of every
+    data-parallel rank. None if it does not, or does not know yet ("None")."""
+    tokens = 0
+    for line in text.splitlines():
+        if line.startswith("vllm:cache_config_info{"):
+            labels = dict(_LABEL.findall(line))
+            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+            tokens += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+    return tokens or None
 
 
 def _metrics(text: str) -> dict[str, float]:
