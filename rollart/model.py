@@ -97,6 +97,8 @@ class AbortReason(enum.StrEnum):
     """Enough others ended first: a member beyond its group's size, or a group beyond its batch's quota."""
     DEFERRED = "deferred"
     """Its prompt is put off to a later round, and generated again then."""
+    FILTERED = "filtered"
+    """Its group's rewards are all alike: nothing can be learnt from it."""
 
 
 @dataclass(frozen=True, slots=True)

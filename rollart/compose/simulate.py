@@ -225,7 +225,8 @@ class _Cluster:
 
 def _domain(resolved: Resolved, number: int, seed: int) -> Domain:
     spec = resolved.run.domains[number]
-    world = World(_workload(resolved, spec.name, seed), seed=seed, name=spec.name)
+    solved = None if spec.profile is None else spec.profile.solved
+    world = World(_workload(resolved, spec.name, seed), seed=seed, name=spec.name, solved=solved)
     return Domain(
         name=spec.name,
         environment=world.make,

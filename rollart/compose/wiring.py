@@ -30,6 +30,7 @@ from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.redundancy import Redundancy
+from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import RunEvent
@@ -45,6 +46,7 @@ from rollart.runtime.supervise import EngineSupervisor, Watchdog
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
+from rollart.spec.rollout import FilterSpec
 from rollart.spec.run_parts import LeasesSpec
 from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
@@ -255,6 +257,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             min_faults=run.faults.min_count,
             redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
             tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
+            filter=_filter(run.rollout.filter),
         ),
         token_budget=run.batch.tokens,
         waits=WaitLimits(
@@ -281,6 +284,12 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
     )
 
 
+def _filter(spec: FilterSpec) -> FilterSettings:
+    return FilterSettings(
+        spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"
+    )
+
+
 def stall_seconds(leases: LeasesSpec) -> float:
     """Longer than any wait that ends by itself: no lease expires after it."""
     longest = max(
@@ -296,7 +305,7 @@ def stall_seconds(leases: LeasesSpec) -> float:
 SHOWN = frozenset(
     {
         "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
-        "function_scaling_failed",
+        "filter_exhausted", "function_scaling_failed",
         "group_dropped", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed", "rebalance_measured",
         "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
     }

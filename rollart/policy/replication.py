@@ -12,11 +12,21 @@ generation stops as soon as enough groups qualify.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Assignment", "DispatchQueue", "DynamicFilter", "FilterDecision", "Piece", "Unit", "Verdict"]
+__all__ = [
+    "FILTERED_AGAINST_KEPT", "Assignment", "DispatchQueue", "DynamicFilter", "FilterDecision", "FilterSettings",
+    "Piece", "Refills", "Unit", "Verdict", "judge",
+]  # fmt: skip
+
+FILTERED_AGAINST_KEPT = "filtered_against_kept"
+"""Event of a run at each publish: trajectories of filtered groups beside those of kept ones, one per figure."""
+
+TOLERANCE = 1e-8
+"""Rewards that differ by less are alike: noise of sums of floats, far below any reward that means something."""
 
 
 class Unit(enum.StrEnum):
@@ -98,6 +108,58 @@ class Verdict(enum.StrEnum):
     """It ended after enough others qualified."""
 
 
+def judge(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> Verdict:
+    """Whether a group's rewards tell its members apart (None: an InfraFault, which is never a number)."""
+    known = [r for r in rewards if r is not None]
+    if len(known) < len(rewards) or not known:
+        return Verdict.FAULTY
+    return Verdict.QUALIFIED if max(known) - min(known) > tolerance else Verdict.ALIKE
+
+
+@dataclass(frozen=True, slots=True)
+class FilterSettings:
+    """What a run filters. `additional` prompts run beyond what a step needs; at most `most` times the groups of a step
+    are filtered of a domain before one of its batches is trained, then the run fails, or (`keep`) trains the rest as
+    they are."""
+
+    zero_variance: bool = False
+    additional: int = 0
+    most: float = 10.0
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.additional < 0 or not (self.most >= 0 and math.isfinite(self.most)):
+            raise ValueError(f"additional {self.additional} and most {self.most} must not be negative, nor infinite")
+
+
+@dataclass(slots=True)
+class Refills:
+    """Counts the groups of one domain that were filtered since its last step: each is replaced by a fresh prompt, so
+    this bounds how long a step can go on in vain. Bound: `filtered` never exceeds `limit`."""
+
+    limit: int
+    filtered: int = 0
+    qualified: int = 0
+
+    def judged(self, verdict: Verdict) -> bool:
+        """A group ended. True: filter it. False: it is kept, or the bound is reached (`exhausted`)."""
+        if verdict is not Verdict.ALIKE:
+            self.qualified += 1
+            return False
+        if self.filtered >= self.limit:
+            return False
+        self.filtered += 1
+        return True
+
+    @property
+    def exhausted(self) -> bool:
+        return self.filtered >= self.limit
+
+    def trained(self) -> None:
+        """Groups of the domain went into a step: it may filter as many again."""
+        self.filtered = self.qualified = 0
+
+
 @dataclass(frozen=True, slots=True)
 class FilterDecision:
     """`launch` further prompts now; `stop`: enough qualify, cancel whatever runs. `exhausted`: nothing runs and no more
@@ -120,7 +182,7 @@ class DynamicFilter:
     target: int
     extra: int = 0
     most: int | None = None
-    tolerance: float = 1e-8
+    tolerance: float = TOLERANCE
     qualified: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     launched: int = 0
@@ -147,19 +209,13 @@ class DynamicFilter:
         if self.live <= 0:
             raise ValueError(f"group {group} was not launched: {self.launched} were, all ended")
         done = len(self.qualified) >= self.target
-        verdict = Verdict.SURPLUS if done else self._judge(rewards)
+        verdict = Verdict.SURPLUS if done else judge(rewards, self.tolerance)
         self.verdicts[group] = verdict
         if verdict is Verdict.QUALIFIED:
             self.qualified.append(group)
         stop = len(self.qualified) >= self.target
         more = 0 if stop else self._more()
         return FilterDecision(verdict, more, stop, exhausted=not stop and self.live == 0)
-
-    def _judge(self, rewards: Sequence[float | None]) -> Verdict:
-        known = [r for r in rewards if r is not None]
-        if len(known) < len(rewards) or not known:
-            return Verdict.FAULTY
-        return Verdict.QUALIFIED if max(known) - min(known) > self.tolerance else Verdict.ALIKE
 
     def _more(self) -> int:
         wanted = self.target + self.extra - len(self.qualified) - self.live

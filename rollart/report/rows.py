@@ -20,6 +20,7 @@ from rollart.ledger.reader import (
     WorkerSum,
 )
 from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT
+from rollart.policy.replication import FILTERED_AGAINST_KEPT
 from rollart.ports import RunEvent
 from rollart.report.idle import ESTIMATED, estimated_workers
 from rollart.spec.prices import PriceList
@@ -93,6 +94,8 @@ class RunRows:
     health: Sequence[RunEvent] = ()
     cancelled: Sequence[RunEvent] = ()
     """Trajectories cancelled as redundant against kept ones: an event per figure at each publish."""
+    filtered: Sequence[RunEvent] = ()
+    """Trajectories of filtered groups against kept ones, in the same way."""
     fault_threshold: float | None = None
     """Share of platform faults above which the run ends."""
 
@@ -115,6 +118,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         stages=reader.events(OFFLOAD_STAGE),
         health=reader.events(FUNCTION_HEALTH),
         cancelled=reader.events(CANCELLED_AGAINST_KEPT),
+        filtered=reader.events(FILTERED_AGAINST_KEPT),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 from rollart.ledger.intervals import State
 from rollart.ledger.reader import ChargeSum
+from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
 
@@ -15,7 +17,8 @@ __all__ = ["utilization"]
 
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
-    tables = (_resources(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows))
+    tables = (_resources(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
+              _filtered(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -82,20 +85,35 @@ def _domains(rows: RunRows) -> Table:
 def _cancelled(rows: RunRows) -> Table:
     """Trajectories cancelled as redundant beside those that were kept, as the last publish saw them. What is cancelled
     is cut off: its figures are lower bounds, and what it would have been paid is unknown."""
-    columns = (
-        Column("figure"), Column("cancelled", "number"), Column("kept", "number"), Column("cancelled_count", "count"),
+    found = _against(rows.cancelled, "cancelled")
+    return Table("cancelled", "Cancelled as redundant against kept", _columns("cancelled"), found)
+
+
+def _filtered(rows: RunRows) -> Table:
+    """Trajectories of groups that were filtered, all rewards alike, beside those of kept ones: what is too easy or too
+    hard is not trained, and this is by how much that shifts the rest."""
+    found = _against(rows.filtered, "filtered")
+    return Table("filtered", "Filtered (rewards alike) against kept", _columns("filtered"), found)
+
+
+def _columns(what: str) -> tuple[Column, ...]:
+    return (
+        Column("figure"), Column(what, "number"), Column("kept", "number"), Column(f"{what}_count", "count"),
         Column("kept_count", "count"), Column("cliffs_delta", "number"), Column("warning", wrap=True),
     )  # fmt: skip
-    last = {event.subject: event.fields for event in rows.cancelled}
+
+
+def _against(events: Sequence[RunEvent], what: str) -> tuple[tuple[Cell, ...], ...]:
+    last = {event.subject: event.fields for event in events}
     found: list[tuple[Cell, ...]] = []
     for name, f in last.items():
         more = "more" if float(f["delta"] or 0) > 0 else "less"
-        warning = f"cancelled ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
+        warning = f"{what} ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
         found.append(
             (FIGURES.get(name, name), f["cancelled"], f["kept"], f["cancelled_count"], f["kept_count"], f["delta"],
              warning)
         )  # fmt: skip
-    return Table("cancelled", "Cancelled as redundant against kept", columns, tuple(found))
+    return tuple(found)
 
 
 FIGURES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,12 @@ class Redundant:
     keep itself alive.
     """
 
-    def __init__(self, domains: Sequence[Domain], settings: Redundancy) -> None:
+    def __init__(
+        self, domains: Sequence[Domain], settings: Redundancy, additional: Mapping[str, int] | None = None
+    ) -> None:
+        """`additional`: groups per domain that always run beyond a step's, whatever the health."""
         self._settings = settings
+        self._additional = additional or {}
         self._health = HealthMeter()
         self._now = {d.name: self._sized(d) for d in domains}
         self._ends = dict.fromkeys(self._now, 0)
@@ -56,7 +61,7 @@ class Redundant:
     def slots(self, ready: Mapping[str, int], domains: Mapping[str, Domain], *, batches: bool) -> dict[str, int]:
         """Samples per domain by which its window is wider now. With whole `batches`, by none once a batch is there:
         what is started then would be dropped."""
-        if self._settings.groups <= 1:
+        if not self.by_groups:
             return {}
         return {
             name: 0 if batches and ready.get(name, 0) >= d.quota else self.extra(d).groups * d.group_size
@@ -65,18 +70,20 @@ class Redundant:
 
     @property
     def by_groups(self) -> bool:
-        return self._settings.groups > 1
+        return self._settings.groups > 1 or any(self._additional.values())
 
     def _sized(self, domain: Domain) -> Extra:
         bad, seen = self._health.rate(domain.name)
-        return self._settings.extra(domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen)
+        extra = self._settings.extra(domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen)
+        return dataclasses.replace(extra, groups=extra.groups + self._additional.get(domain.name, 0))
 
 
 class Cancellations:
-    """What was cancelled as redundant beside what was kept, over the last of each."""
+    """What was cancelled as redundant, or filtered (`kind`: the event), beside what was kept, over the last of each."""
 
-    def __init__(self, recorder: Recorder, *, on: bool) -> None:
+    def __init__(self, recorder: Recorder, kind: str = CANCELLED_AGAINST_KEPT, *, on: bool) -> None:
         self._recorder = recorder
+        self._kind = kind
         self._on = on
         self._kept: deque[Trajectory] = deque(maxlen=REMEMBERED)
         self._cancelled: deque[Trajectory] = deque(maxlen=REMEMBERED)
@@ -113,7 +120,7 @@ class Cancellations:
                 "version": version, "kept": f.kept, "cancelled": f.cancelled, "kept_count": f.kept_count,
                 "cancelled_count": f.cancelled_count, "delta": f.delta, "notable": f.notable(found.threshold),
             }  # fmt: skip
-            self._recorder.event(RunEvent(now, CANCELLED_AGAINST_KEPT, f.name, fields))
+            self._recorder.event(RunEvent(now, self._kind, f.name, fields))
 
     def _cancel(self, trajectory: Trajectory) -> None:
         self._cancelled.append(trajectory)

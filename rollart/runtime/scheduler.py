@@ -11,6 +11,7 @@ from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.release import SlotLedger
+from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import Rewarding as RewardStage
 from rollart.policy.tailbatch import TailSettings
@@ -20,6 +21,7 @@ from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.faults import FaultMeter
+from rollart.runtime.filtering import GroupFilter, additional_prompts
 from rollart.runtime.groups import GroupRun, GroupTable
 from rollart.runtime.redundant import Cancellations, Redundant
 from rollart.runtime.rewarding import Rewarding
@@ -44,6 +46,7 @@ class SchedulerSettings:
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
     """Tail batching, under a schedule of one batch at a time."""
+    filter: FilterSettings = field(default_factory=FilterSettings)
 
 
 @dataclass(slots=True)
@@ -97,9 +100,11 @@ class Scheduler:
         self._drops: list[tuple[GroupId, str]] = []
         self._again: list[tuple[GroupId, str, int]] = []
         """Groups that prompts which are put off will be generated as: in the journal before the old ones go."""
-        self._redundant = Redundant(domains, settings.redundancy)
-        speculates = settings.redundancy.any or settings.tail is not None
+        additional = additional_prompts(domains, settings.filter.additional)
+        self._redundant = Redundant(domains, settings.redundancy, additional)
+        speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
         self._cancellations = Cancellations(recorder, on=speculates)
+        self._filter = GroupFilter(domains, settings.filter, recorder)
         self._rounds = None if settings.tail is None else Rounds(self._domains, settings.tail, self._draw)
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
         self._attempts = Attempts(
@@ -148,6 +153,7 @@ class Scheduler:
         self._evict(version)
         self._buffer.published()
         self._cancellations.report(version)
+        self._filter.trained(consumed, version)
         self._freed.set()
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
@@ -282,6 +288,11 @@ class Scheduler:
 
     def _completed(self, run: GroupRun) -> None:
         """A group has its samples. What is surplus by that ends, in a schedule of whole batches."""
+        if self._filter.leaves_out(run):
+            self._release(run.id, AbortReason.FILTERED)
+            self._replace(run)
+            self._attempts.quiet.set()
+            return
         self._buffer.add(run.whole())
         self._slots.complete(run.id)
         self._cancellations.kept(run)
@@ -321,6 +332,10 @@ class Scheduler:
 
     def _dropped(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
         self._drop_event(run.id, run.domain, reason, detail)
+        self._replace(run)
+
+    def _replace(self, run: GroupRun) -> None:
+        """The group gave up its slots: a fresh prompt takes its place."""
         if self._rounds is not None:
             self._defer(self._rounds, self._rounds.dropped(self._rounds.prompt(run.id)))
 

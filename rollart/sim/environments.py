@@ -69,6 +69,8 @@ class World:
     name: str = ""
     hosts: Sequence[Host] = field(default_factory=lambda: (Host("host-0"),))
     faults: ResetFaults | None = None
+    solved: float | None = None
+    """Mean share of trajectories that earn 1 and not 0; None: all, and nothing is drawn."""
     resets: int = 0
     failed_resets: int = 0
     stalled_resets: int = 0
@@ -93,6 +95,14 @@ class World:
         member = self._members.get(prompt, 0)
         self._members[prompt] = member + 1
         return self.workload.script(prompt, member), member
+
+    def solves(self, prompt: int, member: int) -> bool:
+        """Whether this member earns its reward. Prompts differ: the chance of each is drawn from a Beta distribution
+        with mean `solved` and a total of 1, most of which lies near 0 and 1, as pass rates do."""
+        if self.solved is None or self.solved in (0.0, 1.0):
+            return self.solved != 0.0
+        chance = generator(self.seed, self.name, "chance", prompt).betavariate(self.solved, 1.0 - self.solved)
+        return generator(self.seed, self.name, "solved", prompt, member).random() < chance
 
     def reset_trouble(self, prompt: int, member: int, host: Host, now: float) -> tuple[bool, float]:
         """Whether this reset fails, and the seconds that it stalls."""
@@ -127,7 +137,7 @@ class World:
 class ModelledEnvironment:
     """Implements `ports.Environment`. A call on a host that went down raises ConnectionError, as a broken one does."""
 
-    __slots__ = ("_host", "_live", "_script", "_turn", "_world")
+    __slots__ = ("_host", "_live", "_script", "_solves", "_turn", "_world")
 
     def __init__(self, world: World, host: Host) -> None:
         self._world, self._host = world, host
@@ -137,6 +147,7 @@ class ModelledEnvironment:
     async def reset(self, seed: int) -> Observation:
         world, host = self._world, self._host
         self._script, member = world.script(seed)
+        self._solves = world.solves(seed, member)
         self._turn = 0
         if not self._live:
             self._live = True
@@ -157,7 +168,7 @@ class ModelledEnvironment:
         self._turn = turn + 1
         if self._turn < script.turns:
             return Step(self._observation())
-        return Step(_OVER, 1.0, True, True, {"payload_bytes": script.payload_bytes})
+        return Step(_OVER, float(self._solves), True, self._solves, {"payload_bytes": script.payload_bytes})
 
     async def close(self) -> None:
         if self._live:

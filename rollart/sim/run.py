@@ -13,6 +13,7 @@ from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.redundancy import Redundancy
+from rollart.policy.replication import FilterSettings
 from rollart.policy.routing import Router
 from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
@@ -62,6 +63,7 @@ class SimulatedRun:
     token_budget: int | None = None
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
+    filter: FilterSettings = field(default_factory=FilterSettings)
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     router: Router = field(default_factory=Router)
@@ -128,6 +130,7 @@ class SimulatedRun:
             max_fault_rate=self.max_fault_rate,
             redundancy=self.redundancy,
             tail=self.tail,
+            filter=self.filter,
         )
         return ControlSettings(
             schedule,
@@ -197,6 +200,7 @@ def make(
     train_s: Callable[..., float] | None = None,
     env_faults: float = 0.0,
     reward_faults: float = 0.0,
+    reward_of: Callable[..., float] | None = None,
     fail_steps: frozenset[int] = frozenset(),
     journal: Journal | None = None,
     recorder: Recorder | None = None,
@@ -222,7 +226,7 @@ def make(
         steps,
         [SimulatedEngine(f"e{i}", version=version, seed=seed, tokens=tokens, seconds=engine_s) for i in range(engines)],
         SimulatedTrainer(seed, train_s, fail_steps),
-        SimulatedRewarder(seed, reward_s, reward_faults),
+        SimulatedRewarder(seed, reward_s, reward_faults, reward_of),
         journal or memory,
         recorder or memory,
         **more,  # type: ignore[arg-type]

@@ -1,11 +1,12 @@
-"""The reward of a simulated trajectory: what it scores is of no matter, what it takes is the profile's."""
+"""The reward of simulated trajectories: what their environments said of them; what scoring takes is the profile's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["score"]
 
 
-def score(sample: Any) -> float:
-    return 1.0
+def score(samples: Sequence[Any]) -> list[float]:
+    return [float(sum(sample.metadata["env_rewards"])) for sample in samples]

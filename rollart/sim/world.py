@@ -199,21 +199,22 @@ class SimulatedEnvironment:
 
 @dataclass(slots=True)
 class SimulatedRewarder:
-    """Scores 1.0 after `seconds(rng)`; an infrastructure fault with probability `fault_rate`."""
+    """Scores `value(rng)` (1.0) after `seconds(rng)`; an infrastructure fault with probability `fault_rate`."""
 
     seed: int = 0
     seconds: Callable[[random.Random], float] | None = None
     fault_rate: float = 0.0
+    value: Callable[[random.Random], float] | None = None
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
-        if self.seconds is None and not self.fault_rate:
+        if self.seconds is None and self.value is None and not self.fault_rate:
             return Scored(1.0)
         rng = random.Random(f"{self.seed}:{trajectory.id}")
         if self.seconds is not None:
             await asyncio.sleep(self.seconds(rng))
         if rng.random() < self.fault_rate:
             return InfraFault(FaultKind.CRASH, retryable=True, detail="the simulated function crashed")
-        return Scored(1.0)
+        return Scored(1.0 if self.value is None else self.value(rng))
 
 
 @dataclass(slots=True)

@@ -77,4 +77,11 @@ class ProfileSpec(Entry):
     environment: EnvironmentCostSpec = Field(
         default_factory=EnvironmentCostSpec, description="What the environment takes."
     )
+    solved: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of trajectories that earn 1 rather than 0 in `rollart simulate`, where prompts differ in "
+        "difficulty; all of them if not given.",
+    )
     reward: RewardCostSpec | None = Field(default=None, description="What scoring takes; not planned if not given.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from rollart.spec.base import Entry
 
-__all__ = ["MOST", "RedundancySpec", "RolloutSpec", "TailBatchingSpec"]
+__all__ = ["MOST", "FilterSpec", "RedundancySpec", "RolloutSpec", "TailBatchingSpec"]
 
 MOST = 4.0
 """Largest factor: beyond it three quarters of the rollout are thrown away."""
@@ -56,6 +58,38 @@ class TailBatchingSpec(Entry):
     )
 
 
+class FilterSpec(Entry):
+    """Dynamic filtering: groups that nothing can be learnt from are left out, and further prompts take their place.
+
+    What is filtered is charged as `filtered`, and shown against what was kept by `rollart report utilization`.
+    """
+
+    zero_variance: bool = Field(
+        default=False,
+        description="Leave out groups whose members all have the same reward: their advantage is 0. Needs "
+        "`advantage.baseline: group` in every domain.",
+    )
+    max_additional_running_prompts: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000,
+        description="Prompts that run beyond those that a step needs, over all domains, so that what is filtered is "
+        "replaced at once. Whole-batch schedules cancel what is unfinished when the batch is full.",
+    )
+    max_refills: float = Field(
+        default=10.0,
+        ge=0,
+        le=1e6,
+        description="Groups of a domain that may be filtered between two of its steps, as a multiple of those that a "
+        "step needs.",
+    )
+    exhausted: Literal["fail", "keep"] = Field(
+        default="fail",
+        description="What happens beyond `max_refills`. fail: the run stops and says so; keep: further groups are "
+        "trained as they are until the next step.",
+    )
+
+
 class RolloutSpec(Entry):
     """What rollout starts beyond what a step needs, to wait for no straggler."""
 
@@ -65,4 +99,7 @@ class RolloutSpec(Entry):
     tail_batching: TailBatchingSpec | None = Field(
         default=None,
         description="Long prompts are put off and run together. Under `sync` and `sync_plus`, without `batch.tokens`.",
+    )
+    filter: FilterSpec = Field(
+        default_factory=FilterSpec, description="Groups that are left out of training, and what replaces them."
     )

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from placement.hardware import canonical, catalogue
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
-from rollart.spec.document import Loc
 from rollart.spec.prices import PriceList
+from rollart.spec.problem import Problem
+from rollart.spec.rollout_rules import rollout_problems
 from rollart.spec.run import LAG, RunSpec
 from rollart.spec.run_parts import DomainSpec
 from rollart.spec.suggest import did_you_mean
 
 __all__ = ["Problem", "cluster_problems", "known_device", "price_problems", "quotas", "run_problems"]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A broken rule and the path of the value that breaks it."""
-
-    loc: Loc
-    message: str
 
 
 class _Named(Protocol):
@@ -35,7 +27,7 @@ class _Named(Protocol):
 def run_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of a run spec, in file order."""
     problems = [
-        *_model(run), *_schedule(run), *_rollout(run),
+        *_model(run), *_schedule(run), *rollout_problems(run),
         *_unique("domains", run.domains), *_unique("functions", run.functions), *_functions(run),
         *_rewards(run), *_turns(run), *_profiles(run),
         *_quota_rules(run), *_warm_start(run), *_temperatures(run), *_affinity(run), *_objective(run),
@@ -110,38 +102,6 @@ def _schedule(run: RunSpec) -> Iterable[Problem]:
         yield Problem(
             ("staleness",),
             f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)",
-        )
-
-
-def _rollout(run: RunSpec) -> Iterable[Problem]:
-    tail, redundancy = run.rollout.tail_batching, run.rollout.redundancy
-    largest = max(d.group_size for d in run.domains)
-    if redundancy.size > 1 and int(largest * redundancy.size + 1e-9) == largest:
-        yield Problem(
-            ("rollout", "redundancy", "size"),
-            f"rollout.redundancy.size is {redundancy.size:g} (rule: at least {1 + 1 / largest:g} with groups of "
-            f"{largest}, or 1: members are whole)",
-        )
-    if tail is None:
-        return
-    place = ("rollout", "tail_batching")
-    if run.schedule not in ("sync", "sync_plus"):
-        yield Problem(
-            place,
-            f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
-            "rounds are steps)",
-        )
-    if max(redundancy.groups, redundancy.size) > 1:
-        yield Problem(
-            place,
-            "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
-            "than is needed by itself)",
-        )
-    if run.batch.tokens is not None:
-        yield Problem(
-            place,
-            f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
-            "that ends it, so its batch has no token budget)",
         )
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rollart.cli.main import cli
 from rollart.compose.simulate import shape_of, simulate
 from rollart.compose.simulations import Task, found_in, simulate_all
-from rollart.errors import FaultRateExceeded, SpecError
+from rollart.errors import FaultRateExceeded, RunFailed, SpecError
 from rollart.ledger.reader import Reader
 from rollart.policy.schedules import SCHEDULES
 from rollart.report.rows import collect
@@ -179,3 +179,25 @@ def test_a_token_budget_is_one_of_tokens(made: Make, tmp_path: Path) -> None:
     cut = simulate(made("batch.tokens=12000"), tmp_path / "cut", steps=3)
     assert min(s.tokens for s in whole.steps) > 12_000
     assert max(s.tokens for s in cut.steps) <= 12_000
+
+
+FILTER = "rollout.filter.zero_variance=true"
+
+
+def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_path: Path) -> None:
+    """With a mean pass rate of one half and prompts that differ, most groups of 4 are all right or all wrong."""
+    resolved = made(FILTER, "rollout.filter.max_additional_running_prompts=4", "domains.chat.profile.solved=0.5")
+    done = simulate(resolved, tmp_path / "run", steps=4)
+    with Reader(done.directory) as reader:
+        rows = collect(reader, "run")
+        filtered = reader.events("group_filtered")
+    assert rows.facts.trained_samples == 4 * 16
+    assert {e.fields["reward"] for e in filtered} == {0.0, 1.0}
+    assert sum(c.trajectories for c in rows.charges if c.outcome == "filtered") == 4 * len(filtered) > 0
+    assert any(cause == "engine: trajectory filtered" for cause in found_in(done).waste)
+    assert {e.subject for e in rows.filtered} >= {"tokens", "difficulty", "reward"}
+
+
+def test_a_simulation_in_which_all_earn_the_same_says_so(made: Make, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="all 40 groups of domain chat since its last step"):
+        simulate_all([Task(made(FILTER), "rollart", 0, steps=2, keep=tmp_path / "run")], workers=1)

@@ -285,3 +285,18 @@ def test_what_was_cancelled_as_redundant_stands_beside_what_was_kept() -> None:
     assert turns["warning"] == "cancelled ones have more turns"
     assert (age["figure"], age["warning"]) == ("age in seconds", "")
     assert waste(run, cost_lines(run))["engine", "trajectory redundant"] > 0
+
+
+def test_what_was_filtered_stands_beside_what_was_kept_and_is_waste_of_its_own() -> None:
+    fields: dict[str, Any] = {
+        "version": 1, "kept": 0.5, "cancelled": 0.9, "kept_count": 40, "cancelled_count": 20, "delta": 0.6,
+        "notable": True,
+    }  # fmt: skip
+    run = rows(
+        filtered=[RunEvent(1.0, "filtered_against_kept", "difficulty", fields)],
+        charges=[ChargeSum("lake", "train", "filtered", 0, 5, 10.0, 20, 250, 50, 0, 0, 25.0)],
+    )
+    (shown,) = cells(utilization(run), "filtered")
+    assert (shown["filtered"], shown["kept"], shown["filtered_count"], shown["kept_count"]) == (0.9, 0.5, 20, 40)
+    assert shown["warning"] == "filtered ones have more reward of their group"
+    assert waste(run, cost_lines(run))["engine", "trajectory filtered"] > 0

@@ -39,6 +39,16 @@ def test_an_empty_mapping_asks_for_tail_batching_as_published(write: Write) -> N
             "schedule: sync\nrollout: {tail_batching: {}, redundancy: {size: 1.5}}",
             "given beside rollout.redundancy (rule: one of them",
         ),
+        ("rollout: {filter: {zero_variance: 7}}", "rollout.filter.zero_variance is 7"),
+        (
+            "rollout: {filter: {max_additional_running_prompts: 4}}",
+            "max_additional_running_prompts is 4 (rule: with zero_variance",
+        ),
+        (
+            "schedule: sync\nrollout: {tail_batching: {}, filter: {zero_variance: true, "
+            "max_additional_running_prompts: 4}}",
+            "max_additional_running_prompts is 4 beside rollout.tail_batching (rule: 0",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_at_its_place(write: Write, text: str, problem: str) -> None:
@@ -52,3 +62,12 @@ def test_a_round_has_no_token_budget(write: Write) -> None:
     text = RUN.replace("trajectories: 16", "trajectories: 16\n  tokens: 1000")
     with pytest.raises(SpecError, match=r"with batch\.tokens 1000"):
         load_run(write(text + "schedule: sync\nrollout: {tail_batching: {}}\n"))
+
+
+def test_only_what_has_no_advantage_is_filtered(write: Write) -> None:
+    """A group of like rewards teaches something where its mean is not its baseline."""
+    text = RUN.replace("max_tokens: 4", "max_tokens: 4\n    advantage: {baseline: none}")
+    with pytest.raises(SpecError, match=r"domain 'lake' has advantage.baseline 'none' and group_size 8 \(rule: group"):
+        load_run(write(text + "rollout: {filter: {zero_variance: true}}\n"))
+    filtering = load_run(write(RUN + "rollout: {filter: {zero_variance: true}}\n")).rollout.filter
+    assert (filtering.max_additional_running_prompts, filtering.max_refills, filtering.exhausted) == (0, 10.0, "fail")

@@ -1,0 +1,75 @@
+"""Rules between what a run asks of rollout and the rest of its spec. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollart.spec.problem import Problem
+from rollart.spec.run import RunSpec
+
+__all__ = ["rollout_problems"]
+
+
+def rollout_problems(run: RunSpec) -> list[Problem]:
+    """Every broken rule of `rollout`."""
+    return [*_beyond(run), *_filter(run)]
+
+
+def _beyond(run: RunSpec) -> Iterable[Problem]:
+    tail, redundancy = run.rollout.tail_batching, run.rollout.redundancy
+    largest = max(d.group_size for d in run.domains)
+    if redundancy.size > 1 and int(largest * redundancy.size + 1e-9) == largest:
+        yield Problem(
+            ("rollout", "redundancy", "size"),
+            f"rollout.redundancy.size is {redundancy.size:g} (rule: at least {1 + 1 / largest:g} with groups of "
+            f"{largest}, or 1: members are whole)",
+        )
+    if tail is None:
+        return
+    place = ("rollout", "tail_batching")
+    if run.schedule not in ("sync", "sync_plus"):
+        yield Problem(
+            place,
+            f"rollout.tail_batching is given under `schedule: {run.schedule}` (rule: under sync or sync_plus, as its "
+            "rounds are steps)",
+        )
+    if max(redundancy.groups, redundancy.size) > 1:
+        yield Problem(
+            place,
+            "rollout.tail_batching is given beside rollout.redundancy (rule: one of them; tail batching starts more "
+            "than is needed by itself)",
+        )
+    if run.batch.tokens is not None:
+        yield Problem(
+            place,
+            f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
+            "that ends it, so its batch has no token budget)",
+        )
+
+
+def _filter(run: RunSpec) -> Iterable[Problem]:
+    """What is filtered has no advantage, and what replaces it is drawn one by one."""
+    filtering, place = run.rollout.filter, ("rollout", "filter")
+    if not filtering.zero_variance:
+        if filtering.max_additional_running_prompts:
+            yield Problem(
+                (*place, "max_additional_running_prompts"),
+                f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} "
+                "(rule: with zero_variance, whose losses they replace; without it, rollout.redundancy.groups)",
+            )
+        return
+    for domain in run.domains:
+        if domain.advantage.baseline != "group" or domain.group_size == 1:
+            yield Problem(
+                (*place, "zero_variance"),
+                f"rollout.filter.zero_variance is given, but domain '{domain.name}' has advantage.baseline "
+                f"'{domain.advantage.baseline}' and group_size {domain.group_size} (rule: group, and at least 2: other "
+                "groups teach something though their rewards are alike)",
+            )
+            return
+    if run.rollout.tail_batching is not None and filtering.max_additional_running_prompts:
+        yield Problem(
+            (*place, "max_additional_running_prompts"),
+            f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} beside "
+            "rollout.tail_batching (rule: 0: its rounds say what is started)",
+        )
