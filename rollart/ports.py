@@ -240,7 +240,8 @@ class Recorder(Protocol):
     ) -> None:
         """One row per trajectory, whatever became of it: what it was charged and how it ended.
 
-        `first_tokens` are its first prompt's; it waited `reset_s` and, over all steps, `env_s` for its environment.
+        `first_tokens` are its first prompt's; its environment took `reset_s` to reset, ahead of it or not, and it
+        waited `env_s` for it over all steps.
         """
 
 

@@ -40,13 +40,14 @@ from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
 from rollart.runtime.supervise import EngineSupervisor, Watchdog
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
-from rollart.spec.rollout import FilterSpec
+from rollart.spec.rollout import FilterSpec, RolloutSpec
 from rollart.spec.run_parts import LeasesSpec
 from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
@@ -258,6 +259,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
             tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
             filter=_filter(run.rollout.filter),
+            prefetch=prefetching(run.rollout),
         ),
         token_budget=run.batch.tokens,
         waits=WaitLimits(
@@ -288,6 +290,12 @@ def _filter(spec: FilterSpec) -> FilterSettings:
     return FilterSettings(
         spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"
     )
+
+
+def prefetching(rollout: RolloutSpec) -> PrefetchSettings | None:
+    if rollout.prefetch == 0:
+        return None
+    return PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch)
 
 
 def stall_seconds(leases: LeasesSpec) -> float:

@@ -19,6 +19,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
 from rollart.runtime.rewarding import Rewarding
@@ -94,6 +95,7 @@ class ControlPlane:
         self._hooks = hooks
         rules = settings.schedule.rules
         self.gateway = _gateway(leases, recorder, version, settings, hooks)
+        prefetch = _prefetch(domains, leases, recorder, settings)
         runner = TrajectoryRunner(
             self.gateway,
             tokenizer,
@@ -102,22 +104,21 @@ class ControlPlane:
             stale=_judge(rules, self.gateway),
             barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
             measure=settings.measure,
+            prefetch=prefetch,
         )
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
         buffer = _buffer(domains, settings)
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
-        self.scheduler = Scheduler(domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule)
+        self.scheduler = Scheduler(
+            domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule, prefetch=prefetch
+        )
         publisher = Publisher(
-            trainer,
-            self.gateway,
-            journal,
-            weights,
-            leases,
+            trainer, self.gateway, journal, weights, leases,
             publish_s=settings.publish_s,
             on_version=self._published,
             drained=self.scheduler.drained,
             in_use=hooks.versions_in_use,
-        )
+        )  # fmt: skip
         self._training = Training(
             trainer,
             buffer,
@@ -182,6 +183,15 @@ def _buffer(domains: Sequence[Domain], settings: ControlSettings) -> SampleBuffe
     bound = rules.bound if rules.drops_stale else StalenessBound(ANY_AGE)
     quotas = {d.name: d.quota for d in domains}
     return SampleBuffer(quotas, bound=bound, token_budget=settings.token_budget, measure=settings.measure)
+
+
+def _prefetch(
+    domains: Sequence[Domain], leases: Leases, recorder: Recorder, settings: ControlSettings
+) -> Prefetcher | None:
+    wanted, waits = settings.schedule.prefetch, settings.waits
+    if wanted is None:
+        return None
+    return Prefetcher(domains, leases, recorder, settings=wanted, reset_s=waits.env_reset_s, close_s=waits.env_close_s)
 
 
 def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:

@@ -23,6 +23,7 @@ from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.filtering import GroupFilter, additional_prompts
 from rollart.runtime.groups import GroupRun, GroupTable
+from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
 from rollart.runtime.redundant import Cancellations, Redundant
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.rounds import AGAIN, Launch, Prompt, Rounds
@@ -47,6 +48,8 @@ class SchedulerSettings:
     tail: TailSettings | None = None
     """Tail batching, under a schedule of one batch at a time."""
     filter: FilterSettings = field(default_factory=FilterSettings)
+    prefetch: PrefetchSettings | None = None
+    """Environments that are reset ahead of need."""
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class Scheduler:
         recorder: Recorder,
         *,
         settings: SchedulerSettings,
+        prefetch: Prefetcher | None = None,
     ) -> None:
         self._domains = {d.name: d for d in domains}
         self._buffer = buffer
@@ -97,6 +101,9 @@ class Scheduler:
         )
         self._progress = _Progress(dict.fromkeys(self._domains, 0), dict.fromkeys(self._domains, 0))
         self._freed = asyncio.Event()
+        self._prefetch = prefetch
+        if prefetch is not None:
+            prefetch.on_known = self._freed.set
         self._drops: list[tuple[GroupId, str]] = []
         self._again: list[tuple[GroupId, str, int]] = []
         """Groups that prompts which are put off will be generated as: in the journal before the old ones go."""
@@ -129,9 +136,12 @@ class Scheduler:
                     self._open(tasks, fresh, version())
                 elif not self._attempts.closed and not self._drops:
                     # Nothing is awaited since they were looked at: no close and no drop can fall between.
+                    self._look_ahead(tasks)
                     self._freed.clear()
                     await self._freed.wait()
             self._groups.cancel_all(AbortReason.SHUTDOWN)
+            if self._prefetch is not None:
+                self._prefetch.close()
         self._cancellations.report(version())
         await self._write_drops()
 
@@ -152,6 +162,8 @@ class Scheduler:
         self._groups.published(version, self._rules.judged)
         self._evict(version)
         self._buffer.published()
+        if self._prefetch is not None:
+            self._prefetch.published(version)
         self._cancellations.report(version)
         self._filter.trained(consumed, version)
         self._freed.set()
@@ -226,10 +238,24 @@ class Scheduler:
             self._slots.admit(launch.prompt.group, domain.name, domain.group_size)
         return fresh
 
+    def _look_ahead(self, tasks: asyncio.TaskGroup) -> None:
+        """Reset environments for the prompts that are drawn next, as many as the run will still start."""
+        if self._prefetch is None:
+            return
+        left = self._remaining({})
+        for name, domain in self._domains.items():
+            most = min(left[name], self._prefetch.wanted(name))
+            prompts = self._next(domain, -(-max(most, 0) // domain.group_size))
+            self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
+
     def _draw(self, domain: Domain, count: int) -> list[Prompt]:
         """The domain's next prompts."""
+        prompts = self._next(domain, count)
+        self._progress.drawn[domain.name] += count
+        return prompts
+
+    def _next(self, domain: Domain, count: int) -> list[Prompt]:
         first = self._progress.drawn[domain.name]
-        self._progress.drawn[domain.name] = first + count
         return [
             Prompt(f"{domain.name}-{i}", domain, training_seed(self._settings.seed, domain.name, i))
             for i in range(first, first + count)
@@ -296,6 +322,8 @@ class Scheduler:
         self._buffer.add(run.whole())
         self._slots.complete(run.id)
         self._cancellations.kept(run)
+        if self._prefetch is not None:
+            self._prefetch.forget(run.id)
         if self._rounds is not None:
             self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
         elif self._redundant.by_groups and self._full(run.domain):
@@ -344,6 +372,8 @@ class Scheduler:
         self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
 
     def _release(self, group_id: GroupId, reason: AbortReason) -> None:
+        if self._prefetch is not None:
+            self._prefetch.forget(group_id)
         self._slots.release(group_id)
         self._drops.append((group_id, str(reason)))
         self._freed.set()

@@ -30,6 +30,7 @@ from rollart.runtime.border import checked_observation, checked_step
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.leases import Leases
+from rollart.runtime.prefetch import Ahead, Prefetcher
 
 __all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
 
@@ -117,8 +118,11 @@ class TrajectoryRunner:
         barrier: FreeRunning,
         meter: WorkloadMeter | None = None,
         measure: Callable[[Sequence[int]], int] = len,
+        prefetch: Prefetcher | None = None,
     ) -> None:
-        """`measure`: how many tokens ids stand for. As many as they are, but where a world packs many into one."""
+        """`measure`: how many tokens ids stand for. As many as they are, but where a world packs many into one.
+        `prefetch`: environments that were reset before their trajectories begin."""
+        self._prefetch = prefetch
         self._measure = measure
         self._gateway = gateway
         self._tokenizer = tokenizer
@@ -131,10 +135,11 @@ class TrajectoryRunner:
 
     async def run(self, live: Live) -> Trajectory:
         """The episode. Raises `Aborted`; an environment that breaks or stalls is an infrastructure fault."""
-        environment = _made(live)
+        ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
+        environment = (ahead and ahead.environment) or _made(live)
         self._barrier.join()
         try:
-            observation = await self._reset(live, environment)
+            observation = await self._reset(live, environment, ahead)
             for turn in range(live.domain.max_turns):
                 text = await self._act(live, observation, turn)
                 self._judge(live)
@@ -260,15 +265,22 @@ class TrajectoryRunner:
             engine_seconds=live.engine_seconds,
         )
 
-    async def _reset(self, live: Live, environment: Environment) -> Observation:
+    async def _reset(self, live: Live, environment: Environment, ahead: Ahead | None) -> Observation:
+        """The first observation, of a reset of its own or of one that was begun before it."""
         try:
             with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
             ) as lease:
+                if ahead is not None:
+                    observation = await ahead.observed()
+                    live.reset_seconds = ahead.seconds
+                    return observation
                 observation = checked_observation(await environment.reset(live.seed))
         except Exception as error:
             raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("reset", error)) from None
         live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
+        if self._prefetch is not None and live.purpose is Purpose.TRAIN:
+            self._prefetch.reset(live.domain.name, live.reset_seconds)
         return observation
 
     async def _step(self, live: Live, environment: Environment, text: str) -> Step:

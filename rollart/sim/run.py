@@ -23,6 +23,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
@@ -64,6 +65,7 @@ class SimulatedRun:
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
     filter: FilterSettings = field(default_factory=FilterSettings)
+    prefetch: PrefetchSettings | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     router: Router = field(default_factory=Router)
@@ -131,6 +133,7 @@ class SimulatedRun:
             redundancy=self.redundancy,
             tail=self.tail,
             filter=self.filter,
+            prefetch=self.prefetch,
         )
         return ControlSettings(
             schedule,

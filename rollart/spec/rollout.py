@@ -1,8 +1,8 @@
-"""What is rolled out beyond what a step needs: redundant environments, and tail batching."""
+"""What is rolled out beyond what a step needs: redundant environments, tail batching, resets ahead of need."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -102,4 +102,9 @@ class RolloutSpec(Entry):
     )
     filter: FilterSpec = Field(
         default_factory=FilterSpec, description="Groups that are left out of training, and what replaces them."
+    )
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        default=0,
+        description="Environments per domain that are reset before their trajectories are admitted. auto: as many "
+        "batches of them as a reset outlasts the time between two admissions.",
     )

@@ -1,0 +1,182 @@
+"""Environments that are reset before their trajectories are admitted, while others generate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollart.model import Observation, TrajectoryId
+from rollart.policy.lease import Expiry
+from rollart.policy.prefetching import Prefetch
+from rollart.ports import Environment, Recorder, RunEvent
+from rollart.runtime.border import checked_observation
+from rollart.runtime.domain import Domain
+from rollart.runtime.leases import Leases
+
+__all__ = ["Ahead", "PrefetchSettings", "Prefetcher"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchSettings:
+    """`fixed` environments per domain ahead of need, or as many as the rule says (None)."""
+
+    fixed: int | None = None
+
+
+@dataclass(slots=True)
+class Ahead:
+    """An environment whose reset was begun for a trajectory that does not run yet. It is its task's until `take`."""
+
+    over: asyncio.Future[Observation]
+    """What the reset showed; or what went wrong."""
+    environment: Environment | None = None
+    """None until its task has made it."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    seconds: float = 0.0
+
+    async def observed(self) -> Observation:
+        """What the reset showed, for the trajectory that took it. Raises what the reset raised; a cancellation ends the
+        reset first, so that whoever closes the environment then finds nobody in it."""
+        try:
+            return await asyncio.shield(self.over)
+        except asyncio.CancelledError:
+            assert self.task is not None
+            self.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.task
+            raise
+
+
+class Prefetcher:
+    """Owns environments from the start of their reset until a trajectory takes them; called by the scheduler (`fill`,
+    `forget`, `published`, `close`) and by trajectories (`take`, `reset`), none of which wait but `close`.
+
+    Each reset is a task of the scheduler's and has a lease of its own, in the name of the trajectory that it is for. A
+    reset that fails is that trajectory's fault, when it takes it, as if it had been its own. Invariant: per domain
+    never more than `Prefetch.wanted` are held; what nobody takes is closed. Seeds are those of the prompts, and members
+    of a prompt are reset in order, so what an episode shows does not depend on prefetching.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        leases: Leases,
+        recorder: Recorder,
+        *,
+        settings: PrefetchSettings,
+        reset_s: float,
+        close_s: float,
+    ) -> None:
+        self._rules = {d.name: Prefetch(settings.fixed, d.quota) for d in domains}
+        self._leases = leases
+        self._recorder = recorder
+        self._reset_s, self._close_s = reset_s, close_s
+        self._held: dict[str, dict[TrajectoryId, Ahead]] = {d.name: {} for d in domains}
+        self.on_known: Callable[[], None] = lambda: None
+        """Told when something may be prefetched that could not be before."""
+        self.begun = self.used = self.unused = 0
+
+    def wanted(self, domain: str) -> int:
+        return self._rules[domain].wanted()
+
+    def held(self, domain: str) -> int:
+        return len(self._held[domain])
+
+    def fill(self, tasks: asyncio.TaskGroup, domain: Domain, prompts: Sequence[tuple[str, int]], most: int) -> None:
+        """Begin resets for the domain's next prompts (group, seed), in order, until `most` are held for them."""
+        held, room = self._held[domain.name], min(most, self.wanted(domain.name))
+        for group, seed in prompts:
+            for member in range(domain.group_size):
+                name = TrajectoryId(f"{group}.{member}")
+                if name in held:
+                    continue
+                if len(held) >= room:
+                    return
+                ahead = held[name] = Ahead(asyncio.get_running_loop().create_future())
+                ahead.task = tasks.create_task(self._hold(domain, name, seed, ahead), name=f"reset for {name}")
+
+    def take(self, domain: str, trajectory: TrajectoryId) -> Ahead | None:
+        """The trajectory's environment, which is the caller's to close from now on; None if there is none ahead."""
+        ahead = self._held[domain].pop(trajectory, None)
+        if ahead is None:
+            return None
+        if ahead.environment is None:  # it has not begun: the trajectory's own reset is as good
+            self._give_up(ahead)
+            return None
+        ahead.taken.set()
+        self.used += 1
+        return ahead
+
+    def reset(self, domain: str, seconds: float) -> None:
+        """A reset took so long, whoever began it."""
+        rule = self._rules[domain]
+        first = not rule.resets_s
+        rule.reset(seconds)
+        if first:
+            self.on_known()
+
+    def forget(self, group: str) -> None:
+        """The group is over: what it has not taken is closed."""
+        for held in self._held.values():
+            for name in [n for n in held if n.rpartition(".")[0] == group]:
+                self._give_up(held.pop(name))
+
+    def published(self, version: int) -> None:
+        now = asyncio.get_running_loop().time()
+        for rule in self._rules.values():
+            rule.published(now)
+        fields = {"begun": self.begun, "used": self.used, "unused": self.unused}
+        held = sum(map(len, self._held.values()))
+        self._recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
+
+    def close(self) -> None:
+        """Nothing more will be taken: their tasks close what they hold."""
+        for held in self._held.values():
+            for ahead in held.values():
+                self._give_up(ahead)
+            held.clear()
+
+    def _give_up(self, ahead: Ahead) -> None:
+        assert ahead.task is not None
+        ahead.task.cancel()
+
+    async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: Ahead) -> None:
+        try:
+            environment = ahead.environment = domain.environment()
+        except Exception:
+            self._held[domain.name].pop(trajectory, None)  # the trajectory's own try will say what is wrong
+            return
+        self.begun += 1
+        try:
+            await self._begin(domain.name, trajectory, seed, ahead, environment)
+            await ahead.taken.wait()
+        finally:
+            if not ahead.taken.is_set():
+                self._held[domain.name].pop(trajectory, None)
+                self.unused += 1
+                with (
+                    contextlib.suppress(Exception),
+                    self._leases.hold(trajectory, "close of its environment", self._close_s, Expiry.GAP_FILL),
+                ):
+                    await environment.close()
+
+    async def _begin(
+        self, domain: str, trajectory: TrajectoryId, seed: int, ahead: Ahead, environment: Environment
+    ) -> None:
+        began = asyncio.get_running_loop().time()
+        try:
+            with self._leases.hold(trajectory, "reset of its environment", self._reset_s, Expiry.GAP_FILL):
+                observation = checked_observation(await environment.reset(seed))
+        except Exception as error:
+            ahead.over.set_exception(error)
+            ahead.over.exception()  # where nobody takes it, nobody is to hear of it
+            return
+        except asyncio.CancelledError:
+            ahead.over.cancel()
+            raise
+        ahead.seconds = asyncio.get_running_loop().time() - began
+        self.reset(domain, ahead.seconds)
+        ahead.over.set_result(observation)
