@@ -155,8 +155,13 @@ class Trainer(Protocol):
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Log-probabilities of each sample's tokens under the current weights (0.0 where masked)."""
 
+    async def stage(self, version: int) -> None:
+        """Copy the current weights and the optimizer's state aside: the `publish` of this version writes the copy, and
+        may go on beside the next step. `restore` and the trainer's death drop it."""
+
     async def publish(self, version: int) -> WeightsRef:
-        """Write the current weights and the optimizer's state as `version`, complete or not at all."""
+        """Write what was staged as `version`, or else the current weights and the optimizer's state, complete or not
+        at all."""
 
     async def restore(self, weights: WeightsRef) -> None:
         """Continue from a published version, optimizer state included."""

@@ -277,6 +277,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,
+        overlap=run.weights.overlap,
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),

@@ -45,6 +45,8 @@ class ControlSettings:
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
     publish_s: float = 120.0
+    overlap: bool = False
+    """Publish a version beside the next training step, where the schedule lets that begin before it is current."""
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
     router: Router = field(default_factory=Router)
     seats: Mapping[str, Seat] = field(default_factory=dict)
@@ -130,6 +132,7 @@ class ControlPlane:
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
+            overlap=settings.overlap and not rules.training_blocks_rollout,
         )
         self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 

@@ -15,7 +15,7 @@ __all__ = ["Publisher"]
 
 
 class Publisher:
-    """Called by training alone, one publish at a time.
+    """Called by training alone, one publish at a time; a version that was staged is published beside the next step.
 
     The order is what makes kill -9 safe: write the version whole, then commit it together with the samples it
     consumed in one transaction, then move the engines. A crash before the commit leaves the old version and all its
@@ -44,6 +44,11 @@ class Publisher:
         self._on_version = on_version
         self._drained = drained
         self._in_use = in_use
+
+    async def stage(self, version: int) -> None:
+        """Returns when the trainer may go on: what is published as `version` is aside."""
+        async with self._leases.hold("publish", f"a copy of v{version}", self._publish_s, Expiry.RESTART_PART):
+            await self._trainer.stage(version)
 
     async def publish(self, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
         """Returns when every healthy engine serves `version` and stale trajectories are aborted (I2)."""

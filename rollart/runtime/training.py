@@ -2,16 +2,21 @@
 
 Where the trainer streams, the batch is taken group by group and its gradient accumulated while the rest of it is still
 rolled out; what is left when the last group comes is that group's share and the update.
+
+Where publishes overlap, a version is staged and then written, committed and moved to the engines behind the next step.
+A trainer that dies meanwhile may take two batches with it: the one on its way is trained again first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-from rollart.errors import LeaseExpired, PartDied, TrainerError, TrainerRefused
+from rollart.errors import LeaseExpired, PartDied, RunFailed, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import Group, TrainReport
@@ -31,7 +36,8 @@ REFUSALS = 3
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """One training step, for progress lines and reports. Times are loop seconds: `t0` is when its batch was whole,
-    after `waited_s`; what was accumulated before counts as waiting."""
+    after `waited_s`; what was accumulated before counts as waiting. `t1` is when its version became current, which
+    may be during the next step."""
 
     step: int
     version: int
@@ -68,10 +74,22 @@ class _Streamed:
         return gone
 
 
+@dataclass(slots=True)
+class _Behind:
+    """A trained step whose version is on its way to being current, beside the step after it."""
+
+    done: StepDone
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: TrainerError | None = None
+    wait: asyncio.Timeout | None = None
+    """Training's wait for samples, which a failure ends."""
+
+
 class Training:
     """Consumes batches from the buffer, produces versions. Waits for a batch (unblocked by rollouts), for the trainer
-    and for the publish. A trainer that dies is restarted by `recover` and the same batch, or what there is of it, is
-    trained again from the same version: nothing of it was committed, so nothing is trained twice.
+    and for the publish; with `overlap` for the publish before, so that one is under way at most. A trainer that dies is
+    restarted by `recover` and the same batch, or what there is of it, is trained again from the same version: nothing
+    of it was committed, so nothing is trained twice.
     """
 
     def __init__(
@@ -88,6 +106,7 @@ class Training:
         on_refused: Callable[[Sequence[Group], str], None],
         on_taken: Callable[[Sequence[Group]], None] = lambda _: None,
         attempts: int = 3,
+        overlap: bool = False,
     ) -> None:
         self._trainer = trainer
         self._buffer = buffer
@@ -100,39 +119,59 @@ class Training:
         self._on_refused = on_refused
         self._on_taken = on_taken
         self._attempts = attempts
+        self._overlap = overlap
+        self._tasks: asyncio.TaskGroup | None = None
+        self._behind: _Behind | None = None
+        self._later: Sequence[Group] = ()
+        """Taken while the version before was on its way: told when it is current."""
+        self._steps = 0
+        self._waiting = 0.0
 
     async def run(self, *, first_step: int, version: int, steps: int) -> None:
         """Steps `first_step` .. `steps` - 1, from `version`."""
+        self._steps = steps
+        if not self._overlap:
+            return await self._run(first_step, version)
+        async with asyncio.TaskGroup() as self._tasks:
+            await self._run(first_step, version)
+
+    async def _run(self, first_step: int, version: int) -> None:
         loop = asyncio.get_running_loop()
-        for step in range(first_step, steps):
-            waiting = loop.time()
+        for step in range(first_step, self._steps):
+            self._waiting = loop.time()
             self._clock.enter(State.IDLE, "waits_for_samples")
             train = self._stream_some if self._trainer.streams else self._train_some
-            groups, report, began = await train(version, step)
+            await train(version, step)
             version += 1
-            done = StepDone(step, version, groups, report, began, loop.time(), began - waiting)
-            self._on_step(done)
         self._clock.enter(State.IDLE, "run_over")
 
-    async def _train_some(self, version: int, step: int) -> tuple[tuple[Group, ...], TrainReport, float]:
+    async def _train_some(self, version: int, step: int) -> None:
         """The first batch that the trainer takes. One that it refuses is dropped with its reason, so that neither this
         run nor its resume meets it again; `REFUSALS` in a row end the run."""
         loop = asyncio.get_running_loop()
         for refused in range(1, REFUSALS + 1):
-            with self._leases.note("training", f"a batch for step {step}"):
-                groups = await self._buffer.take(version)
-            self._on_taken(groups)
+            groups = await self._batch(version, step)
+            self._taken(groups)
             began = loop.time()
             try:
-                return groups, await self._step(groups, version, step), began
+                return await self._step(groups, version, step, began)
             except TrainerRefused as error:
-                self._on_refused(groups, str(error))
+                self._refused(groups, str(error))
                 if refused == REFUSALS:
                     raise
                 self._clock.enter(State.IDLE, "waits_for_samples")
-        raise AssertionError("unreachable: the last refusal raises")
 
-    async def _stream_some(self, version: int, step: int) -> tuple[tuple[Group, ...], TrainReport, float]:
+    async def _batch(self, version: int, step: int) -> tuple[Group, ...]:
+        while True:
+            try:
+                with self._leases.note("training", f"a batch for step {step}"):
+                    async with self._unless_unpublished():
+                        return await self._buffer.take(version)
+            except TrainerError:
+                await self._restart()
+                self._clock.enter(State.IDLE, "waits_for_samples")
+
+    async def _stream_some(self, version: int, step: int) -> None:
         """The same group by group. Groups that the trainer refuses are dropped, and others take their place; what it
         refuses at the end is the whole batch."""
         state, failures = _Streamed(), 0
@@ -144,11 +183,9 @@ class Training:
                 if not state.whole:
                     continue
                 report = await self._finish(state, step)
-                self._clock.enter(State.SYNC)
-                await self._publisher.publish(version + 1, step + 1, state.groups, report.metrics)
-                return tuple(state.groups), report, state.since
+                return await self._hand_over(version, step, state.groups, report, state.since)
             except TrainerRefused as error:
-                self._on_refused(state.refused(), str(error))
+                self._refused(state.refused(), str(error))
                 if REFUSALS in (state.refusals, state.empty):
                     raise
             except (TrainerError, LeaseExpired):
@@ -162,13 +199,14 @@ class Training:
         """Wait for more groups; notes when there are all."""
         self._clock.enter(State.IDLE, "waits_for_samples")
         with self._leases.note("training", f"groups for step {step}"):
-            more = await self._buffer.grow(version, state.groups)
+            async with self._unless_unpublished():
+                more = await self._buffer.grow(version, state.groups)
         state.whole = not more
         if more:
             state.groups += more
             state.since = asyncio.get_running_loop().time()
         else:
-            self._on_taken(state.groups)
+            self._taken(state.groups)
 
     async def _feed(self, state: _Streamed, version: int, step: int) -> None:
         """Give the trainer what it has not got; all of it, if there is no step under way."""
@@ -192,30 +230,121 @@ class Training:
         self._clock.enter(State.BUSY)
         return self._leases.hold("training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART)
 
-    async def _step(self, groups: Sequence[Group], version: int, step: int) -> TrainReport:
+    async def _step(self, groups: Sequence[Group], version: int, step: int, began: float) -> None:
         samples = [s for g in groups for s in g.samples]
         for attempt in range(1, self._attempts + 1):
             try:
                 async with self._lease(step):
                     report = await self._trainer.train(samples, version)
-                self._clock.enter(State.SYNC)
-                await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
-                return report
+                return await self._hand_over(version, step, groups, report, began)
             except TrainerRefused:
                 raise
             except (TrainerError, LeaseExpired):
                 if attempt == self._attempts:
                     raise
                 await self._restart()
-        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _hand_over(
+        self, version: int, step: int, groups: Sequence[Group], report: TrainReport, began: float
+    ) -> None:
+        """The step is trained: publish its version, or stage it and let it go its way. The last one is waited for."""
+        waited_s = began - self._waiting
+        now = asyncio.get_running_loop().time
+        self._clock.enter(State.SYNC)
+        await self._settled()
+        if self._tasks is None or step + 1 == self._steps:
+            await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
+            self._on_step(StepDone(step, version + 1, tuple(groups), report, began, now(), waited_s))
+            return
+        await self._publisher.stage(version + 1)
+        done = StepDone(step, version + 1, tuple(groups), report, began, now(), waited_s)
+        self._behind = _Behind(done)
+        self._tasks.create_task(self._publish_behind(self._behind), name=f"publish v{version + 1}")
+
+    async def _publish_behind(self, behind: _Behind) -> None:
+        loop = asyncio.get_running_loop()
+        done = behind.done
+        try:
+            await self._publisher.publish(done.version, done.step + 1, done.groups, done.report.metrics)
+        except (TrainerError, LeaseExpired) as error:
+            behind.error = TrainerError(f"v{done.version} could not be published: {error}")
+            if behind.wait is not None:
+                behind.wait.reschedule(loop.time())
+        else:
+            self._published(done)
+        finally:
+            behind.ended.set()
+
+    def _published(self, done: StepDone) -> None:
+        """The version behind is current."""
+        self._behind = None
+        self._on_step(dataclasses.replace(done, t1=asyncio.get_running_loop().time()))
+        later, self._later = self._later, ()
+        if later:
+            self._on_taken(later)
+
+    async def _settled(self) -> None:
+        """Returns when no version is on its way; raises what became of it if it is not current."""
+        behind = self._behind
+        if behind is not None:
+            await behind.ended.wait()
+            if behind.error is not None:
+                raise behind.error
+
+    @contextlib.asynccontextmanager
+    async def _unless_unpublished(self) -> AsyncIterator[None]:
+        """The body waits for samples. They may never come if the version on its way fails: then that ends the wait."""
+        behind = self._behind
+        if behind is None:
+            yield
+            return
+        if behind.error is not None:
+            raise behind.error
+        behind.wait = asyncio.timeout(None)
+        try:
+            async with behind.wait as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired() or behind.error is None:
+                raise
+            raise behind.error from None
+        finally:
+            behind.wait = None
+
+    def _taken(self, groups: Sequence[Group]) -> None:
+        """The next batch may start once the weights are current that it is to begin with."""
+        if self._behind is None:
+            self._on_taken(groups)
+        else:
+            self._later = tuple(groups)
+
+    def _refused(self, groups: Sequence[Group], why: str) -> None:
+        self._later = ()
+        self._on_refused(groups, why)
 
     async def _restart(self) -> None:
-        """Bring the trainer back; a restart that fails is tried again. `recover` bounds how often in all."""
+        """Bring the trainer back; a restart that fails is tried again. `recover` bounds how often in all. A version
+        that was on its way ends first: the trainer comes back at it, or it is trained again."""
+        if self._behind is not None:
+            await self._behind.ended.wait()
         for attempt in range(1, self._attempts + 1):
             self._clock.enter(State.DOWN, "trainer_restart")
             try:
                 await self._recover()
+                if self._behind is not None:
+                    await self._again(self._behind.done)
                 return
             except (PartDied, TrainerError, LeaseExpired):
                 if attempt == self._attempts:
                     raise
+
+    async def _again(self, done: StepDone) -> None:
+        """Train what was trained and went with the trainer, and publish it before anything else."""
+        try:
+            async with self._lease(done.step):
+                report = await self._trainer.train([s for g in done.groups for s in g.samples], done.version - 1)
+        except TrainerRefused as error:
+            raise RunFailed(f"the trainer refuses step {done.step}, which it had trained: {error}") from None
+        self._clock.enter(State.SYNC)
+        await self._publisher.publish(done.version, done.step + 1, done.groups, report.metrics)
+        self._published(dataclasses.replace(done, report=report))

@@ -62,6 +62,7 @@ class SimulatedRun:
     max_attempts: int = 3
     max_fault_rate: float = 1.0
     token_budget: int | None = None
+    overlap: bool = False
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
     filter: FilterSettings = field(default_factory=FilterSettings)
@@ -138,6 +139,7 @@ class SimulatedRun:
         return ControlSettings(
             schedule,
             token_budget=self.token_budget,
+            overlap=self.overlap,
             waits=self.waits,
             gateway=self.limits,
             router=self.router,

@@ -53,8 +53,9 @@ class TrainerSpeed:
 class ModelledTrainer:
     """Implements `ports.Trainer`; a sample's tokens are masses. One call at a time.
 
-    With `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push. `fail`
-    breaks the call that is under way and all that follow, with `TrainerError`, until `restore`.
+    With `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push; what was
+    staged took `publish_s` by then, and is pushed beside the next step. `fail` breaks the call that is under way (a
+    push at its next bucket) and all that follow, with `TrainerError`, until `restore`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ModelledTrainer:
         self._dead = False
         self.streams = streams
         self._open: list[TrainSample] | None = None
+        self._staged: set[int] = set()
         self._under_way: asyncio.Future[None] | None = None
         self.busy_s = 0.0
         self.trained_tokens = 0
@@ -114,15 +116,23 @@ class ModelledTrainer:
         await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
         return [s.logprobs for s in samples]
 
-    async def publish(self, version: int) -> WeightsRef:
+    async def stage(self, version: int) -> None:
         await self._work(self._publish_s)
+        self._staged.add(version)
+
+    async def publish(self, version: int) -> WeightsRef:
+        staged = version in self._staged
+        if not staged:
+            await self._work(self._publish_s)
         if self._transfer is not None:
-            await self._transfer.push(version)
+            await self._transfer.push(version, lost=lambda: self._dead or (staged and version not in self._staged))
+        self._staged.discard(version)
         return WeightsRef(version, f"v{version:06d}")
 
     async def restore(self, weights: WeightsRef) -> None:
         self._dead = False
         self._open = None
+        self._staged.clear()
 
     @property
     def fail(self) -> bool:
@@ -131,7 +141,9 @@ class ModelledTrainer:
     @fail.setter
     def fail(self, dead: bool) -> None:
         self._dead = dead
-        self._open = None if dead else self._open
+        if dead:
+            self._open = None
+            self._staged.clear()
         if dead and self._under_way is not None and not self._under_way.done():
             self._under_way.set_exception(TrainerError("the trainer died"))
 

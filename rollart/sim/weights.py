@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollart.errors import TrainerError
 from rollart.model import WeightsRef
 from rollart.sim.links import RDMA, SharedLink
 
@@ -83,14 +84,16 @@ class WeightTransfer:
         """It is gone, with all that it had fetched."""
         self._pulls.pop(engine, None)
 
-    async def push(self, version: int) -> None:
-        """Every bucket once over the push link, one after the other."""
+    async def push(self, version: int, *, lost: Callable[[], bool] = lambda: False) -> None:
+        """Every bucket once over the push link, one after the other. `TrainerError` once what is pushed is lost."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         report = self.moved[version] = Moved(version)
         self._stored = {v: n for v, n in self._stored.items() if v >= version - 1} | {version: 0}
         for _ in range(self.buckets):
             await self._push.transfer(self._bucket_gb)
+            if lost():
+                raise TrainerError(f"the trainer died while v{version} was pushed")
             self._stored[version] += 1
             for engine in list(self._pulls):
                 self._fetch(engine, version)

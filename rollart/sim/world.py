@@ -223,17 +223,23 @@ class SimulatedTrainer:
 
     With `streams` each call of a step takes `seconds(rng)`, a failure drops what was accumulated, and a call out of
     order is a `TrainerError`. `fail_steps` and `refuse_steps` count calls that train: `train`, `accumulate`, `finish`.
+    A publish takes `push_s(rng)`; those that `fail_pushes` counts end with the trainer's death.
     """
 
     seed: int = 0
     seconds: Callable[[random.Random], float] | None = None
     fail_steps: frozenset[int] = frozenset()
     refuse_steps: frozenset[int] = frozenset()
+    push_s: Callable[[random.Random], float] | None = None
+    fail_pushes: frozenset[int] = frozenset()
     batches: list[tuple[int, tuple[TrainSample, ...]]] = field(default_factory=list)
     streams: bool = False
     accumulated: list[int] = field(default_factory=list)
     """Samples of every portion that was accumulated, in the order of calls."""
+    pushes: int = 0
+    staged: set[int] = field(default_factory=set)
     _calls: int = 0
+    _lives: int = 1
     _open: tuple[int, list[TrainSample]] | None = None
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
@@ -266,10 +272,13 @@ class SimulatedTrainer:
 
     async def _work(self) -> None:
         self._calls += 1
+        calls, life = self._calls, self._lives
         if self.seconds is not None:
-            await asyncio.sleep(self.seconds(random.Random(f"{self.seed}:{self._calls}")))
+            await asyncio.sleep(self.seconds(random.Random(f"{self.seed}:{calls}")))
+        if life != self._lives:
+            raise TrainerError("the simulated trainer died")
         if self._calls in self.fail_steps:
-            self._open = None
+            self._die()
             raise TrainerError("the simulated trainer died")
         if self._calls in self.refuse_steps:
             raise TrainerRefused("the simulated trainer will not have it")
@@ -280,13 +289,33 @@ class SimulatedTrainer:
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         return [s.logprobs for s in samples]
 
-    async def publish(self, version: int) -> WeightsRef:
+    async def stage(self, version: int) -> None:
         if self._open is not None:
             raise TrainerError("a step was begun and is not finished")
+        self.staged.add(version)
+
+    async def publish(self, version: int) -> WeightsRef:
+        staged = version in self.staged
+        if self._open is not None and not staged:
+            raise TrainerError("a step was begun and is not finished")
+        self.pushes += 1
+        dies = self.pushes in self.fail_pushes
+        if self.push_s is not None:
+            await asyncio.sleep(self.push_s(random.Random(f"{self.seed}:push:{self.pushes}")))
+        if dies:
+            self._die()
+        if dies or (staged and version not in self.staged):
+            raise TrainerError("the simulated trainer died")
+        self.staged.discard(version)
         return WeightsRef(version, f"v{version:06d}")
 
     async def restore(self, weights: WeightsRef) -> None:
+        self._die()
+
+    def _die(self) -> None:
+        self._lives += 1
         self._open = None
+        self.staged.clear()
 
 
 class MemoryWeights:

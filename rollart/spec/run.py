@@ -21,6 +21,7 @@ from rollart.spec.run_parts import (
     TrainingSpec,
     WarmStartSpec,
 )
+from rollart.spec.weights import WeightsSpec
 
 __all__ = ["LAG", "MAX_STALENESS", "RunSpec"]
 
@@ -65,6 +66,9 @@ class RunSpec(Entry):
         default_factory=PlacementSpec, description="What the plan is to reach, and what it may not do."
     )
     training: TrainingSpec = Field(default_factory=TrainingSpec, description="Optimizer and loss.")
+    weights: WeightsSpec = Field(
+        default_factory=WeightsSpec, description="How new weights reach the engines (docs/schedules.md)."
+    )
     warm_start: WarmStartSpec | None = Field(
         default=None, description="Imitation of worked examples before the first step."
     )

@@ -28,7 +28,7 @@ from torch import Tensor
 from rollart.errors import TrainerError, UsageError
 from rollart.train.learner import Counters, Learner
 
-__all__ = ["MARKER", "clean", "publish", "restore", "tokenizer_files", "version_path"]
+__all__ = ["MARKER", "Snapshot", "clean", "publish", "restore", "snapshot", "tokenizer_files", "version_path", "write"]
 
 MARKER = "COMPLETE"
 MODEL, OPTIMIZER, STATE = "model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"
@@ -68,17 +68,44 @@ def clean(root: Path) -> None:
         raise UsageError(f"weights_root {root} cannot be written: {error.strerror}") from error
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A learner's state at one moment: what a version is written from."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    config: str
+    counters: Counters
+    durable: bool
+
+
+def snapshot(learner: Learner, *, copy: bool) -> Snapshot:
+    """The learner's state now. A copy lies in host memory and stays as it is while the learner goes on; without, the
+    tensors are the learner's own."""
+    model, optimizer = _model_tensors(learner), _optimizer_tensors(learner)
+    if copy:
+        model, optimizer = _copied(model), _copied(optimizer)
+    return Snapshot(
+        model, optimizer, _model_config(learner), dataclasses.replace(learner.counters), learner.config.durable
+    )
+
+
 def publish(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
-    """Write the learner's state as `version`; replaces an earlier write of it. `TrainerError` leaves nothing behind."""
+    """Write the learner's state as `version`."""
+    return write(snapshot(learner, copy=False), root, version, tokenizer)
+
+
+def write(state_of: Snapshot, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
+    """Write a state as `version`; replaces an earlier write of it. `TrainerError` leaves nothing behind."""
     final, temporary = version_path(root, version), root / f".tmp-v{version:06d}"
-    durable = learner.config.durable
+    durable = state_of.durable
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / OPTIMIZER).parent.mkdir(parents=True)
-        _write_tensors(temporary / MODEL, _model_tensors(learner))
-        _write_tensors(temporary / OPTIMIZER, _optimizer_tensors(learner))
-        _write_text(temporary / "config.json", _model_config(learner))
-        state = {"schema": 1, "version": version, **dataclasses.asdict(learner.counters)}
+        _write_tensors(temporary / MODEL, state_of.model)
+        _write_tensors(temporary / OPTIMIZER, state_of.optimizer)
+        _write_text(temporary / "config.json", state_of.config)
+        state = {"schema": 1, "version": version, **dataclasses.asdict(state_of.counters)}
         _write_text(temporary / STATE, json.dumps(state))
         for source in tokenizer:
             name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
@@ -179,6 +206,10 @@ def _model_config(learner: Learner) -> str:
     config = learner.policy.model.config
     config.architectures = [type(learner.policy.model).__name__]
     return str(config.to_json_string())
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
     POST /train {samples, version}  /imitate {samples, batches}  -> {trained_tokens, seconds, metrics}
     POST /begin {version} -> {}     /accumulate {samples} -> {tokens}     /finish {} -> what /train answers
     POST /logprobs {samples}        -> {logprobs: float32[T] as bytes}
-    POST /publish {version}         -> {version, path}
+    POST /stage {version} -> {}     /publish {version} -> {version, path}
     POST /restore {version, path}   -> {}
     GET  /health  -> JSON {status, version, queued, stream}           GET /metrics -> Prometheus text
 
@@ -43,7 +43,8 @@ Answer: TypeAlias = dict[str, Any]
 
 class TrainerService:
     """Owns the learner and the one thread that touches it. Requests queue there in order of arrival; `/health` and
-    `/metrics` are answered from the loop and never wait for torch."""
+    `/metrics` are answered from the loop and never wait for torch. Versions are written by a second thread, so that one
+    which was staged does not wait for the step that follows it, nor the step for the disk."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
@@ -52,6 +53,8 @@ class TrainerService:
         checkpoint.clean(self._root)
         self._learner = Learner(config)
         self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(config.threads,))
+        self._disk = ThreadPoolExecutor(1, "disk", initializer=torch.set_num_threads, initargs=(1,))
+        self._staged: dict[int, checkpoint.Snapshot] = {}
         self._waiting = 0
         self._version: int | None = None
         self._totals = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0, "published": 0.0}
@@ -59,8 +62,9 @@ class TrainerService:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        for name in ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "publish", "restore"):
-            app.router.add_post(f"/{name}", self._post(getattr(self, name)))
+        for name in ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore"):
+            app.router.add_post(f"/{name}", self._post(getattr(self, name), self._pool))
+        app.router.add_post("/publish", self._post(self.publish, self._disk))
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         return app
@@ -85,17 +89,25 @@ class TrainerService:
     def logprobs(self, body: Answer) -> Answer:
         return {"logprobs": self._learner.logprobs(self._batch(body)).astype("<f4").tobytes()}
 
-    def publish(self, body: Answer) -> Answer:
+    def stage(self, body: Answer) -> Answer:
         version = int(body["version"])
-        if self._learner.accumulating:
-            raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
-        path = checkpoint.publish(self._learner, self._root, version, self._tokenizer)
+        self._staged = {version: self._snapshot(version, copy=True)}
+        return {}
+
+    def publish(self, body: Answer) -> Answer:
+        """In the disk's thread; what was not staged is looked at in the learner's."""
+        version = int(body["version"])
+        staged = self._staged.pop(version, None)
+        if staged is None:
+            staged = self._pool.submit(self._snapshot, version, copy=False).result()
+        path = checkpoint.write(staged, self._root, version, self._tokenizer)
         self._version = version
         self._totals["published"] += 1
         return {"version": version, "path": str(path)}
 
     def restore(self, body: Answer) -> Answer:
         version = int(body["version"])
+        self._staged.clear()
         self._learner.abort()
         checkpoint.restore(self._learner, Path(str(body["path"])), version)
         self._version = version
@@ -111,6 +123,11 @@ class TrainerService:
         lines += [f'rollart_trainer_last{{metric="{name}"}} {value}' for name, value in sorted(self._last.items())]
         return web.Response(text="\n".join(lines) + "\n")
 
+    def _snapshot(self, version: int, *, copy: bool) -> checkpoint.Snapshot:
+        if self._learner.accumulating:
+            raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
+        return checkpoint.snapshot(self._learner, copy=copy)
+
     def _batch(self, body: Answer) -> Batch:
         return decode(body["samples"], self._learner.policy.vocab_size)
 
@@ -121,12 +138,12 @@ class TrainerService:
         self._last = {k: float(np.float64(v)) for k, v in report.metrics.items()}
         return {"trained_tokens": report.trained_tokens, "seconds": report.seconds, "metrics": self._last}
 
-    def _post(self, work: Callable[[Answer], Answer]) -> Callable[[web.Request], Any]:
+    def _post(self, work: Callable[[Answer], Answer], pool: ThreadPoolExecutor) -> Callable[[web.Request], Any]:
         async def handler(request: web.Request) -> web.Response:
             body = await request.read()
             self._waiting += 1
             try:
-                status, answer = await asyncio.get_running_loop().run_in_executor(self._pool, _call, work, body)
+                status, answer = await asyncio.get_running_loop().run_in_executor(pool, _call, work, body)
             finally:
                 self._waiting -= 1
             return web.Response(body=answer, status=status, content_type="application/msgpack")

@@ -51,6 +51,18 @@ def test_kill_and_resume(home: Home, moment: Callable[[Launched], None]) -> None
     _used(home, kept)
 
 
+@pytest.mark.parametrize("moment", [step_line, publish])
+def test_kill_with_a_version_on_its_way(home: Home, moment: Callable[[Launched], None]) -> None:
+    """Up to two steps may have been trained and not committed: both are trained from what is durable."""
+    run = home.launch(tiny(domains__0__environment_args=SLOW, weights={"overlap": True}))
+    moment(run)
+    run.kill()
+    assert run.end() == -9
+    resumed = home.resume(FAST)
+    resumed.finished()
+    sound(home.directory)
+
+
 def test_kill_twice(home: Home) -> None:
     """The second life is killed as soon as it has committed something of its own."""
     run = home.launch(tiny(domains__0__environment_args=SLOW))

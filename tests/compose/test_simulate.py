@@ -201,3 +201,14 @@ def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_p
 def test_a_simulation_in_which_all_earn_the_same_says_so(made: Make, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="all 40 groups of domain chat since its last step"):
         simulate_all([Task(made(FILTER), "rollart", 0, steps=2, keep=tmp_path / "run")], workers=1)
+
+
+def test_a_push_beside_the_next_step_shortens_what_training_and_push_bind(made: Make, tmp_path: Path) -> None:
+    """A slow trainer and a slow push: in turn they make the step, beside each other the longer of them does."""
+    base = ("placement.train.seconds_per_step=6.0", "staleness=3")
+    wait, beside = (
+        found_in(simulate(made(*base, f"weights.overlap={flag}"), tmp_path / flag, steps=10))
+        for flag in ("false", "true")
+    )
+    assert beside.step_s < wait.step_s - 0.5 * wait.publish_s
+    assert max(beside.lags) <= 3

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import TrainerError, TrainerRefused
-from rollart.model import WeightsRef
+from rollart.model import TrainReport, WeightsRef
 from rollart.train.config import TrainerConfig
 from rollart.train.server import TrainerService
 from tests.train.trainkit import config, sample
@@ -245,3 +245,35 @@ def test_what_is_wrong_at_the_start_is_one_line_and_exit_code_2(tmp_path: Path) 
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "has no config.json" in done.stderr
+
+
+@pytest.mark.asyncio
+async def test_what_was_staged_is_published_beside_the_next_step(tmp_path: Path) -> None:
+    """The version is that of the moment it was staged, whatever was trained since; a restore drops what is staged."""
+    async with serving(config(tmp_path / "a")) as (plain, _), serving(config(tmp_path / "b")) as (staged, service):
+        await plain.train(SAMPLES, 0)
+        expected = Path((await plain.publish(1)).path)
+        await staged.train(SAMPLES, 0)
+        await staged.stage(1)
+        began, goes_on = threading.Event(), threading.Event()
+        train = service._learner.train
+
+        def held(*args: Any) -> TrainReport:
+            began.set()
+            assert goes_on.wait(60)
+            return train(*args)
+
+        service._learner.train = held  # type: ignore[method-assign]
+        step = asyncio.ensure_future(staged.train(SAMPLES, 1))
+        await asyncio.to_thread(began.wait, 60)
+        path = Path((await staged.publish(1)).path)  # although the learner's thread is busy
+        goes_on.set()
+        await step
+        for name in ("model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json", "config.json"):
+            assert (path / name).read_bytes() == (expected / name).read_bytes(), name
+        await staged.stage(2)
+        await staged.train(SAMPLES, 2)
+        await staged.restore(WeightsRef(1, str(path)))
+        assert await staged.logprobs(SAMPLES) == await plain.logprobs(SAMPLES)
+        again = Path((await staged.publish(2)).path)
+        assert (again / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()

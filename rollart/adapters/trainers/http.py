@@ -21,8 +21,8 @@ __all__ = ["HttpTrainer", "encode_samples"]
 
 
 class HttpTrainer:
-    """Implements `Trainer`. Any number of callers; the trainer works on one request at a time, in order of arrival.
-    `streams` is what it said when it was greeted.
+    """Implements `Trainer`. Any number of callers; the trainer works on one request at a time, in order of arrival, and
+    writes what was staged meanwhile. `streams` is what it said when it was greeted.
 
     No call is retried and none has a deadline of its own: a training step is not idempotent, and the caller's lease
     decides how long to wait. A caller that gives up on `train` must `restore`, since the step goes on without it.
@@ -65,6 +65,9 @@ class HttpTrainer:
             out.append(tuple(values[start : start + len(sample.token_ids)]))
             start += len(sample.token_ids)
         return out
+
+    async def stage(self, version: int) -> None:
+        await self._post("stage", {"version": version})
 
     async def publish(self, version: int) -> WeightsRef:
         answer = await self._post("publish", {"version": version})
