@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Claim", "Figure", "Found", "Row"]
+__all__ = ["Claim", "Done", "Figure", "Found", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +61,25 @@ class Row:
     conditions: str
     play: Callable[[int], Found]
     miss: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A row that was played, and the CPU seconds that it took."""
+
+    row: Row
+    found: Found
+    cpu_s: float
+
+    @property
+    def ordered(self) -> bool:
+        return all(c.holds for c in self.found.claims)
+
+    @property
+    def missed(self) -> bool:
+        """Whether an order, a sign or a value is off: then `row.miss` says why."""
+        return not self.ordered or any(not f.within(0.25) for f in self.found.figures)
+
+    def figures(self) -> list[Figure]:
+        """Those that count."""
+        return [f for f in self.found.figures if not f.tuned and not f.bound]

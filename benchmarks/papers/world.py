@@ -7,9 +7,10 @@ one after the other may do that.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.papers.models import shape, steps
@@ -18,8 +19,9 @@ from placement.hardware import device
 from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import Charge, MemoryRecorder
-from rollart.model import WeightsRef
+from rollart.model import Outcome, Scored, Trajectory, WeightsRef
 from rollart.policy.schedules import resolve
+from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.gateway import GatewayLimits
@@ -36,7 +38,7 @@ from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import Generated, Shape
-from rollart.sim.world import MemoryWeights, SimulatedRewarder
+from rollart.sim.world import MemoryWeights
 
 __all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
 
@@ -65,7 +67,9 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """One job on one testbed. `apart`: weights cross the slow link between clusters. `reward_s` per trajectory."""
+    """One job on one testbed. `apart`: weights cross the slow link between clusters. `reward`: seconds of one,
+    computed as its trajectory ends; `stage_s`: of a reward stage between a rollout and its training. `tail`: eta of
+    tail batching."""
 
     model: str
     tasks: tuple[Task, ...]
@@ -75,7 +79,9 @@ class Bed:
     alpha: int | None = None
     steps: int = 2
     apart: bool = False
-    reward_s: float = 0.0
+    reward: Callable[[Trajectory], float] | None = None
+    stage_s: float = 0.0
+    tail: float | None = None
     faults: ResetFaults | None = None
     hosts: int = 1
     token_budget: int | None = None
@@ -107,6 +113,8 @@ class Played:
     seconds: float = 0.0
     engines: list[ModelledEngine] = field(default_factory=list)
     charges: list[Charge] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    """Of each round of tail batching: short or long."""
 
     def step_s(self, skip: int = 0) -> float:
         """Mean seconds of a step, from one version to the next, without the first `skip`."""
@@ -117,6 +125,11 @@ class Played:
         """Mean seconds until a batch is complete, where nothing else goes on meanwhile."""
         ends = [0.0, *(p.ended for p in self.passed)]
         return statistics.fmean(p.began - at for p, at in zip(self.passed, ends, strict=False))
+
+    def steps_s(self) -> list[float]:
+        """Seconds of each step, from one version to the next."""
+        ends = [0.0, *(p.ended for p in self.passed)]
+        return [b - a for a, b in itertools.pairwise(ends)]
 
     def waiting(self, skip: int = 0) -> float:
         """The trainer's share of time in which it waits for a batch."""
@@ -153,7 +166,9 @@ async def _played(bed: Bed) -> Played:
     )
     kind, count = bed.train
     trainer = ModelledTrainer(
-        TrainerSpeed(shape(bed.model), device(kind), count, mfu=TRAIN_MFU, seconds_per_step=TRAIN_FIXED_S),
+        TrainerSpeed(
+            shape(bed.model), device(kind), count, mfu=TRAIN_MFU, seconds_per_step=TRAIN_FIXED_S + bed.stage_s
+        ),
         transfer=transfer,
     )
     clocks = [ResourceClock(role="train", resource="trainer", recorder=recorder, clock=loop.time)]
@@ -170,7 +185,7 @@ async def _played(bed: Bed) -> Played:
     control = ControlPlane(
         [_domain(bed, task) for task in bed.tasks],
         tokenizer=MassTokenizer(),
-        rewarder=SimulatedRewarder(bed.seed, (lambda rng: bed.reward_s) if bed.reward_s else None),
+        rewarder=_Rewarder(bed.reward),
         trainer=trainer,
         journal=recorder,
         weights=MemoryWeights(),
@@ -191,12 +206,19 @@ async def _played(bed: Bed) -> Played:
         clock.close()
     out.seconds = loop.time()
     out.charges = recorder.charges
+    out.kinds = [e.subject for e in recorder.events if e.kind == "tail_round"]
     return out
 
 
 def _settings(bed: Bed) -> ControlSettings:
     return ControlSettings(
-        SchedulerSettings(seed=bed.seed, steps=bed.steps, rules=resolve(bed.schedule, bed.alpha), max_fault_rate=1.0),
+        SchedulerSettings(
+            seed=bed.seed,
+            steps=bed.steps,
+            rules=resolve(bed.schedule, bed.alpha),
+            max_fault_rate=1.0,
+            tail=None if bed.tail is None else TailSettings(bed.tail, bed.tail),
+        ),
         token_budget=bed.token_budget,
         waits=WaitLimits(FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S, 1 << 40),
         gateway=GatewayLimits(generate_s=FOREVER_S, engine_s=FOREVER_S, sync_s=FOREVER_S),
@@ -236,6 +258,19 @@ def _domain(bed: Bed, task: Task) -> Domain:
         max_turns=task.shape.most_turns,
         max_tokens=1 << 30,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewarder:
+    """Scores 1.0 after `seconds` of the trajectory."""
+
+    seconds: Callable[[Trajectory], float] | None
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
+        took = 0.0 if self.seconds is None else self.seconds(trajectory)
+        if took:
+            await asyncio.sleep(took)
+        return Scored(1.0)
 
 
 class _Uncached(ModelledEngine):
