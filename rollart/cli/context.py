@@ -33,6 +33,7 @@ __all__ = [
     "run_argument",
     "runs_option",
     "width",
+    "writable",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -75,7 +76,7 @@ def output_option(command: Command) -> Command:
 
     short = click.option("--json", "as_json", is_flag=True, help="Short for -o json.")(cast(Command, with_output))
     return click.option(
-        "-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True,
+        "-o", "--output", type=click.Choice(["table", "json", "csv", "html"]), default="table", show_default=True,
         help="For people, or for machines.",
     )(short)  # fmt: skip
 
@@ -137,3 +138,13 @@ def colour(stream: TextIO | None = None) -> bool:
 def width() -> int:
     """Columns for tables: the terminal's, or a fixed number for files and pipes."""
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110
+
+
+def writable(path: Path) -> Path:
+    """Creates the directory of a file that will be written, and the file. UsageError where that is not possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}", remedy="name a file that you may write") from None
+    return path

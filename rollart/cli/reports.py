@@ -47,6 +47,27 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
 @run_argument
 @output_option
 @runs_option
+def timeline(run: str | None, output: str, runs_dir: Path) -> None:
+    """Show who was busy, waiting or syncing when: devices by role and pool, trajectories, and calls of functions."""
+    from rollart.ledger.reader import Reader
+    from rollart.report.run_page import timeline_page
+    from rollart.report.timeline import timeline as found_in
+    from rollart.report.timeline import timeline_report
+
+    directory = find_run(run, runs_dir)
+    with Reader(directory) as reader:
+        found = found_in(reader)
+    summary = timeline_report(directory.resolve().name, found)
+    if output == "html":
+        click.echo(timeline_page(summary, found), nl=False)
+    else:
+        _print(summary, output)
+
+
+@report.command()
+@run_argument
+@output_option
+@runs_option
 @click.option("--png", type=click.Path(path_type=Path), help="Also draw the curves into this file.")
 def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> None:
     """Show success by policy version, per domain."""

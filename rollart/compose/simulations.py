@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollart.compose.simulate import Simulated, simulate
@@ -19,6 +19,7 @@ from rollart.errors import RollartError, RunFailed
 from rollart.ledger.reader import Reader
 from rollart.report.rows import collect
 from rollart.report.simulation import Finding, StepTimes, finding
+from rollart.report.timeline import timeline
 from rollart.spec.resolve import Resolved
 
 __all__ = ["Task", "found_in", "simulate_all"]
@@ -34,6 +35,8 @@ class Task:
     steps: int | None = None
     keep: Path | None = None
     fuzz: int | None = None
+    timeline: bool = False
+    """Whether its finding says who did what when."""
 
 
 def simulate_all(
@@ -76,16 +79,18 @@ def _side_by_side(placed: Sequence[tuple[Task, Path]], count: int, on_done: Call
     return [by_task[n] for n in range(len(placed))]
 
 
-def found_in(done: Simulated) -> Finding:
+def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
     """The figures of a simulation from its ledger."""
     with Reader(done.directory) as reader:
         rows = collect(reader, done.directory.name)
+        drawn = timeline(reader).labelled(f"{done.schedule}, seed {done.seed}") if with_timeline else None
     steps = [
         StepTimes(s.ended, s.waited_s, s.train_s, s.ended - s.began - s.train_s, s.trajectories, s.tokens)
         for s in done.steps
     ]
     lags: Counter[int] = sum((s.lags for s in done.steps), Counter())
-    return finding(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
+    found = finding(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
+    return replace(found, timeline=drawn)
 
 
 def _one(task: Task, directory: Path) -> Finding:
@@ -96,7 +101,10 @@ def _one(task: Task, directory: Path) -> Finding:
         if task.keep is not None:
             (directory / "resolved.yaml").write_text(task.resolved.to_yaml())  # what makes it a run for reports
         return found_in(
-            simulate(task.resolved, directory, schedule=task.schedule, seed=task.seed, steps=task.steps, fuzz=task.fuzz)
+            simulate(
+                task.resolved, directory, schedule=task.schedule, seed=task.seed, steps=task.steps, fuzz=task.fuzz
+            ),
+            with_timeline=task.timeline,
         )
     except BaseExceptionGroup as group:
         raise _first(group) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -302,6 +302,18 @@ class Reader:
         """Every interval, in order of time: for timelines and checks."""
         return [Interval(*row) for row in self._query("SELECT * FROM intervals ORDER BY t0, rowid")]
 
+    def spans(self) -> Iterator[tuple[str, str, float, float, str, float]]:
+        """Role, resource, begin, end, state and units of every interval, one by one, in no order."""
+        yield from self._cursor("SELECT role, resource, t0, t1, state, units FROM intervals")
+
+    def stays(self) -> Iterator[tuple[str, float, float, float, float]]:
+        """Domain, begin, end, seconds of reset and of all steps of its environment, of every trajectory that ended."""
+        yield from self._cursor("SELECT domain, t0, t1, reset_s, env_s FROM trajectories")
+
+    def call_spans(self) -> Iterator[tuple[str, float, float, float, float]]:
+        """Function, begin, end, seconds queued before and of the cold start in it, of every call."""
+        yield from self._cursor("SELECT function, t0, t1, queued_s, cold_start_s FROM invocations")
+
     def events(self, kind: str | None = None) -> list[RunEvent]:
         rows = self._query(
             "SELECT t, kind, subject, fields FROM events WHERE ? IS NULL OR kind = ? ORDER BY t, rowid", kind, kind
@@ -330,6 +342,13 @@ class Reader:
         try:
             for statement in OLDER[known[version]]:
                 self._connection.execute(statement)
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
+
+    def _cursor(self, sql: str) -> Iterator[Any]:
+        """Rows of what may be too many for a list."""
+        try:
+            yield from self._connection.execute(sql)
         except sqlite3.Error as error:
             raise self._failed(error) from None
 

@@ -1,4 +1,4 @@
-"""Reports as text: tables for people, JSON and CSV for machines."""
+"""Reports as text: tables and pages for people, JSON and CSV for machines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rollart.report.rows import Cell, Column, Report, Table
+from rollart.report.cells import for_people, rows_for_people
+from rollart.report.page import page
+from rollart.report.rows import Column, Report
 
 __all__ = ["FORMATS", "SCHEMA_VERSION", "render"]
 
-FORMATS = ("table", "json", "csv")
+FORMATS = ("table", "json", "csv", "html")
 
 SCHEMA_VERSION = 1
 """Of the JSON: grows when a key changes its meaning or goes away, not when one is added."""
@@ -27,6 +29,8 @@ def render(report: Report, form: str, *, width: int = 110, colour: bool = False)
             return _csv(report)
         case "table":
             return _text(report, width, colour)
+        case "html":
+            return page(report)
         case _:
             raise ValueError(f"format {form!r} (rule: one of {', '.join(FORMATS)})")
 
@@ -67,15 +71,15 @@ def _text(report: Report, width: int, colour: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=colour, no_color=not colour, highlight=False)
     console.print(Text(f"{report.kind} of {report.run}", style="bold"))
-    for table in report.tables:
+    for table in filter(lambda t: t.people, report.tables):
         console.print()
         console.print(Text(table.title, style="bold"))
         if not table.rows:
             console.print("  nothing yet")
             continue
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        table = _for_people(table)
-        cells = _rows_for_people(table)
+        table = for_people(table)
+        cells = rows_for_people(table)
         needed = [_needed(column, [row[n] for row in cells]) for n, column in enumerate(table.columns)]
         tight = sum(needed) + GAP * (len(needed) - 1) > width
         for column, least in zip(table.columns, needed, strict=True):
@@ -101,41 +105,3 @@ def _needed(column: Column, cells: Sequence[str]) -> int:
     table holds is too wide."""
     heading = max(map(len, column.name.split("_")))
     return heading if column.wrap else max(heading, *map(len, cells))
-
-
-def _for_people(table: Table) -> Table:
-    kept = [n for n, column in enumerate(table.columns) if column.people]
-    rows = tuple(tuple(row[n] for n in kept) for row in table.rows)
-    return Table(table.name, table.title, tuple(table.columns[n] for n in kept), rows)
-
-
-LONGEST = 60
-"""Rows of a table for people; machines get them all."""
-
-
-def _rows_for_people(table: Table) -> list[list[str]]:
-    rows = [[_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
-    if len(rows) <= LONGEST:
-        return rows
-    step = (len(rows) - 1) / (LONGEST - 1)
-    return [rows[round(i * step)] for i in range(LONGEST)]
-
-
-def _cell(value: Cell, column: Column) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, str):
-        return value
-    match column.kind:
-        case "usd":
-            return f"{value:,.6f}" if abs(value) < 1 else f"{value:,.2f}"
-        case "share":
-            return f"{value:.1%}"
-        case "seconds":
-            return f"{value:,.1f}"
-        case "count":
-            return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}"
-        case _:
-            return (
-                f"{value:,d}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-            )

@@ -46,12 +46,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under named columns."""
+    """Rows under named columns. Without `people` it is for machines only."""
 
     name: str
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    people: bool = True
 
 
 @dataclass(frozen=True, slots=True)

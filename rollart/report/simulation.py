@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rollart.ledger.intervals import State
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
 from rollart.report.summarize import cost_lines, waste
+from rollart.report.timeline import Timeline
 
-__all__ = ["Finding", "finding", "simulation"]
+__all__ = ["FIGURES", "Finding", "Figure", "finding", "interval", "simulation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,8 @@ class Finding:
     lags: Mapping[int, int] = field(default_factory=dict)
     waste: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    timeline: Timeline | None = None
+    """Where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +96,27 @@ def finding(
     )
 
 
-FIGURES: tuple[tuple[str, str, Callable[[Finding], float]], ...] = (
-    ("step", "s", lambda f: f.step_s),
-    ("waiting for samples", "s", lambda f: f.waited_s),
-    ("training", "s", lambda f: f.train_s),
-    ("publish", "s", lambda f: f.publish_s),
-    ("trajectories trained", "1/s", lambda f: f.trajectories_per_s),
-    ("tokens trained", "1/s", lambda f: f.tokens_per_s),
-    ("engines busy", "share", lambda f: f.engine_busy),
-    ("per 1,000 trajectories", "USD", lambda f: f.usd_per_1k),
-    ("idle and waste", "share", lambda f: f.wasted),
-    ("mean lag", "versions", lambda f: _lag(f)),
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of a simulation: `key` names it for machines and stays, `what` for people."""
+
+    key: str
+    what: str
+    unit: str
+    of: Callable[[Finding], float]
+
+
+FIGURES = (
+    Figure("step_s", "step", "s", lambda f: f.step_s),
+    Figure("waited_s", "waiting for samples", "s", lambda f: f.waited_s),
+    Figure("train_s", "training", "s", lambda f: f.train_s),
+    Figure("publish_s", "publish", "s", lambda f: f.publish_s),
+    Figure("trajectories_per_s", "trajectories trained", "1/s", lambda f: f.trajectories_per_s),
+    Figure("tokens_per_s", "tokens trained", "1/s", lambda f: f.tokens_per_s),
+    Figure("engine_busy", "engines busy", "share", lambda f: f.engine_busy),
+    Figure("usd_per_1k", "per 1,000 trajectories", "USD", lambda f: f.usd_per_1k),
+    Figure("wasted", "idle and waste", "share", lambda f: f.wasted),
+    Figure("mean_lag", "mean lag", "versions", lambda f: _lag(f)),
 )
 
 
@@ -125,51 +134,73 @@ def simulation(run: str, found: Sequence[Finding], notes: Sequence[str] = ()) ->
     )
     tables = (
         _figures(by),
-        _lags(by),
+        _shares_of_lags(by),
         _sums("waste", "Idle and waste, dollars per 1,000 trajectories", by, _per_1k),
         _sums("waits", "Waiting, device-hours", by, lambda f: {k: v / 3600 for k, v in f.waits.items()}),
+        _each(found),
     )
     return Report("simulate", run, tables, foot)
 
 
 def _figures(by: Mapping[str, Sequence[Finding]]) -> Table:
-    columns = [Column("what"), Column("unit")]
+    columns = [Column("figure", people=False), Column("what"), Column("unit")]
     for name in by:
         columns += [Column(name, "number"), Column(f"{name} ±", "number")]
     rows: list[tuple[Cell, ...]] = []
-    for what, unit, of in FIGURES:
-        row: list[Cell] = [what, unit]
+    for figure in FIGURES:
+        row: list[Cell] = [figure.key, figure.what, figure.unit]
         for own in by.values():
-            row += _interval([of(f) for f in own])
+            row += interval([figure.of(f) for f in own])
         rows.append(tuple(row))
     return Table("figures", "Figures", tuple(columns), tuple(rows))
 
 
-def _lags(by: Mapping[str, Sequence[Finding]]) -> Table:
+def _shares_of_lags(by: Mapping[str, Sequence[Finding]]) -> Table:
+    """A seed counts as much as another, whatever it trained."""
     lags = sorted({lag for own in by.values() for f in own for lag in f.lags})
-    columns = (Column("lag in versions", "count"), *(Column(name, "share") for name in by))
-    totals = {name: sum(n for f in own for n in f.lags.values()) for name, own in by.items()}
-    rows: list[tuple[Cell, ...]] = [
-        (lag, *(sum(f.lags.get(lag, 0) for f in own) / totals[name] for name, own in by.items())) for lag in lags
-    ]
+    rows: list[tuple[Cell, ...]] = []
+    for lag in lags:
+        row: list[Cell] = [lag]
+        for own in by.values():
+            row += interval([f.lags.get(lag, 0) / (sum(f.lags.values()) or 1) for f in own])
+        rows.append(tuple(row))
+    columns = (Column("lag in versions", "count"), *_beside(by, "share"))
     return Table("lags", "Staleness of what was trained", columns, tuple(rows))
 
 
 def _sums(
     name: str, title: str, by: Mapping[str, Sequence[Finding]], of: Callable[[Finding], Mapping[str, float]]
 ) -> Table:
-    means: dict[str, dict[str, float]] = {}
-    for schedule, own in by.items():
-        for f in own:
-            for cause, amount in of(f).items():
-                by_schedule = means.setdefault(cause, {})
-                by_schedule[schedule] = by_schedule.get(schedule, 0.0) + amount / len(own)
-    ordered = sorted(means.items(), key=lambda c: -max(c[1].values()))
-    columns = (Column("cause"), *(Column(schedule, "number") for schedule in by))
+    """By cause, the largest first; a seed that did not meet a cause counts with 0."""
+    amounts = {schedule: [of(f) for f in own] for schedule, own in by.items()}
+    causes = dict.fromkeys(cause for own in amounts.values() for one in own for cause in one)
+    rows: list[tuple[Cell, ...]] = []
+    for cause in causes:
+        row: list[Cell] = [cause]
+        for own in amounts.values():
+            row += interval([one.get(cause, 0.0) for one in own])
+        rows.append(tuple(row))
+    rows.sort(key=lambda row: -max(float(mean or 0.0) for mean in row[1::2]))
+    return Table(name, title, (Column("cause"), *_beside(by, "number")), tuple(rows))
+
+
+def _beside(by: Iterable[str], kind: str) -> Iterable[Column]:
+    """A column per schedule, and one for machines with its interval."""
+    for name in by:
+        yield Column(name, kind)
+        yield Column(f"{name} ±", kind, people=False)
+
+
+def _each(found: Sequence[Finding]) -> Table:
+    """Every simulation by itself, so that another can test differences as it likes."""
+    head = (Column("schedule"), Column("seed", "count"), Column("trace"), Column("seconds", "seconds"),
+            Column("steps", "count"), Column("skipped", "count"))  # fmt: skip
     rows: list[tuple[Cell, ...]] = [
-        (cause, *(amounts.get(schedule, 0.0) for schedule in by)) for cause, amounts in ordered
+        (f.schedule, f.seed, f.trace, f.seconds, f.steps, f.skipped, *(figure.of(f) for figure in FIGURES))
+        for f in found
     ]
-    return Table(name, title, columns, tuple(rows))
+    columns = (*head, *(Column(figure.key, "number") for figure in FIGURES))
+    return Table("simulations", "Simulations", columns, tuple(rows), people=False)
 
 
 def _per_1k(found: Finding) -> Mapping[str, float]:
@@ -183,7 +214,8 @@ def _lag(found: Finding) -> float:
     return sum(lag * n for lag, n in found.lags.items()) / count if count else 0.0
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float | None]:
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and half of its 95 % confidence interval (Student's t); None of that for one value."""
     mean = _mean(values)
     if len(values) < 2:
         return mean, None

@@ -1,0 +1,48 @@
+"""How cells of a table are read by people."""
+
+from __future__ import annotations
+
+from rollart.report.rows import Cell, Column, Table
+
+__all__ = ["cell_text", "for_people", "rows_for_people"]
+
+
+def for_people(table: Table) -> Table:
+    """Without what is for machines."""
+    kept = [n for n, column in enumerate(table.columns) if column.people]
+    rows = tuple(tuple(row[n] for n in kept) for row in table.rows)
+    return Table(table.name, table.title, tuple(table.columns[n] for n in kept), rows)
+
+
+LONGEST = 60
+"""Rows of a table for people; machines get them all."""
+
+
+def rows_for_people(table: Table) -> list[list[str]]:
+    """Cells as text; of a long table rows at even distances."""
+    rows = [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+    if len(rows) <= LONGEST:
+        return rows
+    step = (len(rows) - 1) / (LONGEST - 1)
+    return [rows[round(i * step)] for i in range(LONGEST)]
+
+
+def cell_text(value: Cell, column: Column) -> str:
+    """As its column's kind is read."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    match column.kind:
+        case "usd":
+            return f"{value:,.6f}" if abs(value) < 1 else f"{value:,.2f}"
+        case "share":
+            return f"{value:.1%}"
+        case "seconds":
+            return f"{value:,.1f}"
+        case "count":
+            return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}"
+        case _:
+            return (
+                f"{value:,d}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+            )

@@ -1,0 +1,187 @@
+"""Bar charts as SVG: pure, from values to elements.
+
+Bars lie, so that names stay readable; whiskers are confidence intervals; a bar that is pointed at says its figures.
+Colours are classes of the page's style sheet (`report.page`): `s0` to `s7` for what is compared, names of states for
+parts of a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rollart.report.markup import Node, element
+
+__all__ = ["Bar", "Group", "Segment", "bars", "clipped", "legend", "nice_ticks", "series_paint"]
+
+WIDTH = 520.0
+"""Of a chart in its own units; the page scales it."""
+
+LETTER = 6.4
+"""About the width of a letter of 12 units."""
+
+WIDEST_LABEL = 150.0
+VALUES = 108.0
+"""Room for figures beside bars."""
+
+SERIES = 8
+OVERSHOOT = 1.6
+"""An interval may pass the longest bar by so much before it is cut: with two seeds it can be ten times the mean."""
+
+Show = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a bar, ≥ 0, and the class that paints it."""
+
+    name: str
+    value: float
+    paint: str
+    interval: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Segments end to end; `value` is what they make together, their sum if that is None (parts that overlap in time
+    make less), and `interval` half of its confidence interval."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    interval: float | None = None
+    value: float | None = None
+
+    @property
+    def total(self) -> float:
+        return math.fsum(s.value for s in self.segments) if self.value is None else self.value
+
+    @property
+    def end(self) -> float:
+        return max(self.total, math.fsum(s.value for s in self.segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Bars under one label."""
+
+    label: str
+    bars: tuple[Bar, ...]
+
+
+def series_paint(n: int) -> str:
+    """The class of the n-th thing that is compared."""
+    return f"s{n % SERIES}"
+
+
+def bars(title: str, groups: Sequence[Group], *, show: Show) -> Node:
+    """One row for each bar. Labels stand beside bars that are alone in their group, and above others."""
+    beside = all(len(group.bars) == 1 for group in groups)
+    left = min(WIDEST_LABEL, max((len(g.label) for g in groups), default=0) * LETTER + 12.0) if beside else 2.0
+    plot = _Plot(left, WIDTH - VALUES, _reach(groups))
+    thick, gap, head = (20.0, 10.0, 0.0) if beside else (10.0, 3.5, 18.0)
+    parts: list[Node] = []
+    y = 6.0
+    for group in groups:
+        if beside:
+            parts.append(_label(group.label, left - 8.0, y + thick / 2 + 4.0, left - 10.0, end=True))
+        else:
+            parts.append(_label(group.label, left + 4.0, y + 11.0, WIDTH - left, end=False))
+        y += head
+        for bar in group.bars:
+            parts.append(_bar(group, bar, plot, y, thick, show))
+            y += thick + gap
+        y += 0.0 if beside else 5.0
+    height = y + 22.0
+    svg = element("svg", element("title", title), *_axis(plot, y, show), *parts,
+                  viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", role="img", class_="chart")  # fmt: skip
+    return svg
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> Node:
+    """Names and the classes that paint them."""
+    items = [element("li", element("span", class_=f"swatch {paint}"), name) for name, paint in entries]
+    return element("ul", *items, class_="legend")
+
+
+def nice_ticks(most: float, about: int = 5) -> list[float]:
+    """0 and equal round steps up to `most`: 1, 2 or 5 times a power of ten."""
+    if not most > 0:
+        return [0.0]
+    rough = most / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * 0.9)
+    return [n * step for n in range(int(most / step * 1.000001) + 1)]
+
+
+def clipped(text: str, room: float) -> str:
+    """As much of a text as there is room for."""
+    most = max(4, int(room / LETTER))
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    """Where values lie: 0 at x0, `most` at x1."""
+
+    x0: float
+    x1: float
+    most: float
+
+    def x(self, value: float) -> float:
+        return self.x0 + (self.x1 - self.x0) * min(1.0, max(0.0, value / self.most))
+
+
+def _reach(groups: Sequence[Group]) -> float:
+    every = [bar for group in groups for bar in group.bars]
+    longest = max((bar.end for bar in every), default=0.0)
+    if not longest > 0:
+        return 1.0
+    return min(longest * OVERSHOOT, max(max(bar.end, bar.total + (bar.interval or 0.0)) for bar in every)) * 1.02
+
+
+def _axis(plot: _Plot, y: float, show: Show) -> Iterable[Node]:
+    for tick in nice_ticks(plot.most):
+        x = plot.x(tick)
+        yield element("line", x1=x, x2=x, y1=2.0, y2=y, class_="grid" if tick else "base")
+        yield element("text", show(tick), x=x, y=y + 15.0, class_="tick", text_anchor="middle" if tick else "start")
+
+
+def _label(text: str, x: float, y: float, room: float, *, end: bool) -> Node:
+    told = clipped(text, room)
+    return element("text", element("title", text) if told != text else None, told, x=x, y=y, class_="label",
+                   text_anchor="end" if end else None)  # fmt: skip
+
+
+def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, show: Show) -> Node:
+    parts: list[Node] = []
+    at = 0.0
+    for segment in bar.segments:
+        a, b = plot.x(at), plot.x(at + segment.value)
+        at += segment.value
+        if b > a:
+            parts.append(element("rect", x=a, y=y, width=b - a, height=thick, class_=segment.paint))
+    parts += _whisker(bar, plot, y + thick / 2, thick)
+    figure = with_interval(bar.total, bar.interval, show)
+    parts.append(element("text", figure, x=WIDTH - 2.0, y=y + thick / 2 + 4.0, class_="value", text_anchor="end"))
+    name = group.label if bar.name == group.label else f"{group.label}: {bar.name}"
+    lines = [f"{name}: {figure}"]
+    if len(bar.segments) > 1:
+        lines += [f"{s.name}: {with_interval(s.value, s.interval, show)}" for s in bar.segments]
+    return element("g", element("title", "\n".join(lines)), *parts, class_="bar")
+
+
+def with_interval(value: float, half: float | None, show: Show) -> str:
+    return show(value) if half is None or value == half == 0 else f"{show(value)} ± {show(half)}"
+
+
+def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[Node]:
+    if not bar.interval:
+        return
+    a, b = plot.x(bar.total - bar.interval), plot.x(bar.total + bar.interval)
+    cap = min(4.0, thick / 3)
+    ends = f"M{a:.1f} {y - cap:.1f}V{y + cap:.1f}M{a:.1f} {y:.1f}H{b:.1f}"
+    if bar.total + bar.interval <= plot.most:
+        ends += f"M{b:.1f} {y - cap:.1f}V{y + cap:.1f}"
+    yield element("path", d=ends, class_="halo")
+    yield element("path", d=ends, class_="whisker")

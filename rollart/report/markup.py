@@ -1,0 +1,71 @@
+"""HTML and SVG as values: a tree of elements whose texts and attributes are escaped by construction.
+
+What names come from specs and ledgers can hold anything; nothing here takes a string as markup. The text that comes out
+is well-formed XML and HTML alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["Child", "Node", "element", "number"]
+
+VOID = frozenset({"br", "meta"})
+"""HTML elements that have no end tag."""
+
+FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""Characters that XML 1.0 does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An element. `str()` of it is its markup."""
+
+    name: str
+    attributes: tuple[tuple[str, str], ...]
+    children: tuple[Node | str, ...]
+
+    def __str__(self) -> str:
+        return "".join(self._pieces())
+
+    def _pieces(self) -> Iterator[str]:
+        yield f"<{self.name}"
+        for key, value in self.attributes:
+            yield f' {key}="{_escaped(value)}"'
+        if self.name in VOID:
+            yield "/>"
+            return
+        yield ">"
+        for child in self.children:
+            if isinstance(child, str):
+                yield _escaped(child)
+            else:
+                yield from child._pieces()
+        yield f"</{self.name}>"
+
+
+Child: TypeAlias = Node | str | None
+
+
+def element(tag: str, /, *children: Child, **attributes: str | float | None) -> Node:
+    """`element("text", "a < b", x=1, class_="label")`. Of attributes a trailing `_` goes, others become `-`; None is
+    left out, of children too."""
+    given = tuple(
+        (key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else number(value))
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Node(tag, given, tuple(child for child in children if child is not None))
+
+
+def number(value: float) -> str:
+    """A coordinate: two decimals at most, none where none are needed."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
+
+
+def _escaped(text: str) -> str:
+    text = FORBIDDEN.sub("\ufffd", text)
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

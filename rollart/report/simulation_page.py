@@ -1,0 +1,173 @@
+"""The page of a simulation: a chart per comparison and a timeline per schedule, from the report's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from rollart.report.charts import Bar, Group, Segment, bars, legend, series_paint
+from rollart.report.markup import Child, Node, element
+from rollart.report.page import card, document, folded, notes, table_of
+from rollart.report.rows import Cell, Report, Table
+from rollart.report.timeline import Timeline
+from rollart.report.timeline_chart import timeline_chart, timeline_legend
+
+__all__ = ["simulation_page"]
+
+PARTS = (("waited_s", "waiting for samples", "idle"), ("train_s", "training", "busy"), ("publish_s", "publish", "sync"))
+"""What a step is made of: figure, name, class."""
+
+MOST_CAUSES = 8
+"""Causes that are drawn; the table has them all."""
+
+
+def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
+    """`report` is `report.simulation.simulation`'s, whose figures are what is drawn."""
+    tables = {table.name: table for table in report.tables}
+    figures = _Figures(tables["figures"])
+    paints = {name: series_paint(n) for n, name in enumerate(figures.schedules)}
+    compared = element(
+        "div",
+        _step(figures),
+        _one("Throughput", "trained trajectories per second", figures, "trajectories_per_s", paints, _short),
+        _one("Cost", "USD per 1,000 trained trajectories", figures, "usd_per_1k", paints, _short),
+        _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, _lag, _percent),
+        _grouped(
+            "Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints, _cause, _short
+        ),
+        _grouped(
+            "Waiting by cause", "device-hours of what the plan uses", _used(tables["waits"]), paints, _cause, _short
+        ),
+        class_="cards",
+    )
+    parts = [
+        card("Figures", table_of(_merged(tables["figures"])), under="mean ± half of the 95 % interval over seeds"),
+        element("h2", "Comparisons"), compared, *_timelines(timelines), element("h2", "Tables"),
+        *(folded(_merged(tables[name])) for name in ("lags", "waste", "waits")), *notes(report.notes),
+    ]  # fmt: skip
+    return document(f"Simulation of {report.run}", "Schedules beside each other on virtual time.", parts)
+
+
+class _Figures:
+    """The table of figures by key and schedule."""
+
+    def __init__(self, table: Table) -> None:
+        self.schedules = [c.name for c in table.columns[3::2]]
+        self._rows = {str(row[0]): row[3:] for row in table.rows}
+
+    def of(self, key: str, n: int) -> tuple[float, float | None]:
+        return _pair(self._rows[key], n)
+
+
+def _step(figures: _Figures) -> Node:
+    groups = []
+    for n, schedule in enumerate(figures.schedules):
+        segments = []
+        for key, name, paint in PARTS:
+            value, half = figures.of(key, n)
+            segments.append(Segment(name, value, paint, half))
+        step, half = figures.of("step_s", n)
+        groups.append(Group(schedule, (Bar(schedule, tuple(segments), half, step),)))
+    keys = legend((name, paint) for _, name, paint in PARTS)
+    return card("Step time", keys, bars("Step time", groups, show=_short), under="seconds per training step")
+
+
+def _one(
+    title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str], show: Callable[[float], str]
+) -> Node:
+    groups = []
+    for n, schedule in enumerate(figures.schedules):
+        value, half = figures.of(key, n)
+        groups.append(Group(schedule, (Bar(schedule, (Segment(schedule, value, paints[schedule]),), half),)))
+    return card(title, bars(title, groups, show=show), under=unit)
+
+
+def _grouped(
+    title: str,
+    unit: str,
+    table: Table,
+    paints: Mapping[str, str],
+    name: Callable[[Cell], str],
+    show: Callable[[float], str],
+) -> Node:
+    """One group for each row, one bar for each schedule."""
+    groups = []
+    for row in table.rows[:MOST_CAUSES]:
+        own = []
+        for n, (schedule, paint) in enumerate(paints.items()):
+            value, half = _pair(row[1:], n)
+            own.append(Bar(schedule, (Segment(schedule, value, paint),), half))
+        groups.append(Group(name(row[0]), tuple(own)))
+    if not groups:
+        return card(title, element("p", "nothing", class_="muted"), under=unit)
+    left_out = len(table.rows) - len(groups)
+    more = element("p", f"and {left_out} smaller ones in the table below", class_="sub") if left_out else None
+    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bars(title, groups, show=show), more]
+    return card(title, *shown, under=unit)
+
+
+def _used(table: Table) -> Table:
+    """Without devices that nothing runs on: thousands of cores would hide all else."""
+    return replace(table, rows=tuple(row for row in table.rows if not str(row[0]).startswith("unused:")))
+
+
+def _timelines(found: Sequence[Timeline]) -> Sequence[Node]:
+    drawn = [one for one in found if one.bands]
+    if not drawn:
+        return ()
+    until = max(one.seconds for one in drawn)
+    cards = [
+        card(
+            one.label,
+            element("div", timeline_chart(one, until=until), class_="scroll"),
+            under="virtual time; height is the share of devices, or trajectories and calls at a time",
+        )
+        for one in drawn
+    ]
+    return [element("h2", "Who did what when"), timeline_legend(drawn), *cards]
+
+
+def _merged(table: Table) -> Table:
+    """Means and their intervals in one column, for people."""
+    columns, places = [], []
+    for n, column in enumerate(table.columns):
+        if not column.name.endswith(" ±"):
+            with_half = n + 1 < len(table.columns) and table.columns[n + 1].name == f"{column.name} ±"
+            columns.append(column)
+            places.append((n, with_half))
+    rows = tuple(tuple(_told(row, n, half, table) for n, half in places) for row in table.rows)
+    return Table(table.name, table.title, tuple(columns), rows)
+
+
+def _told(row: Sequence[Cell], n: int, half: bool, table: Table) -> Cell:
+    value = row[n]
+    if isinstance(value, str) or value is None or not half:
+        return value
+    share = table.columns[n].kind == "share" or "share" in row
+    show = _percent if share else _short
+    spread = row[n + 1]
+    return show(value) if not isinstance(spread, int | float) else f"{show(value)} ± {show(spread)}"
+
+
+def _pair(cells: Sequence[Cell], n: int) -> tuple[float, float | None]:
+    value, half = cells[2 * n], cells[2 * n + 1]
+    return float(value or 0.0), None if half is None else float(half)
+
+
+def _short(value: float) -> str:
+    """Three digits; small ones are nothing to look at."""
+    if value == 0 or abs(value) < 1e-9:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}%" if abs(value) > 1e-9 else "0%"
+
+
+def _lag(cell: Cell) -> str:
+    return f"lag {cell}"
+
+
+def _cause(cell: Cell) -> str:
+    return str(cell).replace("_", " ")

@@ -1,0 +1,278 @@
+"""Who was busy, waiting or syncing when. Pure, from a ledger's rows.
+
+A band is what one row of a timeline shows: one resource where a run has few, all of a role in a pool where it has many;
+then a domain's trajectories by what they were in, and a function's calls. A band holds mean amounts per bin of time, so
+that a timeline is as large for 3,000 GPUs as for three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from rollart.ledger.intervals import State
+from rollart.ledger.reader import Reader
+from rollart.report.rows import Cell, Column, Report, Table
+
+__all__ = ["BINS", "SKETCHES", "Band", "Bins", "Timeline", "timeline", "timeline_of", "timeline_report"]
+
+BINS = 320
+"""Enough for a curve on a page; more would be narrower than a stroke."""
+
+MOST_ROWS = 24
+"""Resources that get a row each; a run with more has rows for roles and pools."""
+
+FEW = 2
+"""Resources of a role in a pool that get a row each even there."""
+
+ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unused")
+"""Order of rows: down the way of a trajectory."""
+
+DEVICES, TRAJECTORIES, CALLS = "devices", "trajectories", "calls"
+RESET, STEP, ELSEWHERE = "reset", "environment", "generation"
+QUEUED, COLD, RUNNING = "queued", "cold start", "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """One row. `amounts` has, by state, the mean amount in each bin: devices, trajectories or calls at a time, as the
+    `kind` says. `whole` is what full height stands for: all devices, or the most in any bin."""
+
+    name: str
+    kind: str
+    members: int
+    whole: float
+    amounts: Mapping[str, tuple[float, ...]]
+
+    def share(self, state: str) -> float:
+        """Of what the band had over all its life, the part in `state`; 0 if it had nothing."""
+        total = math.fsum(math.fsum(values) for values in self.amounts.values())
+        return math.fsum(self.amounts.get(state, ())) / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bands over the same bins of `seconds` in all, from the start of the run."""
+
+    seconds: float
+    bins: int
+    bands: tuple[Band, ...]
+    label: str = ""
+
+    @property
+    def bin_s(self) -> float:
+        return self.seconds / self.bins
+
+    def labelled(self, label: str) -> Timeline:
+        return replace(self, label=label)
+
+
+class Bins:
+    """Amounts over time, summed into bins of the same width. O(1) for each stretch."""
+
+    def __init__(self, seconds: float, bins: int) -> None:
+        if not (seconds > 0 and bins > 0):
+            raise ValueError(f"{bins} bins of {seconds} s (rule: both > 0)")
+        self._width, self._bins = seconds / bins, bins
+        self._edges = [0.0] * (bins + 1)
+        self._steps = [0.0] * (bins + 1)
+
+    def add(self, t0: float, t1: float, amount: float = 1.0) -> None:
+        """`amount` from t0 to t1; what lies outside is left out."""
+        a, b = max(0.0, t0 / self._width), min(float(self._bins), t1 / self._width)
+        if b <= a:
+            return
+        first, last = int(a), int(b)
+        if first == last:
+            self._edges[first] += (b - a) * amount
+            return
+        self._edges[first] += (first + 1 - a) * amount
+        self._edges[last] += (b - last) * amount
+        self._steps[first + 1] += amount
+        self._steps[last] -= amount
+
+    def means(self) -> tuple[float, ...]:
+        """Mean amount in each bin."""
+        whole = accumulate(self._steps[: self._bins])
+        return tuple(max(0.0, edge + step) for edge, step in zip(self._edges, whole, strict=False))
+
+
+class _Stack:
+    """Bins by state."""
+
+    def __init__(self, seconds: float, bins: int) -> None:
+        self._size = (seconds, bins)
+        self.states: dict[str, Bins] = {}
+
+    def add(self, state: str, t0: float, t1: float, amount: float = 1.0) -> None:
+        if t1 > t0:
+            if state not in self.states:
+                self.states[state] = Bins(*self._size)
+            self.states[state].add(t0, t1, amount)
+
+    def band(self, name: str, kind: str, members: int, order: Sequence[str], whole: float | None = None) -> Band:
+        known = [*(s for s in order if s in self.states), *sorted(self.states.keys() - set(order))]
+        amounts = {state: self.states[state].means() for state in known}
+        peak = max((math.fsum(column) for column in zip(*amounts.values(), strict=True)), default=0.0)
+        return Band(name, kind, members, max(peak, whole or 0.0), amounts)
+
+
+def timeline(reader: Reader, *, bins: int = BINS) -> Timeline:
+    """Of one ledger. A run that has recorded nothing has no bands."""
+    seconds = reader.facts().seconds
+    if seconds <= 0:
+        return Timeline(0.0, bins, ())
+    pools = {a["part"]: a["pool"] for a in reader.config().get("plan", {}).get("assignments", ())}
+    return timeline_of(seconds, reader.spans(), reader.stays(), reader.call_spans(), pools=pools, bins=bins)
+
+
+def timeline_of(
+    seconds: float,
+    spans: Iterable[tuple[str, str, float, float, str, float]],
+    stays: Iterable[tuple[str, float, float, float, float]] = (),
+    calls: Iterable[tuple[str, float, float, float, float]] = (),
+    *,
+    pools: Mapping[str, str] | None = None,
+    bins: int = BINS,
+) -> Timeline:
+    """From rows as `Reader.spans`, `stays` and `call_spans` give them; `pools` by resource, where they are known."""
+    bands = (
+        *_devices(seconds, spans, pools or {}, bins),
+        *_trajectories(seconds, stays, bins),
+        *_calls(seconds, calls, bins),
+    )
+    return Timeline(seconds, bins, bands)
+
+
+def timeline_report(run: str, found: Timeline) -> Report:
+    """Shares of time for people; for machines also the amounts in every bin."""
+    tables = [_bands(title, kind, found) for kind, title in TITLES.items()]
+    amounts: list[tuple[Cell, ...]] = [
+        (band.name, state, n * found.bin_s, (n + 1) * found.bin_s, amount)
+        for band in found.bands
+        for state, values in band.amounts.items()
+        for n, amount in enumerate(values)
+    ]
+    columns = (
+        Column("who"),
+        Column("state"),
+        Column("t0", "seconds"),
+        Column("t1", "seconds"),
+        Column("amount", "number"),
+    )
+    tables.append(Table("amounts", "Mean amounts at a time", columns, tuple(amounts), people=False))
+    return Report("timeline", run, tuple(tables), (SPREAD,))
+
+
+SKETCHES = ("busy over time", "over time")
+TITLES = {DEVICES: "Devices", TRAJECTORIES: "Trajectories", CALLS: "Calls of functions"}
+SPREAD = "trajectories: when their environment's steps were is not recorded; they are spread between reset and end"
+
+
+def _bands(title: str, kind: str, found: Timeline) -> Table:
+    own = [band for band in found.bands if band.kind == kind]
+    states = list(dict.fromkeys(state for band in own for state in band.amounts))
+    counted = {DEVICES: "parts", TRAJECTORIES: "ended", CALLS: "calls"}[kind]
+    whole = "devices" if kind == DEVICES else "peak"
+    columns = (Column("who"), Column(counted, "count"), Column(whole, "number"), *(Column(s, "share") for s in states),
+               Column(SKETCHES[kind != DEVICES]))  # fmt: skip
+    rows: list[tuple[Cell, ...]] = [
+        (b.name, b.members, b.whole, *(b.share(s) if s in b.amounts else None for s in states), _sketch(b)) for b in own
+    ]
+    return Table(kind, title, columns, tuple(rows))
+
+
+def _devices(
+    seconds: float, spans: Iterable[tuple[str, str, float, float, str, float]], pools: Mapping[str, str], bins: int
+) -> list[Band]:
+    stacks: dict[tuple[str, str, str], _Stack] = {}
+    units: dict[tuple[str, str, str], float] = {}
+    for role, resource, t0, t1, state, amount in spans:
+        key = (role, pools.get(resource, ""), resource)
+        if key not in stacks:
+            stacks[key] = _Stack(seconds, bins)
+        stacks[key].add(state, t0, t1, amount)
+        units[key] = max(units.get(key, 0.0), amount)
+    groups: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+    for key in sorted(stacks, key=_natural):
+        groups[key[:2]].append(key)
+    found = []
+    for (role, pool), keys in sorted(groups.items(), key=lambda g: (_rank(g[0][0]), g[0])):
+        on = f" on {pool}" if pool else ""
+        if len(stacks) <= MOST_ROWS or len(keys) <= FEW:
+            found += [stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(State), units[k]) for k in keys]
+        else:
+            bands = [stacks[key].band("", DEVICES, 1, tuple(State)) for key in keys]
+            found.append(_together(f"{role}{on}", bands, len(keys)))
+    return found
+
+
+def _together(name: str, bands: Sequence[Band], members: int) -> Band:
+    seen = {s for b in bands for s in b.amounts}
+    amounts = {
+        s: tuple(math.fsum(column) for column in zip(*(b.amounts[s] for b in bands if s in b.amounts), strict=True))
+        for s in [*(str(s) for s in State if s in seen), *sorted(seen - {str(s) for s in State})]
+    }
+    whole = max((math.fsum(column) for column in zip(*amounts.values(), strict=True)), default=0.0)
+    return Band(name, DEVICES, members, whole, amounts)
+
+
+def _trajectories(seconds: float, stays: Iterable[tuple[str, float, float, float, float]], bins: int) -> list[Band]:
+    """A reset is a trajectory's first; when its steps were is not written down: they are spread over what is left."""
+    stacks: dict[str, _Stack] = defaultdict(lambda: _Stack(seconds, bins))
+    count: dict[str, int] = defaultdict(int)
+    for domain, t0, t1, reset_s, env_s in stays:
+        begins = min(t1, t0 + reset_s)
+        part = min(1.0, env_s / (t1 - begins)) if t1 > begins else 0.0
+        own = stacks[domain]
+        own.add(RESET, t0, begins)
+        own.add(STEP, begins, t1, part)
+        own.add(ELSEWHERE, begins, t1, 1.0 - part)
+        count[domain] += 1
+    order = (RESET, STEP, ELSEWHERE)
+    return [stacks[d].band(f"trajectories of {d}", TRAJECTORIES, count[d], order) for d in sorted(stacks)]
+
+
+def _calls(seconds: float, calls: Iterable[tuple[str, float, float, float, float]], bins: int) -> list[Band]:
+    stacks: dict[str, _Stack] = defaultdict(lambda: _Stack(seconds, bins))
+    count: dict[str, int] = defaultdict(int)
+    for function, t0, t1, queued_s, cold_s in calls:
+        own = stacks[function]
+        started = min(t1, t0 + cold_s)
+        own.add(QUEUED, t0 - max(0.0, queued_s), t0)
+        own.add(COLD, t0, started)
+        own.add(RUNNING, started, t1)
+        count[function] += 1
+    return [stacks[f].band(f"calls of {f}", CALLS, count[f], (RUNNING, COLD, QUEUED)) for f in sorted(stacks)]
+
+
+def _rank(role: str) -> int:
+    return ROLES.index(role) if role in ROLES else ROLES.index("unused")
+
+
+def _natural(key: tuple[str, str, str]) -> tuple[Any, ...]:
+    """engine-2 before engine-10."""
+    name, _, count = key[2].rpartition("-")
+    return (key[0], key[1], name, int(count)) if count.isdigit() else (key[0], key[1], key[2], 0)
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+SKETCH = 32
+
+
+def _sketch(band: Band) -> str:
+    """What was done over time, as blocks: busy devices, or all that was under way."""
+    chosen = [band.amounts.get(State.BUSY, ())] if band.kind == DEVICES else list(band.amounts.values())
+    values = [math.fsum(column) for column in zip(*chosen, strict=True)]
+    if not values or band.whole <= 0:
+        return ""
+    size = len(values) / SKETCH
+    means = []
+    for n in range(SKETCH):
+        part = values[int(n * size) : max(int((n + 1) * size), int(n * size) + 1)]
+        means.append(math.fsum(part) / len(part))
+    return "".join(BLOCKS[min(8, round(8 * mean / band.whole))] for mean in means)

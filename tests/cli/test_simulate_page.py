@@ -1,0 +1,51 @@
+"""`rollart simulate` and `rollart report timeline` as pages, through the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.conftest import Result
+from tests.compose.test_simulate import CLUSTER, RUN
+
+pytestmark = pytest.mark.slow  # plans, and simulates four times
+
+
+def headings(text: str) -> list[str]:
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    return ["".join(found.itertext()) for found in root.iter("h3")]
+
+
+def test_a_page_beside_the_figures(rollart: Callable[..., Result], tmp_path: Path) -> None:
+    Path("run.yaml").write_text(RUN)
+    Path("c.yaml").write_text(CLUSTER)
+    common = ["simulate", "run.yaml", "--cluster", "c.yaml", "--steps", "2", "--workers", "1"]
+    done = rollart(*common, "--policies", "sync,rollart", "--seeds", "2", "--html", "pages/a.html", "-o", "json",
+                   "--keep", "kept")  # fmt: skip
+    assert done.code == 0, done.err
+    tables = json.loads(done.out)["tables"]
+    page = Path("pages/a.html").read_text()
+    assert {"Step time", "Throughput", "Cost", "Staleness", "sync, seed 0", "rollart, seed 0"} <= set(headings(page))
+    assert "sync, seed 1" not in headings(page), "a timeline is one seed's"
+    step = next(row for row in tables["figures"] if row["figure"] == "step_s")
+    assert f"{step['sync']:.3g} ± " in page
+    assert "trainer-0 on " in page
+    drawn = rollart("report", "timeline", "kept/sync-0", "-o", "html")
+    assert drawn.code == 0, drawn.err
+    assert "Who did what when" in headings(drawn.out)
+    cost = rollart("report", "cost", "kept/sync-0", "-o", "html")
+    assert "Total" in headings(cost.out)
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_work(rollart: Callable[..., Result]) -> None:
+    Path("run.yaml").write_text(RUN)
+    Path("c.yaml").write_text(CLUSTER)
+    Path("file").write_text("")
+    done = rollart("simulate", "run.yaml", "--cluster", "c.yaml", "--steps", "1", "--html", "file/a.html")
+    assert done.code == 2
+    assert done.err.startswith("rollart: file/a.html: ")
+    assert "steps in" not in done.err, "nothing was simulated"

@@ -1,0 +1,167 @@
+"""Pages: well-formed, closed to the network, safe whatever names hold, and with the figures of the JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from rollart.report.charts import Bar, Group, Segment, bars, nice_ticks
+from rollart.report.markup import element
+from rollart.report.page import page
+from rollart.report.render import render
+from rollart.report.rows import Column, Report, Table
+from rollart.report.simulation import FIGURES, Finding, simulation
+from rollart.report.simulation_page import simulation_page
+from rollart.report.timeline import timeline_of
+
+EVIL = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>\x00"
+
+
+def found(schedule: str, seed: int, **more: Any) -> Finding:
+    fields: dict[str, Any] = {
+        "schedule": schedule, "seed": seed, "trace": "t", "seconds": 100.0, "steps": 4, "skipped": 1,
+        "step_s": 20.0 + seed, "waited_s": 10.0 + seed, "train_s": 8.0, "publish_s": 2.0, "trajectories_per_s": 3.0,
+        "tokens_per_s": 900.0, "engine_busy": 0.5, "usd_per_1k": 40.0, "wasted": 0.25, "lags": {0: 30, 1: 10},
+        "waste": {"engine: idle": 3.0, "engine: sync": 1.0}, "waits": {"engine: idle": 7200.0},
+    }  # fmt: skip
+    return Finding(**(fields | more))
+
+
+def parsed(text: str) -> ElementTree.Element:
+    assert text.startswith("<!DOCTYPE html>\n")
+    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def texts(root: ElementTree.Element, name: str) -> list[str]:
+    return ["".join(found.itertext()) for found in root.iter(name)]
+
+
+class Tags(HTMLParser):
+    """What a browser would see."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+ALLOWED = {
+    "html", "head", "meta", "title", "style", "body", "main", "header", "h1", "h2", "h3", "p", "section", "div",
+    "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "ul", "li", "span",
+    "svg", "g", "rect", "line", "path", "text",
+}  # fmt: skip
+
+
+def closed(text: str) -> None:
+    """Nothing that runs or loads, in what a browser makes of it."""
+    tags = Tags(text).seen
+    assert {tag for tag, _ in tags} <= ALLOWED
+    keys = {key for _, attributes in tags for key in attributes}
+    assert not {key for key in keys if key.startswith("on")} | (keys & {"src", "href", "style", "xlink:href"})
+    assert "url(" not in text
+    assert "@import" not in text
+    policies = [a["content"] for _, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_a_page_with_everything() -> None:
+    spans = [("engine", "engine-0", 0.0, 60.0, "busy", 2.0), ("engine", "engine-0", 60.0, 100.0, "idle", 2.0)]
+    drawn = timeline_of(100.0, spans, [("lake", 0.0, 50.0, 1.0, 9.0)], [("exact", 5.0, 6.0, 0.1, 0.2)], bins=20)
+    all_found = [found(name, seed) for name in ("sync", "rollart") for seed in (0, 1)]
+    report = simulation("r", all_found, ("a note",))
+    text = simulation_page(report, [drawn.labelled("sync, seed 0"), drawn.labelled("rollart, seed 0")])
+    closed(text)
+    root = parsed(text)
+    assert texts(root, "h1") == ["Simulation of r"]
+    assert {"Step time", "Throughput", "Cost", "Staleness", "Idle and waste by cause", "Waiting by cause",
+            "sync, seed 0", "rollart, seed 0"} <= set(texts(root, "h3"))  # fmt: skip
+    assert len(list(root.iter("svg"))) == 6 + 2
+    assert "a note" in texts(root, "li")
+
+
+def test_its_figures_are_those_of_the_json() -> None:
+    values = {"sync": (21.25, 23.75), "rollart": (10.5, 11.5)}
+    all_found = [found(name, n, step_s=v, usd_per_1k=10 * v) for name, own in values.items() for n, v in enumerate(own)]
+    report = simulation("r", all_found)
+    tables = json.loads(render(report, "json"))["tables"]
+    step = next(row for row in tables["figures"] if row["figure"] == "step_s")
+    assert (step["sync"], step["rollart"]) == (22.5, 11.0)
+    assert step["sync ±"] == pytest.approx(12.7062 * 1.25, rel=1e-4), "Student's t of two seeds"
+    titles = texts(parsed(simulation_page(report, [])), "title")
+    for row in tables["figures"]:
+        if row["figure"] in ("step_s", "usd_per_1k", "trajectories_per_s"):
+            for name in values:
+                shown = next(t for t in titles if re.match(rf"{name}: {short(row[name])}\b", t))
+                assert row[f"{name} ±"] == 0 or f"± {short(row[f'{name} ±'])}" in shown
+    for table in ("waste", "waits"):
+        for row in tables[table]:
+            assert any(t.startswith(f"{row['cause']}: sync: {short(row['sync'])}") for t in titles), row
+
+
+def short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def test_the_json_is_keyed_and_has_every_simulation() -> None:
+    report = simulation("r", [found("sync", 0), found("sync", 1), found("areal", 0, waste={}, waits={}, lags={2: 5})])
+    tables = json.loads(render(report, "json"))["tables"]
+    assert list(tables) == ["figures", "lags", "waste", "waits", "simulations"]
+    assert [row["figure"] for row in tables["figures"]] == [f.key for f in FIGURES]
+    assert [set(row) for row in tables["lags"]] == [{"lag in versions", "sync", "sync ±", "areal", "areal ±"}] * 3
+    assert [row["areal"] for row in tables["lags"]] == [0, 0, 1]
+    assert tables["waste"][0]["areal"] == 0
+    assert tables["waste"][0]["areal ±"] is None, "one seed has no interval"
+    assert [(row["schedule"], row["seed"], row["step_s"]) for row in tables["simulations"]] == [
+        ("sync", 0, 20.0), ("sync", 1, 21.0), ("areal", 0, 20.0),
+    ]  # fmt: skip
+    assert "Simulations" not in render(report, "table")
+    assert "±" in render(report, "table")
+
+
+def test_names_are_text_and_nothing_else() -> None:
+    spans = [(EVIL, EVIL, 0.0, 10.0, EVIL, 1.0)]
+    drawn = timeline_of(10.0, spans, [(EVIL, 0.0, 5.0, 1.0, 1.0)], [(EVIL, 1.0, 2.0, 0.0, 0.0)], pools={EVIL: EVIL})
+    report = simulation(EVIL, [found(EVIL, 0, waste={EVIL: 1.0}, waits={EVIL: 9.0}, trace=EVIL)], (EVIL,))
+    text = simulation_page(report, [drawn.labelled(EVIL)])
+    closed(text)
+    assert EVIL.replace("\x00", "\ufffd") in texts(parsed(text), "li")
+    table = Table("t", EVIL, (Column(EVIL), Column("n", "number")), ((EVIL, 1),))
+    closed(page(Report(EVIL, EVIL, (table,), (EVIL,))))
+
+
+def test_nothing_to_draw() -> None:
+    text = simulation_page(simulation("r", [found("sync", 0, lags={}, waste={}, waits={}, usd_per_1k=0.0)]), [])
+    closed(text)
+    assert texts(parsed(text), "p").count("nothing") == 3
+    closed(page(Report("cost", "r", (Table("t", "T", (Column("a"),), ()),))))
+
+
+def test_an_interval_is_cut_before_it_hides_the_bars() -> None:
+    """Two seeds far apart have an interval of many times their mean."""
+    svg = bars("t", [Group("a", (Bar("a", (Segment("a", 10.0, "s0"),), 1000.0),))], show=lambda v: f"{v:g}")
+    (rect,) = ElementTree.fromstring(str(svg)).iter("rect")
+    assert float(rect.get("width") or 0) > 200
+
+
+@pytest.mark.parametrize("most", [1e-6, 0.03, 1.0, 7.3, 48.0, 4999.0, 5.3e9])
+def test_ticks_are_round_and_few(most: float) -> None:
+    ticks = nice_ticks(most)
+    assert 3 <= len(ticks) <= 8
+    assert ticks[0] == 0
+    assert ticks[-1] <= most * 1.001
+    assert f"{ticks[1]:.0e}"[0] in "125"
+
+
+def test_markup_is_escaped_by_construction() -> None:
+    node = element("text", "a < b & c", None, class_='x"y', data_n=1.50, gone=None)
+    assert str(node) == '<text class="x&quot;y" data-n="1.5">a &lt; b &amp; c</text>'
+    assert str(element("meta", charset="utf-8")) == '<meta charset="utf-8"/>'
+    ElementTree.fromstring(str(element("p", "".join(map(chr, range(0x300))) + "\ud800\uffff")))
