@@ -48,7 +48,7 @@ class SlowLake(FrozenLakeText):
 
 def reference_mixed(run: dict[str, Any]) -> None:
     """The quickstart's mix in a small batch, words of 4 to 6 letters, one epoch."""
-    _quota(run, lake=24, spell=48)
+    quota(run, lake=24, spell=48)
     run["training"]["epochs"] = 1
     words = run["domains"][1]
     words["max_tokens"] = 32
@@ -57,26 +57,26 @@ def reference_mixed(run: dict[str, Any]) -> None:
 
 def reference_games(run: dict[str, Any]) -> None:
     """Twice as many games as words, two epochs in four mini-batches."""
-    _quota(run, lake=128, spell=64)
+    quota(run, lake=128, spell=64)
     run["training"] |= {"epochs": 2, "minibatches": 4}
 
 
 def reference_words(run: dict[str, Any]) -> None:
     """Words of 2 and 3 letters alone, one epoch."""
-    _quota(run, spell=160)
+    quota(run, spell=160)
     run["training"]["epochs"] = 1
     run["domains"][0]["environment_args"]["config"] = {"min_word_len": 2, "max_word_len": 3}
 
 
 def lake_only(run: dict[str, Any]) -> None:
     """Games alone, a smaller batch, three epochs in four mini-batches."""
-    _quota(run, lake=112)
+    quota(run, lake=112)
     run["training"] |= {"epochs": 3, "minibatches": 4}
 
 
 def long_words(run: dict[str, Any]) -> None:
     """Words of 6 to 8 letters alone, up to two versions stale, one epoch in one mini-batch."""
-    _quota(run, spell=144)
+    quota(run, spell=144)
     run["staleness"] = 2
     run["training"] |= {"epochs": 1, "minibatches": 1}
     words = run["domains"][0]
@@ -86,7 +86,7 @@ def long_words(run: dict[str, Any]) -> None:
 
 def slow_games(run: dict[str, Any]) -> None:
     """Games whose every move takes 0.15 s, a third of the batch; one epoch."""
-    _quota(run, lake=32, spell=64)
+    quota(run, lake=32, spell=64)
     run["domains"][0] |= {"environment": "local_prediction:SlowLake"}
     run["training"]["epochs"] = 1
 
@@ -106,7 +106,7 @@ def variant(edit: Callable[[dict[str, Any]], None], directory: Path, *, steps: i
     return resolve_files(path)
 
 
-def _quota(run: dict[str, Any], **trajectories: int) -> None:
+def quota(run: dict[str, Any], **trajectories: int) -> None:
     """Trajectories per step by domain; a domain that is not named is left out, with what only it needs."""
     names = {"lake": "frozen_lake", "spell": "spell_backward"}
     wanted = {names[short]: count for short, count in trajectories.items()}

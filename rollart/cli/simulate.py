@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import colour, native_output_to_stderr, output_option, width, writable
+from rollart.cli.context import (
+    colour,
+    find_run,
+    native_output_to_stderr,
+    output_option,
+    runs_option,
+    width,
+    writable,
+)
 from rollart.cli.launch import split_arguments
-from rollart.cli.profiles import measure
+from rollart.cli.replays import check_run, named_run, prepared
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
+    from rollart.compose.simulations import Task
     from rollart.report.simulation import Finding
 
 __all__ = ["simulate"]
@@ -22,26 +32,38 @@ STEPS = 10
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml|RUN] [KEY=VALUE]...")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine, or a recorded run's own."
+)
 @click.option("--policies", metavar="A,B,...", help="Schedules beside each other. Default: the run's own.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Simulations of each.")
-@click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Training steps.")
+@click.option(
+    "--steps", type=click.IntRange(1), help=f"Training steps. Default: {STEPS}, or as many as a recorded run has."
+)
 @click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
 @click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle what happens at the same instant.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep ledgers there, for rollart report.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with charts there.")
+@click.option("--replay", metavar="RUN", help="Repeat the trajectories and rewards of a recorded run.")
+@click.option("--resample", is_flag=True, help="Draw recorded trajectories instead of repeating them in their order.")
+@click.option("--check", is_flag=True, help="Simulate a recorded run as it was: predicted against recorded.")
+@runs_option
 @output_option
 def simulate(
     arguments: tuple[str, ...],
     cluster: Path | None,
     policies: str | None,
     seeds: int,
-    steps: int,
+    steps: int | None,
     workers: int | None,
     fuzz: int | None,
     keep: Path | None,
     html: Path | None,
+    replay: str | None,
+    resample: bool,
+    check: bool,
+    runs_dir: Path,
     output: str,
 ) -> None:
     """Play a run on virtual time, at any scale, with the product's own scheduler.
@@ -49,33 +71,44 @@ def simulate(
     Engines, environments, training and links are modelled from the plan; what decides is what ships. Same spec and
     seed, same trace. Shows step time and its parts, cost, staleness, waste and waits; as html also charts and, for the
     first seed of each schedule, who was busy when.
-    """
-    from rollart.compose.simulations import Task, simulate_all
-    from rollart.report.render import render
-    from rollart.report.simulation import simulation
-    from rollart.report.simulation_page import simulation_page
-    from rollart.spec.resolve import forecast, read_specs
 
-    run_file, overrides = split_arguments(arguments)
+    Of a recorded run (its name or directory) the trajectories, rewards and environment times are repeated: as it was,
+    or with other keys, policies, prices or another cluster.
+    """
+    from rollart.compose.simulations import Task
+
+    run, overrides = split_arguments(arguments)
+    recorded = named_run(run, runs_dir)
+    if check:
+        if recorded is None:
+            raise UsageError(f"--check of {run or 'the quickstart'} (rule: of a recorded run, its name or directory)")
+        if cluster or overrides or policies or replay or steps is not None or keep or html:
+            raise UsageError("--check simulates a recorded run as it was", remedy="leave everything but RUN out")
+        return check_run(recorded, output)
+    of = None if replay is None else find_run(replay, runs_dir)
     with native_output_to_stderr():
-        resolved = forecast(read_specs(run_file, cluster, overrides, measure=measure))
-    names = [resolved.run.schedule] if policies is None else _names(policies)
+        resolved, replayed, note = prepared(recorded, run, cluster, overrides, of, resample)
+    if steps is None:
+        steps = STEPS if replayed is None else replayed.recording.seen.steps
     drawn = output == "html" or html is not None
     if html is not None:
         writable(html)  # told now, and not after the work
     tasks = [
         Task(
-            resolved,
-            name,
-            seed,
-            steps,
-            None if keep is None else keep / f"{name}-{seed}",
-            fuzz,
-            timeline=drawn and seed == resolved.run.seed,
+            resolved, name, seed, steps, None if keep is None else keep / f"{name}-{seed}", fuzz,
+            timeline=drawn and seed == resolved.run.seed, replay=replayed,
         )
-        for name in names
+        for name in ([resolved.run.schedule] if policies is None else _names(policies))
         for seed in range(resolved.run.seed, resolved.run.seed + seeds)
-    ]
+    ]  # fmt: skip
+    _play(tasks, note, workers=workers, html=html, output=output)
+
+
+def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path | None, output: str) -> None:
+    from rollart.compose.simulations import simulate_all
+    from rollart.report.render import render
+    from rollart.report.simulation import simulation
+    from rollart.report.simulation_page import simulation_page
 
     def done(one: Finding) -> None:
         click.echo(
@@ -83,8 +116,9 @@ def simulate(
         )
 
     found = simulate_all(tasks, workers=workers, on_done=done)
-    report = simulation(resolved.run.name, found, (f"plan: {resolved.plan.binds}",))
-    page = simulation_page(report, [f.timeline for f in found if f.timeline is not None]) if drawn else ""
+    report = simulation(tasks[0].resolved.run.name, found, (note,))
+    timelines = [f.timeline for f in found if f.timeline is not None]
+    page = simulation_page(report, timelines) if output == "html" or html is not None else ""
     if html is not None:
         html.write_text(page, encoding="utf-8")
     click.echo(page if output == "html" else render(report, output, width=width(), colour=colour()), nl=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,18 +17,18 @@ from placement.architecture import Shape as ModelShape
 from placement.roofline import Roofline
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity
-from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
+from rollart.compose.recording import SIMULATED, MachineSeen, Recording
 from rollart.compose.routing import SERVING, PlannedTurns, seat
+from rollart.compose.simulated_functions import SimulatedFunctions, behaviours
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
+from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
-from rollart.ports import Rewarder
 from rollart.runtime.control import ControlSettings
 from rollart.runtime.domain import Domain
 from rollart.runtime.session import EvaluationPlan
 from rollart.sim import loop as virtual
-from rollart.sim import scoring
 from rollart.sim.disaggregated import HandoffEngine, KvFabric
 from rollart.sim.draws import Constant, Distribution, LogNormal
 from rollart.sim.engines import EngineLimits, ModelledEngine
@@ -39,21 +39,24 @@ from rollart.sim.modelled import Billed, ModelledRun, Place, StepSeen, Traced
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import Moved, WeightTransfer
-from rollart.sim.workload import PRESETS, Answers, Generated, Shape, Workload
+from rollart.sim.workload import PRESETS, Answers, Generated, Replayed, Shape, Workload
 from rollart.spec.resolve import Resolved
-from serverless.backends.simulated import Profile, SimulatedBackend
-from serverless.deploy.package import build
-from serverless.pipeline import Offload
-from serverless.spec import BatchSpec, FunctionSpec
-from serverless.types import Invocation
 
-__all__ = ["Simulated", "simulate"]
-
-COLD_S = 0.5
-"""Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
+__all__ = ["Replay", "Simulated", "simulate"]
 
 Z90 = 1.2816
 """Standard deviations from the median of a normal distribution to its 90th percentile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Trajectories and functions of a recorded run in place of the domains' profiles, in their order or `resample`d.
+    With a `machine` the trainer and publishes take what they took there, and engines `pace` times their roofline."""
+
+    recording: Recording
+    resample: bool = False
+    machine: MachineSeen | None = None
+    pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,11 @@ def simulate(
     seed: int = 0,
     steps: int | None = None,
     fuzz: int | None = None,
+    replay: Replay | None = None,
     on_step: Callable[[StepSeen], None] = lambda _: None,
 ) -> Simulated:
-    """Play the run; its ledger stays in `directory`. `fuzz` shuffles what happens at the same instant.
+    """Play the run; its ledger stays in `directory`. `fuzz` shuffles what happens at the same instant, `replay` repeats
+    what a recorded run did.
 
     SpecError for a run or a cluster that cannot be modelled, ValueError for a schedule that is none.
     """
@@ -95,7 +100,7 @@ def simulate(
         measure=mass_of,
         evaluation=EvaluationPlan(0),
     )
-    return virtual.run(_main(resolved, directory, settings, name, seed, on_step), seed=fuzz)
+    return virtual.run(_main(resolved, directory, settings, name, seed, replay, on_step), seed=fuzz)
 
 
 async def _main(
@@ -104,14 +109,19 @@ async def _main(
     settings: ControlSettings,
     name: str,
     seed: int,
+    replay: Replay | None,
     on_step: Callable[[StepSeen], None],
 ) -> Simulated:
     loop = asyncio.get_running_loop()
-    world = _Cluster(resolved)
-    with Traced(directory, clock=loop.time, config=resolved.to_dict()) as ledger:
-        async with SimulatedFunctions(resolved, ledger, seed) as rewarder:
+    recording = None if replay is None else replay.recording
+    world = _Cluster(resolved, replay)
+    config = {**resolved.to_dict(), SIMULATED: {"schedule": name, "seed": seed}}
+    # A recorded publish has the journal's time in it.
+    flush_s = FLUSH_SECONDS if replay is None or replay.machine is None else 0.0
+    with Traced(directory, clock=loop.time, config=config, flush_s=flush_s) as ledger:
+        async with SimulatedFunctions(behaviours(resolved, recording), resolved, ledger, seed) as rewarder:
             run = ModelledRun(
-                [_domain(resolved, n, seed) for n in range(len(resolved.run.domains))],
+                [_domain(resolved, n, seed, replay) for n in range(len(resolved.run.domains))],
                 world.places(),
                 world.trainer(),
                 world.trained_by(),
@@ -129,16 +139,19 @@ async def _main(
 class _Cluster:
     """The plan's parts, modelled."""
 
-    def __init__(self, resolved: Resolved) -> None:
-        if resolved.problem is None or resolved.plan.placement is None:
+    def __init__(self, resolved: Resolved, replay: Replay | None = None) -> None:
+        if resolved.problem is None:
             raise SpecError(
                 "nothing says how fast this cluster is (rule: GPUs of the catalogue, or a calibration)",
-                remedy="rollart calibrate, and name its file in the cluster spec's `calibration`",
+                remedy="rollart calibrate, and name its file in the cluster spec's `calibration`; or simulate the "
+                "directory of a run that it has done",
             )
         self._resolved = resolved
+        self._seen = None if replay is None else replay.machine
+        self._pace = 1.0 if replay is None else replay.pace
         self._performance = resolved.problem.performance
         self._devices = {pool.name: pool.device for pool in resolved.problem.pools}
-        self._links = PlannedTurns.of(resolved.problem, resolved.plan.placement.deployments).links
+        self._links = PlannedTurns.of(resolved.problem, ()).links
         self._shared: dict[tuple[str, str], SharedLink] = {}
         self._models: dict[tuple[str, int], StepModel] = {}
         self._pool_of = {a.name: a.pool for a in resolved.plan.assignments}
@@ -159,6 +172,9 @@ class _Cluster:
         return [self._place(a, fabric) for role in SERVING for a in self._resolved.plan.of(role)]
 
     def trainer(self) -> ModelledTrainer:
+        if (seen := self._seen) is not None:
+            streams = self._resolved.run.training.stream
+            return ModelledTrainer(seen.trainer, publish_s=seen.publish_s, streams=streams)
         spec, device = self._resolved.run.placement.train, self._devices[self._train.pool]
         if spec.seconds_per_token is not None or device.tflops_bf16 is None:
             raise SpecError("training is modelled by FLOPs (rule: devices with tflops_bf16, no seconds_per_token)")
@@ -191,7 +207,10 @@ class _Cluster:
         name, steps = assignment.name, self._steps(assignment.pool, tp)
 
         async def load(weights: WeightsRef) -> None:
-            await self.transfer.load(name, weights)
+            if self._seen is not None:
+                await asyncio.sleep(self._seen.load_s)
+            else:
+                await self.transfer.load(name, weights)
 
         engine: ModelledEngine
         if assignment.role is Role.ENGINE:
@@ -206,7 +225,7 @@ class _Cluster:
             found = self._performance.instance(self._devices[pool], tp)
             if not isinstance(found, Roofline):
                 raise SpecError(f"pool '{pool}' cannot serve the model: {found}")
-            self._models[pool, tp] = StepModel(found)
+            self._models[pool, tp] = StepModel(found, pace=self._pace)
         return self._models[pool, tp]
 
     def _link(self, source: str, target: str) -> SharedLink:
@@ -223,10 +242,10 @@ class _Cluster:
         return Billed(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
 
 
-def _domain(resolved: Resolved, number: int, seed: int) -> Domain:
+def _domain(resolved: Resolved, number: int, seed: int, replay: Replay | None) -> Domain:
     spec = resolved.run.domains[number]
     solved = None if spec.profile is None else spec.profile.solved
-    world = World(_workload(resolved, spec.name, seed), seed=seed, name=spec.name, solved=solved)
+    world = World(_workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved)
     return Domain(
         name=spec.name,
         environment=world.make,
@@ -237,7 +256,9 @@ def _domain(resolved: Resolved, number: int, seed: int) -> Domain:
     )
 
 
-def _workload(resolved: Resolved, name: str, seed: int) -> Workload:
+def _workload(resolved: Resolved, name: str, seed: int, replay: Replay | None) -> Workload:
+    if replay is not None:
+        return Replayed(replay.recording.scripts[name], seed=seed, resample=replay.resample)
     assert resolved.problem is not None
     profile = next(d for d in resolved.problem.domains if d.name == name)
     spec = resolved.run.domain(name)
@@ -278,70 +299,3 @@ def _log_normal(quantity: Quantity) -> tuple[float, float]:
         sigma = Z90 - math.sqrt(spread) if spread > 0 else Z90
         return mean * math.exp(-(sigma**2) / 2.0), sigma
     return mean, 0.0
-
-
-class SimulatedFunctions:
-    """Rewards of the profiles through the product's pipeline, on modelled workers. A domain without a reward's profile
-    is paid by its environment."""
-
-    def __init__(self, resolved: Resolved, ledger: Traced, seed: int) -> None:
-        assert resolved.problem is not None
-        costs = {d.name: d.reward for d in resolved.problem.domains if d.reward is not None and not d.reward.on_gpu}
-        packages = [build(_function(name, memory_gb=cost.memory_gb)) for name, cost in costs.items()]
-        functions = resolved.cluster.functions
-        kind = type("Provider", (SimulatedBackend,), {"provider": functions.price or functions.chain[0]})
-        meter = _Calls(ledger)
-        self._backend: SimulatedBackend = kind(
-            {_named(name): scoring.score for name in costs},
-            meter=meter,
-            profiles={_named(name): Profile(COLD_S, call_s=c.seconds, item_s=0.0) for name, c in costs.items()},
-            seed=seed,
-        )
-        self._offload = Offload(packages, self._backend, meter=meter, seed=seed)
-        self._plan: Mapping[str, DomainRewards] = {
-            d.name: DomainRewards((RewardTerm(_named(d.name)),)) if d.name in costs else DomainRewards((), 1.0)
-            for d in resolved.run.domains
-        }
-
-    async def __aenter__(self) -> Rewarder:
-        await self._backend.__aenter__()
-        await self._offload.__aenter__()
-        return OffloadRewarder(self._offload, self._plan)
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._offload.__aexit__(*exc)
-        await self._backend.__aexit__(*exc)
-
-
-def _named(domain: str) -> str:
-    return f"reward-{domain}"[:64]
-
-
-def _function(domain: str, *, memory_gb: float) -> FunctionSpec:
-    return FunctionSpec(
-        name=_named(domain),
-        source="rollart.sim.scoring:score",
-        takes="samples",
-        memory_mb=min(32_768, max(128, round(memory_gb * 1024))),
-        concurrency=10_000,
-        queue=1_000_000,
-        timeout_s=900.0,
-        deterministic=False,
-        batch=BatchSpec(max_items=1),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Calls:
-    """`MeterSink`."""
-
-    ledger: Traced
-
-    def invocation(self, invocation: Invocation) -> None:
-        self.ledger.invocation(invocation)
-
-    def worker(self, span: object) -> None:
-        return None
-
-    def saving(self, saving: object) -> None:
-        return None

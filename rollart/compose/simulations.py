@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollart.compose.simulate import Simulated, simulate
+from rollart.compose.simulate import Replay, Simulated, simulate
 from rollart.errors import RollartError, RunFailed
 from rollart.ledger.reader import Reader
 from rollart.report.rows import collect
@@ -37,6 +37,7 @@ class Task:
     fuzz: int | None = None
     timeline: bool = False
     """Whether its finding says who did what when."""
+    replay: Replay | None = None
 
 
 def simulate_all(
@@ -102,7 +103,13 @@ def _one(task: Task, directory: Path) -> Finding:
             (directory / "resolved.yaml").write_text(task.resolved.to_yaml())  # what makes it a run for reports
         return found_in(
             simulate(
-                task.resolved, directory, schedule=task.schedule, seed=task.seed, steps=task.steps, fuzz=task.fuzz
+                task.resolved,
+                directory,
+                schedule=task.schedule,
+                seed=task.seed,
+                steps=task.steps,
+                fuzz=task.fuzz,
+                replay=task.replay,
             ),
             with_timeline=task.timeline,
         )

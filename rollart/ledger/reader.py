@@ -26,6 +26,7 @@ __all__ = [
     "Reader",
     "RunFacts",
     "SavingSum",
+    "TrainedRow",
     "VersionRow",
     "WorkerSum",
 ]
@@ -78,6 +79,16 @@ class FinishedRow:
     first_tokens: int
     reset_s: float = 0.0
     env_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRow:
+    """Samples that were trained into a version, and their length in tokens, prompts included."""
+
+    version: int
+    samples: int
+    tokens: int
+    action_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +246,16 @@ class Reader:
                 t.first_tokens, t.reset_s, t.env_s
                 FROM trajectories t JOIN samples s ON s.id = t.id
                 WHERE t.outcome = '{FINISHED}' AND t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
+            )
+        ]
+
+    def trained(self) -> list[TrainedRow]:
+        """What was trained into each version, by version."""
+        return [
+            TrainedRow(*row)
+            for row in self._query(
+                f"""SELECT version, count(*), sum(tokens), sum(action_tokens) FROM samples
+                WHERE state = {CONSUMED} GROUP BY version ORDER BY version"""
             )
         ]
 

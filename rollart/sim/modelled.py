@@ -17,6 +17,7 @@ from typing import Any
 from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
+from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Clock, Rewarder
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
@@ -80,8 +81,10 @@ class Traced(Ledger):
     """A ledger on virtual time that also hashes everything that is recorded, in order: two runs with the same trace did
     the same."""
 
-    def __init__(self, directory: Path, *, clock: Clock, config: Mapping[str, Any]) -> None:
-        super().__init__(directory, clock=clock, config=config, inline=True)
+    def __init__(
+        self, directory: Path, *, clock: Clock, config: Mapping[str, Any], flush_s: float = FLUSH_SECONDS
+    ) -> None:
+        super().__init__(directory, clock=clock, config=config, inline=True, flush_s=flush_s)
         self._hash = hashlib.blake2b(digest_size=12)
         write = self.record
 

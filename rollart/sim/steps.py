@@ -8,6 +8,7 @@ by a line through two points around `context`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -47,10 +48,14 @@ class StepModel:
     """Step times of one engine instance, from its roofline. Immutable but for its table by batch size; engines of one
     kind share one.
 
-    `context` is the typical context of a sequence: it matters to models with sliding windows alone.
+    `context` is the typical context of a sequence: it matters to models with sliding windows alone. `pace` multiplies
+    every time: an engine that was seen to take so many times what its roofline says.
     """
 
-    def __init__(self, roofline: Roofline, *, context: float = 8192.0) -> None:
+    def __init__(self, roofline: Roofline, *, context: float = 8192.0, pace: float = 1.0) -> None:
+        if not 0 < pace < math.inf:
+            raise ValueError(f"a pace of {pace} (rule: finite, above 0)")
+        self._pace = pace
         shape, c, device, tp = roofline.shape, roofline.constants, roofline.device, roofline.tp
         peak = device.tflops_fp8 if roofline.precision == "fp8" else device.tflops_bf16
         self.roofline = roofline
@@ -117,9 +122,11 @@ class StepModel:
             weights = self._touched(n + tokens) / self._bytes_per_s
         by_flops, by_bytes = fixed + arithmetic + n * self._flops_s, fixed + weights + n * self._kv_s
         by_bytes += reads * self._kv_slope
-        if self._flops_slope <= self._kv_slope:
-            return Lines(by_flops, self._flops_slope, by_bytes, self._kv_slope)
-        return Lines(by_bytes, self._kv_slope, by_flops, self._flops_slope)
+        flat, steep = (by_flops, self._flops_slope), (by_bytes, self._kv_slope)
+        if self._flops_slope > self._kv_slope:
+            flat, steep = steep, flat
+        pace = self._pace
+        return Lines(pace * flat[0], pace * flat[1], pace * steep[0], pace * steep[1])
 
 
 def _line(near: float, far: float, of: Callable[[float], float]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from placement.architecture import Shape
 from placement.types import Device
@@ -17,10 +18,45 @@ from rollart.model import TrainReport, TrainSample, WeightsRef
 from rollart.sim.mass import mass_of, sampled_mass
 from rollart.sim.weights import WeightTransfer
 
-__all__ = ["ModelledTrainer", "TrainerSpeed"]
+__all__ = ["MeasuredSpeed", "ModelledTrainer", "Speed", "TrainerSpeed"]
 
 FORWARD_SHARE = 1 / 3
 """Of a training pass: the backward pass takes twice the forward one."""
+
+
+class Speed(Protocol):
+    """Seconds of training for sequences of these lengths in tokens. A step is its passes and what does not depend on
+    the tokens."""
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def seconds_per_step(self) -> float: ...
+
+    def pass_s(self, lengths: Sequence[int]) -> float: ...
+
+    def step_s(self, lengths: Sequence[int]) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """A trainer whose steps were measured: seconds per token of a batch, all its epochs together, and per step."""
+
+    seconds_per_token: float
+    seconds_per_step: float = 0.0
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.seconds_per_token >= 0 and self.seconds_per_step >= 0 and self.epochs >= 1):
+            raise ValueError(f"{self} (rule: seconds at least 0, an epoch at least)")
+
+    def pass_s(self, lengths: Sequence[int]) -> float:
+        """One epoch."""
+        return self.seconds_per_token * sum(lengths) / self.epochs
+
+    def step_s(self, lengths: Sequence[int]) -> float:
+        return self.seconds_per_step + self.seconds_per_token * sum(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +96,7 @@ class ModelledTrainer:
 
     def __init__(
         self,
-        speed: TrainerSpeed,
+        speed: Speed,
         *,
         transfer: WeightTransfer | None = None,
         publish_s: float = 0.0,

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from rollart.ledger.reader import FinishedRow
 from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, Tailed, generator
 
-__all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Workload", "capped", "replay"]
+__all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Workload", "capped", "recorded", "replay"]
 
 
 _NONE = Constant(0.0)
@@ -140,11 +140,12 @@ def replay(rows: Iterable[FinishedRow], *, seed: int = 0, resample: bool = False
     """Workloads by domain from a run's ledger (`Reader.finished`)."""
     found: dict[str, list[Script]] = {}
     for row in rows:
-        found.setdefault(row.domain, []).append(_recorded(row))
+        found.setdefault(row.domain, []).append(recorded(row))
     return {domain: Replayed(s, seed=seed, resample=resample) for domain, s in sorted(found.items())}
 
 
-def _recorded(row: FinishedRow) -> Script:
+def recorded(row: FinishedRow) -> Script:
+    """A finished trajectory as a script: its sums, spread evenly over its turns."""
     turns = max(row.turns, 1)
     first = max(row.first_tokens, 1)
     later = _parts(row.tokens - row.action_tokens - row.first_tokens, turns - 1)

@@ -33,6 +33,7 @@ __all__ = [
     "forecast",
     "placement_dict",
     "read_specs",
+    "recorded_specs",
     "resolve",
     "resolve_files",
     "resolve_saved",
@@ -108,18 +109,44 @@ def read_specs(
 ) -> Specs:
     """Load. Without a run the built-in quickstart, without a cluster this machine."""
     run_path = Path(run) if run is not None else builtin("runs/quickstart.yaml")
-    cluster_path = Path(cluster) if cluster is not None else builtin("clusters/local.yaml")
+    for_run, for_cluster = _split(overrides)
+    run_spec = load_run(run_path, for_run)
+    cluster_spec, prices = _read_cluster(cluster, for_cluster)
+    base = str(run_path.resolve().parent)
+    return Specs(run_spec, cluster_spec, prices, base, _measured(run_spec, base, measure))
+
+
+def recorded_specs(
+    path: str | Path,
+    cluster: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    measured: Sequence[DomainProfile] = (),
+) -> Specs:
+    """The specs of a recorded run from the file that `to_yaml` filled, on another cluster if one is given. `measured`:
+    the work that it turned out to have."""
+    for_run, for_cluster = _split(overrides)
+    run, saved, prices, base = saved_specs(path, {"run": for_run, "cluster": [] if cluster else for_cluster})
+    if cluster is not None:
+        saved, prices = _read_cluster(cluster, for_cluster)
+    return Specs(run, saved, prices, base, tuple(measured))
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the run and of the cluster."""
     for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
-    run_spec = load_run(run_path, [o for o in overrides if not o.startswith(CLUSTER_PREFIX)])
-    cluster_spec = load_cluster(cluster_path, for_cluster)
+    return [o for o in overrides if not o.startswith(CLUSTER_PREFIX)], for_cluster
+
+
+def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple[ClusterSpec, PriceList]:
+    cluster_path = Path(cluster) if cluster is not None else builtin("clusters/local.yaml")
+    cluster_spec = load_cluster(cluster_path, overrides)
     prices = load_prices(
         cluster_path.parent / cluster_spec.prices if cluster_spec.prices is not None else builtin("prices.yaml")
     )
     # A run's directory keeps the specs, from where relative paths would mean something else.
     measured = [str((cluster_path.parent / name).resolve()) for name in cluster_spec.calibration]
-    cluster_spec = cluster_spec.model_copy(update={"calibration": measured})
-    base = str(run_path.resolve().parent)
-    return Specs(run_spec, cluster_spec, prices, base, _measured(run_spec, base, measure))
+    return cluster_spec.model_copy(update={"calibration": measured}), prices
 
 
 def forecast(specs: Specs) -> Resolved:
@@ -145,8 +172,7 @@ def resolve_files(
 
 def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: Measure | None = None) -> Resolved:
     """Back from the file that `to_yaml` filled, for a resume: validated and placed again, with overrides."""
-    for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
-    for_run = [o for o in overrides if not o.startswith(CLUSTER_PREFIX)]
+    for_run, for_cluster = _split(overrides)
     run, cluster, prices, base = saved_specs(path, {"run": for_run, "cluster": for_cluster})
     return resolve_specs(Specs(run, cluster, prices, base, _measured(run, base, measure)))
 

@@ -35,6 +35,8 @@ class Profile:
     call_s: float = 0.005
     item_s: float = 0.001
     sigma: float = 0.0
+    overhead_s: float = 0.0
+    """The way there and back: waited for, not billed."""
     faults: Mapping[FaultKind, float] | None = None
     failed_start: float = 0.0
     """Probability that a start fails (retryable)."""
@@ -125,7 +127,7 @@ class _SimulatedWorker:
             await asyncio.sleep(seconds / 2.0)
             self.alive = False
             raise WorkerFault(InfraFault(kind, retryable=True, detail="simulated"))
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds + profile.overhead_s)
         if kind is not None:
             return Answer(None, seconds, InfraFault(kind, retryable=True, detail="simulated"))
         try:

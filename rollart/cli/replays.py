@@ -1,0 +1,61 @@
+"""Recorded runs for `rollart simulate`: which one is meant, what of it is played, and how well it is predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rollart.cli.context import colour, find_run, native_output_to_stderr, width
+from rollart.cli.profiles import measure
+from rollart.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollart.compose.simulate import Replay
+    from rollart.spec.resolve import Resolved
+
+__all__ = ["check_run", "named_run", "prepared"]
+
+
+def named_run(run: Path | None, runs: Path) -> Path | None:
+    """The directory of a recorded run that was named in place of a spec."""
+    if run is None or run.is_file():
+        return None
+    if run.is_dir() or (run == Path(run.name) and (runs / run).is_dir()):
+        return find_run(str(run), runs)
+    return None
+
+
+def prepared(
+    recorded: Path | None, run: Path | None, cluster: Path | None, overrides: list[str], replay: Path | None,
+    resample: bool,
+) -> tuple[Resolved, Replay | None, str]:  # fmt: skip
+    """The run, what it replays if anything, and what the report's foot says of it."""
+    from rollart.compose.replay import of_a_run, of_a_spec
+    from rollart.spec.resolve import forecast, read_specs
+
+    if recorded is not None and replay is not None:
+        raise UsageError(f"{recorded} and --replay {replay} are recorded runs (rule: one is replayed)")
+    if resample and recorded is None and replay is None:
+        raise UsageError("--resample without a recorded run (rule: there is something to draw from)")
+    if recorded is not None:
+        found = of_a_run(recorded, cluster, overrides, resample=resample)
+        return found.resolved, found.replay, found.note
+    specs = read_specs(run, cluster, overrides, measure=measure)
+    if replay is not None:
+        found = of_a_spec(specs, replay, resample=resample)
+        return found.resolved, found.replay, found.note
+    resolved = forecast(specs)
+    return resolved, None, f"plan: {resolved.plan.binds}"
+
+
+def check_run(recorded: Path, output: str) -> None:
+    from rollart.compose.replay import check, of_a_run
+    from rollart.report.check import checked
+    from rollart.report.render import render
+
+    with native_output_to_stderr():
+        found = of_a_run(recorded)
+    report = checked(recorded.name, check(found), (found.note,))
+    click.echo(render(report, output, width=width(), colour=colour()), nl=False)

@@ -1,0 +1,201 @@
+"""What a recorded run's ledger says that simulations are made of: trajectories, functions, trainer, times."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from rollart.errors import UsageError
+from rollart.ledger.intervals import State
+from rollart.ledger.reader import CallRow, Reader
+from rollart.ports import Interval, RunEvent
+from rollart.report.check import Observed
+from rollart.report.rows import ENGINE_ROLES, collect
+from rollart.report.summarize import cost_lines
+from rollart.sim.trainers import MeasuredSpeed
+from rollart.sim.workload import Script, recorded
+from serverless.backends.simulated import Profile
+
+__all__ = ["MachineSeen", "Recording", "SIMULATED", "engine_s_per_trajectory", "observed", "read_recording"]
+
+SIMULATED = "simulated"
+"""Key of a ledger's configuration that says it is a simulation's."""
+
+SPREAD = 1.3
+"""Largest over smallest batch, in tokens, from which on a line through the steps' times means something."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSeen:
+    """What the run's own hardware took, as far as no datasheet has it. `publish_s` is the trainer's part of a publish,
+    `load_s` that for which engines stood still; `engine_s` busy engine-seconds per finished trajectory."""
+
+    trainer: MeasuredSpeed
+    publish_s: float
+    load_s: float
+    engine_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run that was recorded. `scripts` by domain, in the order in which trajectories began; `functions` by name, with
+    the provider that ran most calls; `lives` counts its starts; `batch` trajectories were trained per step."""
+
+    name: str
+    scripts: Mapping[str, tuple[Script, ...]]
+    functions: Mapping[str, Profile]
+    provider: str
+    machine: MachineSeen
+    seen: Observed
+    lives: int
+    batch: float
+
+
+def read_recording(directory: Path) -> Recording:
+    """UsageError for a directory without a ledger, a run that trained nothing, and a simulation."""
+    with Reader(directory) as reader:
+        if SIMULATED in reader.config():
+            raise UsageError(
+                f"{directory}: the ledger of a simulation, whose tokens are counted in pieces (rule: of a real run)",
+                remedy="replay the run that it was made from",
+            )
+        rows, trained = reader.finished(), reader.trained()
+        done = reader.events("step")
+        if not rows or not trained or not done:
+            what = "no trajectory has finished" if not rows else "nothing was trained"
+            raise UsageError(f"{directory}: {what} (rule: a training step at least)", remedy="name another run")
+        intervals, calls = reader.intervals(), reader.calls()
+        usd = math.fsum(line.usd for line in cost_lines(collect(reader, directory.name)))
+        lives, facts = len(reader.events("starting")), reader.facts()
+    began = done[0].t - _number(done[0], "train_s") - _number(done[0], "waited_s")
+    seen = observed(
+        intervals, began, done[-1].t, steps=len(done), waited_s=math.fsum(_number(e, "waited_s") for e in done),
+        wall_s=facts.seconds, usd=usd,
+    )  # fmt: skip
+    samples = sum(row.samples for row in trained)
+    scripts: dict[str, list[Script]] = {}
+    for row in sorted(rows, key=lambda r: r.t0):
+        scripts.setdefault(row.domain, []).append(recorded(row))
+    return Recording(
+        directory.name,
+        {domain: tuple(own) for domain, own in sorted(scripts.items())},
+        _functions(calls),
+        Counter(c.provider for c in calls).most_common(1)[0][0] if calls else "",
+        _machine(
+            intervals,
+            done,
+            began,
+            [row.tokens for row in trained],
+            seen,
+            math.fsum(row.engine_seconds for row in rows) / len(rows),
+        ),
+        seen,
+        max(lives, 1),
+        samples / len(trained),
+    )
+
+
+def observed(
+    intervals: Sequence[Interval], began: float, ended: float, *, steps: int, waited_s: float, wall_s: float, usd: float
+) -> Observed:
+    """Figures of a training loop between two moments, of a run of `wall_s` seconds and `usd` dollars in all."""
+    inside = [i for i in (_clipped(i, began, ended) for i in intervals) if i is not None]
+    engines = [i for i in inside if i.role in ENGINE_ROLES]
+    outside_usd = math.fsum(i.usd for i in intervals) - math.fsum(i.usd for i in inside)
+    return Observed(
+        steps=steps,
+        wall_s=wall_s,
+        loop_s=ended - began,
+        usd=usd,
+        loop_usd=usd - outside_usd,
+        waited_s=waited_s,
+        train_s=_seconds(i for i in inside if i.role == "trainer" and i.state == State.BUSY),
+        publish_s=_seconds(i for i in inside if i.role == "trainer" and i.state == State.SYNC),
+        engine_busy_s=_seconds(i for i in engines if i.state == State.BUSY),
+    )
+
+
+def engine_s_per_trajectory(directory: Path) -> float:
+    """Busy engine-seconds per finished training trajectory of a run."""
+    with Reader(directory) as reader:
+        rows = reader.finished()
+    return math.fsum(row.engine_seconds for row in rows) / len(rows)
+
+
+def _machine(
+    intervals: Sequence[Interval], done: Sequence[RunEvent], began: float, tokens: Sequence[int], seen: Observed,
+    engine_s: float,
+) -> MachineSeen:  # fmt: skip
+    busy = [i for i in intervals if i.role == "trainer" and i.state == State.BUSY]
+    sync = [i for i in intervals if i.role == "trainer" and i.state == State.SYNC]
+    load = [i for i in intervals if i.role in ENGINE_ROLES and i.state == State.SYNC]
+    engines = len({i.resource for i in load}) or 1
+    marks = [began, *(e.t for e in done)]
+    steps = [_within(busy, a, b) for a, b in pairwise(marks)]
+    # Under schedules that drain, some publishes also wait for trajectories: the median did not, or not for long.
+    publishes = sorted(_within(sync, a, b) for a, b in pairwise(marks))
+    load_s = _within(load, began, marks[-1]) / engines / len(done)
+    return MachineSeen(
+        trainer=fitted_speed(tokens, steps[-len(tokens) :]),
+        publish_s=max(0.0, publishes[len(publishes) // 2] - load_s),
+        load_s=load_s,
+        engine_s=engine_s,
+    )
+
+
+def fitted_speed(tokens: Sequence[int], seconds: Sequence[float]) -> MeasuredSpeed:
+    """The line through the times of steps; through the origin where batches are too much alike to show another, or
+    where the line has a negative part. Its sum over the steps is that of the times."""
+    pairs = list(zip(tokens, seconds, strict=False))
+    n, total, spent = len(pairs), sum(t for t, _ in pairs), math.fsum(s for _, s in pairs)
+    mean_t, mean_s = total / n, spent / n
+    if min(tokens) * SPREAD <= max(tokens) and n > 2:
+        slope = math.fsum((t - mean_t) * (s - mean_s) for t, s in pairs) / math.fsum(
+            (t - mean_t) ** 2 for t, _ in pairs
+        )
+        rest = mean_s - slope * mean_t
+        if slope >= 0 and rest >= 0:
+            return MeasuredSpeed(slope, rest)
+    return MeasuredSpeed(spent / total)
+
+
+def _functions(calls: Sequence[CallRow]) -> dict[str, Profile]:
+    """How each function behaved, by the means over its calls: what is billed per call, the rest of a warm call's time,
+    and a cold start."""
+    found = {}
+    for name in sorted({c.function for c in calls}):
+        own = [c for c in calls if c.function == name and c.status == "ok"]
+        warm = [c for c in own if not c.cold_start_s]
+        cold = [c.cold_start_s for c in own if c.cold_start_s]
+        if not own:
+            continue
+        billed = math.fsum(c.billed_s - c.cold_billed_s for c in own) / len(own)
+        took = math.fsum(c.t1 - c.t0 for c in warm) / len(warm) if warm else billed
+        found[name] = Profile(
+            cold_start_s=math.fsum(cold) / len(cold) if cold else 0.0,
+            call_s=billed, item_s=0.0, overhead_s=max(0.0, took - billed),
+        )  # fmt: skip
+    return found
+
+
+def _clipped(i: Interval, t0: float, t1: float) -> Interval | None:
+    a, b = max(i.t0, t0), min(i.t1, t1)
+    return Interval(i.role, i.resource, a, b, i.state, i.cause, i.units, i.price_usd_per_unit_hour) if b > a else None
+
+
+def _within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
+    return math.fsum(max(0.0, min(i.t1, t1) - max(i.t0, t0)) for i in intervals)
+
+
+def _seconds(intervals: Iterable[Interval]) -> float:
+    return math.fsum(i.seconds for i in intervals)
+
+
+def _number(event: RunEvent, name: str) -> float:
+    value = event.fields[name]
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,194 @@
+"""Simulating what a recorded run did: on its own hardware, at the speeds that its ledger shows, or on other hardware.
+
+On its own hardware the parts are modelled as they were seen: the trainer's seconds per step and token, a publish, the
+functions' calls, and engines by the shape of the roofline at a pace of their own: the one at which a trajectory takes
+the engine-seconds that it was charged. What competes for the same cores is part of what was seen.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from placement.constants import Calibration, Constants
+from placement.roofline import RooflinePerformance
+from rollart.compose.recording import Recording, engine_s_per_trajectory, observed, read_recording
+from rollart.compose.simulate import Replay, Simulated, simulate
+from rollart.errors import UsageError
+from rollart.ledger.reader import Reader
+from rollart.report.check import Check, Observed
+from rollart.report.profile import profiles_of
+from rollart.report.rows import collect
+from rollart.report.summarize import cost_lines
+from rollart.spec.planning import problem_of
+from rollart.spec.resolve import (
+    Resolved,
+    Specs,
+    deployments_of,
+    forecast,
+    recorded_specs,
+    resolve_saved,
+    resolve_specs,
+)
+from rollart.spec.suggest import did_you_mean
+
+__all__ = ["Prepared", "check", "of_a_run", "of_a_spec", "on_its_own_hardware", "replayed"]
+
+RESOLVED = "resolved.yaml"
+"""A run's specs as it was started."""
+
+CPU_ENGINE = Constants(
+    effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
+)
+"""What an engine on a CPU core is scaled from: the order of magnitude of a small model under PyTorch."""
+
+FIT_STEPS = 12
+"""Steps that the pace of engines is found on: enough for a mean, few enough to be played several times."""
+
+FIT_ROUNDS = 6
+CLOSE = 0.01
+"""Relative distance to the recorded engine-seconds at which the pace is found; it is enough after so many rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run, what it replays, and in words at which speeds."""
+
+    resolved: Resolved
+    replay: Replay
+    note: str
+
+
+def of_a_run(
+    directory: Path, cluster: Path | None = None, overrides: Sequence[str] = (), *, resample: bool = False
+) -> Prepared:
+    """A recorded run again: as it was, with other keys, or on another cluster. Errors are those of reading a run and
+    of resolving a spec."""
+    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED)
+    measured = profiles_of(directory)
+    if cluster is None and not overrides:
+        resolved = recorded
+    elif cluster is None and recorded.cluster.engines.fixed:
+        resolved = resolve_specs(recorded_specs(directory / RESOLVED, None, overrides))
+    else:
+        resolved = forecast(recorded_specs(directory / RESOLVED, cluster, overrides, measured=measured))
+    return _prepared(resolved, recorded, recording, directory, resample)
+
+
+def of_a_spec(specs: Specs, directory: Path, *, resample: bool = False) -> Prepared:
+    """What was recorded in `directory`, under another spec."""
+    recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED)
+    if not specs.measured:
+        specs = replace(specs, measured=profiles_of(directory))
+    return _prepared(forecast(specs), recorded, recording, directory, resample)
+
+
+def _prepared(
+    resolved: Resolved, recorded: Resolved, recording: Recording, directory: Path, resample: bool
+) -> Prepared:
+    if _same_hardware(resolved, recorded):
+        resolved, replay = on_its_own_hardware(resolved, recording, directory, resample=resample)
+        note = f"replays {recording.name} at its own speeds (engines at {replay.pace:.2f} times the model's step times)"
+        return Prepared(resolved, replay, note)
+    note = f"replays {recording.name} on other devices, at the speeds of the plan"
+    return Prepared(resolved, replayed(resolved, recording, resample=resample), note)
+
+
+def replayed(resolved: Resolved, recording: Recording, *, resample: bool = False) -> Replay:
+    """The recorded trajectories and functions on whatever `resolved` has. UsageError for a domain that was not
+    recorded."""
+    known = list(recording.scripts)
+    for domain in resolved.run.domains:
+        if domain.name not in recording.scripts:
+            raise UsageError(
+                f"domain '{domain.name}' has no trajectory in {recording.name} (rule: one of {', '.join(known)}"
+                f"{did_you_mean(domain.name, known)})",
+                remedy="replay a run of the same domains",
+            )
+    return Replay(recording, resample=resample)
+
+
+def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
+    """Whether a run has the model of the recorded one, and engines and a trainer on the same devices."""
+
+    def parts(of: Resolved) -> list[tuple[str, str, int]]:
+        devices = {pool.name: pool.device for pool in of.cluster.pools}
+        return sorted({(str(a.role), devices[a.pool], len(a.devices)) for a in of.plan.assignments})
+
+    return resolved.run.model == recorded.run.model and parts(resolved) == parts(recorded)
+
+
+def on_its_own_hardware(
+    resolved: Resolved, recording: Recording, directory: Path, *, resample: bool = False
+) -> tuple[Resolved, Replay]:
+    """The run with a problem that has its hardware, and a replay at the recorded speeds. `directory` is the recorded
+    run's. Plays up to `FIT_ROUNDS` short simulations."""
+    resolved = _modelled(resolved, directory)
+    replay = replace(replayed(resolved, recording, resample=resample), machine=recording.machine)
+    return resolved, _paced(resolved, replace(replay, resample=False), recording, resample)
+
+
+def check(prepared: Prepared) -> Check:
+    """Simulate a recorded run as it was, and lay both beside each other. UsageError for one that was resumed."""
+    resolved, replay = prepared.resolved, prepared.replay
+    recording = replay.recording
+    if recording.lives > 1:
+        raise UsageError(
+            f"{recording.name} was started {recording.lives} times (rule: --check of a run that was never resumed, as "
+            "its wall time has gaps)",
+            remedy="simulate it without --check",
+        )
+    with tempfile.TemporaryDirectory(prefix="rollart-check-") as scratch:
+        steps = recording.seen.steps
+        done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
+        return Check(recording.seen, _observed(done))
+
+
+def _observed(done: Simulated) -> Observed:
+    with Reader(done.directory) as reader:
+        intervals = reader.intervals()
+        usd = sum(line.usd for line in cost_lines(collect(reader, done.directory.name)))
+    return observed(
+        intervals, 0.0, done.steps[-1].ended, steps=len(done.steps), waited_s=sum(s.waited_s for s in done.steps),
+        wall_s=done.seconds, usd=usd,
+    )  # fmt: skip
+
+
+def _modelled(resolved: Resolved, directory: Path) -> Resolved:
+    """With a problem even where no datasheet says how fast the devices are: its engines have the right shape, the
+    recording the pace."""
+    problem = resolved.problem or problem_of(
+        resolved.run, resolved.cluster, resolved.prices, profiles_of(directory), base=resolved.base,
+        fixed=deployments_of(resolved.plan),
+    )  # fmt: skip
+    performance = problem.performance
+    assert isinstance(performance, RooflinePerformance)
+    cpu = {
+        pool.device.name: Calibration(CPU_ENGINE, pool.device.name, "cpu", performance.precision, "", 0.5)
+        for pool in problem.pools
+        if pool.device.is_cpu and pool.device.name not in performance.constants
+    }
+    performance = replace(performance, constants={**cpu, **performance.constants})
+    return replace(resolved, problem=replace(problem, performance=performance))
+
+
+def _paced(resolved: Resolved, replay: Replay, recording: Recording, resample: bool) -> Replay:
+    """The pace at which simulated trajectories take the engine-seconds that recorded ones did. Engine time grows with
+    the pace, as a rule in proportion, so each round multiplies by what is missing."""
+    wanted, pace = recording.machine.engine_s, 1.0
+    steps = min(FIT_STEPS, recording.seen.steps)
+    best = (float("inf"), pace)
+    for _ in range(FIT_ROUNDS):
+        with tempfile.TemporaryDirectory(prefix="rollart-replay-") as scratch:
+            done = simulate(
+                resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replace(replay, pace=pace)
+            )
+            found = engine_s_per_trajectory(done.directory)
+        missing = wanted / found if found > 0 and wanted > 0 else 1.0
+        best = min(best, (abs(missing - 1.0), pace))
+        if best[0] < CLOSE:
+            break
+        pace *= missing
+    return replace(replay, pace=best[1], resample=resample)

@@ -1,0 +1,120 @@
+"""Reward functions on virtual time: the product's pipeline over modelled workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
+from rollart.compose.recording import Recording
+from rollart.ports import Rewarder
+from rollart.sim import scoring
+from rollart.sim.modelled import Traced
+from rollart.spec.resolve import Resolved
+from serverless.backends.simulated import Profile, SimulatedBackend
+from serverless.deploy.package import build
+from serverless.pipeline import Offload
+from serverless.spec import BatchSpec, FunctionSpec
+from serverless.types import Invocation
+
+__all__ = ["Behaviour", "SimulatedFunctions", "behaviours"]
+
+COLD_S = 0.5
+"""Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
+
+SCORE = "rollart.sim.scoring:score"
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """A function, how it behaves, and the domains that it scores."""
+
+    spec: FunctionSpec
+    profile: Profile
+    domains: tuple[str, ...]
+
+
+def behaviours(resolved: Resolved, recording: Recording | None) -> list[Behaviour]:
+    """The functions of a run: those of a recording with what their calls took there, else one per domain whose profile
+    has a reward. Cold starts of another provider than the recorded one are `COLD_S`."""
+    if recording is None:
+        assert resolved.problem is not None
+        costs = {d.name: d.reward for d in resolved.problem.domains if d.reward is not None and not d.reward.on_gpu}
+        return [
+            Behaviour(_function(name, memory_gb=c.memory_gb), Profile(COLD_S, call_s=c.seconds, item_s=0.0), (name,))
+            for name, c in costs.items()
+        ]
+    found = []
+    for name, spec in resolved.functions.items():
+        seen = recording.functions.get(name)
+        domains = tuple(d.name for d in resolved.run.domains if name in (r.function for r in d.rewards))
+        if seen is None or not domains:
+            continue
+        if recording.provider not in resolved.cluster.functions.chain:
+            seen = Profile(COLD_S, call_s=seen.call_s, item_s=seen.item_s)
+        changed = {"source": SCORE, "handler": "", "takes": "samples", "deterministic": False, "artefacts": (),
+                   "requirements": (), "preload": ()}  # fmt: skip
+        found.append(Behaviour(spec.model_copy(update=changed), seen, domains))
+    return found
+
+
+class SimulatedFunctions:
+    """Open it for the run's rewarder. A domain without a function is paid by its environment."""
+
+    def __init__(self, known: list[Behaviour], resolved: Resolved, ledger: Traced, seed: int) -> None:
+        functions = resolved.cluster.functions
+        kind = type("Provider", (SimulatedBackend,), {"provider": functions.price or functions.chain[0]})
+        meter = _Calls(ledger)
+        self._backend: SimulatedBackend = kind(
+            {b.spec.name: scoring.score for b in known},
+            meter=meter,
+            profiles={b.spec.name: b.profile for b in known},
+            seed=seed,
+        )
+        self._offload = Offload([build(b.spec) for b in known], self._backend, meter=meter, seed=seed)
+        self._plan: Mapping[str, DomainRewards] = {
+            d.name: _paid_by([b.spec.name for b in known if d.name in b.domains]) for d in resolved.run.domains
+        }
+
+    async def __aenter__(self) -> Rewarder:
+        await self._backend.__aenter__()
+        await self._offload.__aenter__()
+        return OffloadRewarder(self._offload, self._plan)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._offload.__aexit__(*exc)
+        await self._backend.__aexit__(*exc)
+
+
+def _paid_by(functions: list[str]) -> DomainRewards:
+    return DomainRewards(tuple(map(RewardTerm, functions))) if functions else DomainRewards((), 1.0)
+
+
+def _function(domain: str, *, memory_gb: float) -> FunctionSpec:
+    return FunctionSpec(
+        name=f"reward-{domain}"[:64],
+        source=SCORE,
+        takes="samples",
+        memory_mb=min(32_768, max(128, round(memory_gb * 1024))),
+        concurrency=10_000,
+        queue=1_000_000,
+        timeout_s=900.0,
+        deterministic=False,
+        batch=BatchSpec(max_items=1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """`MeterSink`."""
+
+    ledger: Traced
+
+    def invocation(self, invocation: Invocation) -> None:
+        self.ledger.invocation(invocation)
+
+    def worker(self, span: object) -> None:
+        return None
+
+    def saving(self, saving: object) -> None:
+        return None

@@ -1,0 +1,99 @@
+"""A simulation of a recorded run beside what was recorded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollart.report.rows import Cell, Column, Report, Table
+
+__all__ = ["Check", "Observed", "checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A run from its start to its end, and its training loop: from the moment at which rollouts began for the first
+    step to the publish of the last one's version. Seconds and dollars of all of it; `waited_s` to `publish_s` are the
+    trainer's parts of the loop, `engine_busy_s` adds up over engines."""
+
+    steps: int
+    wall_s: float
+    loop_s: float
+    usd: float
+    loop_usd: float
+    waited_s: float
+    train_s: float
+    publish_s: float
+    engine_busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was recorded, and its training loop simulated. What lies before and after the loop (starts, warm start,
+    evaluations) is no part of a simulation and is taken as recorded."""
+
+    recorded: Observed
+    simulated: Observed
+
+    @property
+    def wall_s(self) -> float:
+        """Predicted seconds of the run."""
+        return self.recorded.wall_s - self.recorded.loop_s + self.simulated.loop_s
+
+    @property
+    def usd(self) -> float:
+        """Predicted dollars of the run."""
+        return self.recorded.usd - self.recorded.loop_usd + self.simulated.loop_usd
+
+    @property
+    def loop_error(self) -> float:
+        """Relative deviation of the loop's time."""
+        return self.simulated.loop_s / self.recorded.loop_s - 1.0
+
+    @property
+    def loop_usd_error(self) -> float:
+        """Relative deviation of the loop's dollars; 0 where nothing costs anything."""
+        return self.simulated.loop_usd / self.recorded.loop_usd - 1.0 if self.recorded.loop_usd else 0.0
+
+    @property
+    def wall_error(self) -> float:
+        return self.wall_s / self.recorded.wall_s - 1.0
+
+    @property
+    def usd_error(self) -> float:
+        return self.usd / self.recorded.usd - 1.0 if self.recorded.usd else 0.0
+
+
+def checked(run: str, check: Check, notes: Sequence[str] = ()) -> Report:
+    """The report: recorded against predicted."""
+    a, b = check.recorded, check.simulated
+    per: tuple[tuple[str, Callable[[Observed], float]], ...] = (
+        ("step", lambda o: o.loop_s / o.steps),
+        ("waiting for samples, a step", lambda o: o.waited_s / o.steps),
+        ("training, a step", lambda o: o.train_s / o.steps),
+        ("publish, a step", lambda o: o.publish_s / o.steps),
+        ("engines busy, a step", lambda o: o.engine_busy_s / o.steps),
+    )
+    outside_s, outside_usd = a.wall_s - a.loop_s, a.usd - a.loop_usd
+    rows: list[tuple[Cell, ...]] = [_row(what, "s", of(a), of(b)) for what, of in per]
+    rows += [
+        _row("training loop", "s", a.loop_s, b.loop_s),
+        _row("training loop", "USD", a.loop_usd, b.loop_usd),
+        ("before and after it", "s", outside_s, outside_s, None),
+        ("before and after it", "USD", outside_usd, outside_usd, None),
+        _row("wall time", "s", a.wall_s, check.wall_s),
+        _row("dollars", "USD", a.usd, check.usd),
+    ]
+    columns = (
+        Column("what"),
+        Column("unit"),
+        Column("recorded", "number"),
+        Column("predicted", "number"),
+        Column("deviation", "share"),
+    )
+    table = Table("check", f"Recorded against simulated, {a.steps} steps", columns, tuple(rows))
+    return Report("check", run, (table,), ("before and after the loop: as recorded", *notes))
+
+
+def _row(what: str, unit: str, recorded: float, predicted: float) -> tuple[Cell, ...]:
+    return what, unit, recorded, predicted, predicted / recorded - 1.0 if recorded else None

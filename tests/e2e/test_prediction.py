@@ -1,0 +1,27 @@
+"""Wall time and dollars of real local runs, predicted by simulating what their ledgers hold.
+
+The figures of an idle machine are for `benchmarks/prediction.py` to show. Here other load on the host may come and go
+within a run, which no mean of its times has, so the bounds are wide.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.prediction import WORKLOADS, recorded_and_predicted
+
+pytestmark = pytest.mark.slow  # real runs: 20 s each on two idle cores
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_real_run_is_predicted(name: str, tmp_path: Path) -> None:
+    found = recorded_and_predicted(WORKLOADS[name], tmp_path, steps=8)
+    recorded, simulated = found.recorded, found.simulated
+    assert recorded.steps == simulated.steps == 8
+    assert simulated.loop_s != recorded.loop_s
+    assert abs(found.wall_error) < 0.25
+    assert abs(found.usd_error) < 0.25
+    assert abs(found.loop_error) < 0.35
+    assert simulated.train_s == pytest.approx(recorded.train_s, rel=0.05), "the same tokens at the same speed"
