@@ -8,23 +8,22 @@ from dataclasses import dataclass, field
 
 from rollart.errors import SpecError
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
-from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.redundancy import Redundancy
-from rollart.policy.release import SlotLedger
 from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import Rewarding as RewardStage
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Journal, Recorder, Recovered, RunEvent
+from rollart.runtime.admitting import Admitting
 from rollart.runtime.attempts import Attempts
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
-from rollart.runtime.domain import Domain, training_seed
+from rollart.runtime.domain import Domain
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.filtering import GroupFilter, additional_prompts
 from rollart.runtime.groups import GroupRun, GroupTable
 from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
-from rollart.runtime.redundant import Cancellations, Redundant
+from rollart.runtime.redundant import Cancellations
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.rounds import AGAIN, Launch, Prompt, Rounds
 from rollart.runtime.trajectory import TrajectoryRunner
@@ -50,14 +49,6 @@ class SchedulerSettings:
     filter: FilterSettings = field(default_factory=FilterSettings)
     prefetch: PrefetchSettings | None = None
     """Environments that are reset ahead of need."""
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Counts per domain that survive a resume."""
-
-    drawn: dict[str, int] = field(default_factory=dict)
-    consumed: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -88,9 +79,12 @@ class Scheduler:
         self._settings = settings
         self._rules = settings.rules
         self._bound = settings.rules.bound
-        quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
-        self._window = AdmissionWindow(quotas, settings.rules.alpha if self._rules.windowed else 0)
-        self._slots = SlotLedger()
+        self._admitting = Admitting(
+            domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps,
+            redundancy=settings.redundancy, additional=additional_prompts(domains, settings.filter.additional),
+            tail=settings.tail,
+        )  # fmt: skip
+        self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
         # Rewards as a stage of their own wait until every trajectory of the batch has ended.
         stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
         self._groups = GroupTable(
@@ -99,7 +93,6 @@ class Scheduler:
             on_complete=self._completed,
             on_drop=self._dropped,
         )
-        self._progress = _Progress(dict.fromkeys(self._domains, 0), dict.fromkeys(self._domains, 0))
         self._freed = asyncio.Event()
         self._prefetch = prefetch
         if prefetch is not None:
@@ -107,12 +100,10 @@ class Scheduler:
         self._drops: list[tuple[GroupId, str]] = []
         self._again: list[tuple[GroupId, str, int]] = []
         """Groups that prompts which are put off will be generated as: in the journal before the old ones go."""
-        additional = additional_prompts(domains, settings.filter.additional)
-        self._redundant = Redundant(domains, settings.redundancy, additional)
+        self._redundant = self._admitting.redundant
         speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
         self._cancellations = Cancellations(recorder, on=speculates)
         self._filter = GroupFilter(domains, settings.filter, recorder)
-        self._rounds = None if settings.tail is None else Rounds(self._domains, settings.tail, self._draw)
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
         self._attempts = Attempts(
             self._groups, runner, rewarding, journal, recorder, seed=settings.seed, stage=stage, faults=self.faults,
@@ -127,7 +118,7 @@ class Scheduler:
                 await self._readmit(tasks, recovered, version())
             while not self._attempts.closed:
                 await self._write_drops()
-                fresh = self._reserve()
+                fresh = self._admitting.reserve()
                 if fresh:
                     # Together: one transaction of the journal, not one per group.
                     await asyncio.gather(
@@ -157,7 +148,7 @@ class Scheduler:
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         """A version is current: free the slots of what it consumed, abort what is now too old."""
         for group in consumed:
-            self._progress.consumed[group.domain] += len(group.samples)
+            self._admitting.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
         self._groups.published(version, self._rules.judged)
         self._evict(version)
@@ -202,64 +193,15 @@ class Scheduler:
             domain = self._domains[group.domain]
             self._drop_event(group.id, domain, AbortReason.STALE, f"waited in the buffer past v{version}")
 
-    def _remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
-        """Samples per domain that the run may still start: the last step needs no more than its batch, and what is
-        redundant there."""
-        found = dict.fromkeys(self._domains, 0)
-        for name, domain in self._domains.items():
-            needed = self._settings.steps * domain.quota - self._progress.consumed[name]
-            if needed > 0:
-                found[name] = needed + extra.get(name, 0) - self._slots.outstanding.get(name, 0)
-        return found
-
-    def _reserve(self) -> list[Launch]:
-        """Take slots for every group that may start now."""
-        if self._rounds is not None:
-            return self._next_round(self._rounds)
-        extra = self._redundant.slots(self._slots.ready, self._domains, batches=not self._rules.windowed)
-        fresh = []
-        members = {name: d.group_size + self._redundant.extra(d).members for name, d in self._domains.items()}
-        while (name := self._window.next_domain(self._slots.ahead, self._remaining(extra), extra)) is not None:
-            domain = self._domains[name]
-            (prompt,) = self._draw(domain, 1)
-            self._slots.admit(prompt.group, name, domain.group_size)
-            fresh.append(Launch(prompt, members[name]))
-        return fresh
-
-    def _next_round(self, rounds: Rounds) -> list[Launch]:
-        """The next round of tail batching once the last batch is trained; until then, what takes a lost one's place."""
-        fresh, rounds.replacements = rounds.replacements, []
-        left = {n: v // self._domains[n].group_size for n, v in self._remaining({}).items()}
-        if not fresh and any(left.values()) and not any(self._slots.outstanding.values()):
-            fresh = rounds.begin(left)
-            self._event("tail_round", rounds.kind, number=rounds.number, prompts=len(fresh), deferred=rounds.deferred())
-        for launch in fresh:
-            domain = launch.prompt.domain
-            self._slots.admit(launch.prompt.group, domain.name, domain.group_size)
-        return fresh
-
     def _look_ahead(self, tasks: asyncio.TaskGroup) -> None:
         """Reset environments for the prompts that are drawn next, as many as the run will still start."""
         if self._prefetch is None:
             return
-        left = self._remaining({})
+        left = self._admitting.remaining({})
         for name, domain in self._domains.items():
             most = min(left[name], self._prefetch.wanted(name))
-            prompts = self._next(domain, -(-max(most, 0) // domain.group_size))
+            prompts = self._admitting.next(domain, -(-max(most, 0) // domain.group_size))
             self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
-
-    def _draw(self, domain: Domain, count: int) -> list[Prompt]:
-        """The domain's next prompts."""
-        prompts = self._next(domain, count)
-        self._progress.drawn[domain.name] += count
-        return prompts
-
-    def _next(self, domain: Domain, count: int) -> list[Prompt]:
-        first = self._progress.drawn[domain.name]
-        return [
-            Prompt(f"{domain.name}-{i}", domain, training_seed(self._settings.seed, domain.name, i))
-            for i in range(first, first + count)
-        ]
 
     def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[Launch], version: int) -> None:
         """Run groups that hold slots. One that lost them while it was written down is not wanted any more; so is one
@@ -281,9 +223,9 @@ class Scheduler:
 
     async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
         """Continue a crashed run: complete groups go to the buffer, incomplete ones run their missing members."""
-        self._progress.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
+        self._admitting.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
         for name, domain in self._domains.items():
-            self._progress.consumed[name] = recovered.step * domain.quota
+            self._admitting.consumed[name] = recovered.step * domain.quota
         by_group: dict[str, list[TrainSample]] = {}
         for sample in recovered.samples:
             by_group.setdefault(sample.group, []).append(sample)
@@ -302,7 +244,7 @@ class Scheduler:
         launches = []
         for group_id, domain, seed in pending:
             self._slots.admit(group_id, domain.name, domain.group_size)
-            members = domain.group_size + self._redundant.extra(domain).members
+            members = self._admitting.members(domain)
             launches.append(Launch(Prompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ()))))
         self._open(tasks, launches, version)
 
@@ -326,14 +268,10 @@ class Scheduler:
             self._prefetch.forget(run.id)
         if self._rounds is not None:
             self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
-        elif self._redundant.by_groups and self._full(run.domain):
+        elif self._redundant.by_groups and self._admitting.full(run.domain):
             for group_id in self._slots.incomplete(run.domain.name):
                 self._surplus(GroupId(group_id), run.domain)
         self._attempts.quiet.set()
-
-    def _full(self, domain: Domain) -> bool:
-        """Whether the domain's part of a whole batch is complete. In a window of groups nothing is ever surplus."""
-        return not self._rules.windowed and self._slots.ready[domain.name] >= domain.quota
 
     def _surplus(self, group_id: GroupId, domain: Domain) -> None:
         """The batch is full without this group."""

@@ -1,0 +1,109 @@
+"""Which prompts start next: slots of the window, rounds of tail batching, and what is redundant beyond them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from rollart.policy.admission import AdmissionWindow, DomainQuota
+from rollart.policy.redundancy import Redundancy
+from rollart.policy.release import SlotLedger
+from rollart.policy.schedules import Schedule
+from rollart.policy.tailbatch import TailSettings
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.domain import Domain, training_seed
+from rollart.runtime.redundant import Redundant
+from rollart.runtime.rounds import Launch, Prompt, Rounds
+
+__all__ = ["Admitting"]
+
+
+class Admitting:
+    """Owns the slots and the order of prompts. Synchronous; the scheduler asks between two awaits.
+
+    `drawn` and `consumed` count per domain and survive a resume. Invariant: samples that hold a slot never exceed
+    (alpha + 1) x batch, plus the redundant groups' (I4).
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        rules: Schedule,
+        recorder: Recorder,
+        *,
+        seed: int,
+        steps: int,
+        redundancy: Redundancy,
+        additional: Mapping[str, int],
+        tail: TailSettings | None,
+    ) -> None:
+        self._domains = {d.name: d for d in domains}
+        self._rules = rules
+        self._recorder = recorder
+        self._seed = seed
+        self._steps = steps
+        quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
+        self._window = AdmissionWindow(quotas, rules.alpha if rules.windowed else 0)
+        self.slots = SlotLedger()
+        self.redundant = Redundant(domains, redundancy, additional)
+        self.rounds = None if tail is None else Rounds(self._domains, tail, self.draw)
+        self.drawn = dict.fromkeys(self._domains, 0)
+        self.consumed = dict.fromkeys(self._domains, 0)
+
+    def reserve(self) -> list[Launch]:
+        """Take slots for every group that may start now."""
+        if self.rounds is not None:
+            return self._next_round(self.rounds)
+        extra = self.redundant.slots(self.slots.ready, self._domains, batches=not self._rules.windowed)
+        fresh = []
+        while (name := self._window.next_domain(self.slots.ahead, self.remaining(extra), extra)) is not None:
+            domain = self._domains[name]
+            (prompt,) = self.draw(domain, 1)
+            self.slots.admit(prompt.group, name, domain.group_size)
+            fresh.append(Launch(prompt, self.members(domain)))
+        return fresh
+
+    def members(self, domain: Domain) -> int:
+        """Members that a group of the domain starts with."""
+        return domain.group_size + self.redundant.extra(domain).members
+
+    def full(self, domain: Domain) -> bool:
+        """Whether the domain's part of a whole batch is complete. In a window of groups nothing is ever surplus."""
+        return not self._rules.windowed and self.slots.ready[domain.name] >= domain.quota
+
+    def remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
+        """Samples per domain that the run may still start: the last step needs no more than its batch, and what is
+        redundant there."""
+        found = dict.fromkeys(self._domains, 0)
+        for name, domain in self._domains.items():
+            needed = self._steps * domain.quota - self.consumed[name]
+            if needed > 0:
+                found[name] = needed + extra.get(name, 0) - self.slots.outstanding.get(name, 0)
+        return found
+
+    def draw(self, domain: Domain, count: int) -> list[Prompt]:
+        """The domain's next prompts."""
+        prompts = self.next(domain, count)
+        self.drawn[domain.name] += count
+        return prompts
+
+    def next(self, domain: Domain, count: int) -> list[Prompt]:
+        """Those that would be drawn."""
+        first = self.drawn[domain.name]
+        return [
+            Prompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
+            for i in range(first, first + count)
+        ]
+
+    def _next_round(self, rounds: Rounds) -> list[Launch]:
+        """The next round of tail batching once the last batch is trained; until then, what takes a lost one's place."""
+        fresh, rounds.replacements = rounds.replacements, []
+        left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}
+        if not fresh and any(left.values()) and not any(self.slots.outstanding.values()):
+            fresh = rounds.begin(left)
+            fields = {"number": rounds.number, "prompts": len(fresh), "deferred": rounds.deferred()}
+            self._recorder.event(RunEvent(asyncio.get_running_loop().time(), "tail_round", rounds.kind, fields))
+        for launch in fresh:
+            domain = launch.prompt.domain
+            self.slots.admit(launch.prompt.group, domain.name, domain.group_size)
+        return fresh
