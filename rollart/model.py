@@ -1,7 +1,8 @@
 """The nouns of rollart: what a trajectory is made of and what crosses the ports.
 
-Everything here is a frozen value. Token in, token out: the ids that an engine sampled are the ids that the
-trainer sees; text exists only for environments, rewards and people (design, "Trajectory").
+Everything here is a frozen value, some of them to type checkers alone (`_value`). Token in, token out: the ids that an
+engine sampled are the ids that the trainer sees; text exists only for environments, rewards and people (design,
+"Trajectory").
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 from serverless.types import InfraFault, Item, ModelFault, Outcome, Scored
 
@@ -44,6 +45,16 @@ __all__ = [
     "VersionSpan",
     "WeightsRef",
 ]
+
+if TYPE_CHECKING:
+    from dataclasses import dataclass as _value
+else:
+
+    def _value(**_):
+        """A frozen value to whoever checks types, and a plain one at run time: several are made in every turn of every
+        trajectory, and `frozen` makes each three times as dear. What users make themselves is frozen for good."""
+        return dataclass(slots=True, unsafe_hash=True)
+
 
 TrajectoryId = NewType("TrajectoryId", str)
 GroupId = NewType("GroupId", str)
@@ -101,7 +112,7 @@ class AbortReason(enum.StrEnum):
     """Its group's rewards are all alike: nothing can be learnt from it."""
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class Segment:
     """A run of tokens with one author and one policy version.
 
@@ -162,7 +173,7 @@ class Step:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class Turn:
     """One exchange as text: what was shown, what the policy said, what the environment paid."""
 
@@ -173,7 +184,7 @@ class Turn:
     env_reward: float
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class Trajectory:
     """A finished episode before scoring. `v0` is the policy version of its first generated token."""
 
@@ -200,7 +211,7 @@ class Trajectory:
         return sum(len(s.token_ids) for s in self.segments if s.kind is SegmentKind.ACTION)
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class TrainSample:
     """What the trainer sees of one scored trajectory. All per-token tuples have the length of `token_ids`.
 
@@ -246,7 +257,7 @@ class Group:
         return min(s.v0 for s in self.samples)
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class Sampling:
     """How the next tokens are drawn. `temperature` 0 is greedy."""
 
@@ -258,7 +269,7 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class GenerateRequest:
     """One turn's generation. `session` is the trajectory: its engine keeps the prefix KV between turns."""
 
@@ -270,7 +281,7 @@ class GenerateRequest:
     kv_transfer: Mapping[str, object] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class VersionSpan:
     """Tokens [start, end) of a completion were sampled under `version`."""
 
@@ -279,7 +290,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@_value(frozen=True, slots=True)
 class Completion:
     """An engine's answer: sampled ids, their fp32 log-probabilities, and which weights drew which token."""
 

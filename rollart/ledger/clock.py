@@ -107,10 +107,13 @@ class EngineShares:
         entered = self._entered
         if request in entered:
             raise ValueError(f"request {request} is already in flight")
-        self._advance()
+        if entered:
+            self._advance()
+            entered[request] = self._grown
+            return
+        self._at = self._clock()
         entered[request] = self._grown
-        if len(entered) == 1:
-            self._settle()
+        self._settle()
 
     def end(self, request: str) -> float:
         """The request has left; its share in engine seconds. 0 for one that is not in flight."""
@@ -134,9 +137,11 @@ class EngineShares:
 
     def _advance(self) -> None:
         now = self._clock()
-        if self._entered and not self._held:
-            self._grown += (now - self._at) / len(self._entered)
-            self.busy_seconds += now - self._at
+        entered = self._entered
+        if entered and not self._held:
+            passed = now - self._at
+            self._grown += passed / len(entered)
+            self.busy_seconds += passed
         self._at = now
 
     def _settle(self) -> None:

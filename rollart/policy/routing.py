@@ -30,8 +30,7 @@ _NOWHERE: Mapping[str, float] = {}
 _NO_SEAT = Seat()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineView(NamedTuple):
     """What routing knows of an engine: identity, seat, load, health, version. Nothing of the request's content.
 
     `backlog_s` seconds of work wait there; it holds the KV of `cached` tokens of the trajectory to route. `barred`: its

@@ -10,6 +10,9 @@ __all__ = ["FreeRunning", "TurnBarrier"]
 class FreeRunning:
     """Trajectory-level rollout: nobody waits for anybody."""
 
+    lockstep = False
+    """Whether `turn` ever waits: who has a million of them asks first."""
+
     def join(self) -> None:
         return None
 
@@ -24,6 +27,8 @@ class TurnBarrier(FreeRunning):
     """Owns one generation of waiters. `turn` waits until every member that joined has arrived or left; the last to
     arrive, or a leaver, unblocks them. Invariant: 0 <= arrived <= members.
     """
+
+    lockstep = True
 
     def __init__(self) -> None:
         self._members = 0

@@ -93,11 +93,16 @@ class Hold(Lease):
         self.granted = now = loop.time()
         self.deadline = now + self.seconds
         leases = self._leases
-        leases.book.enter(self)
+        book = leases.book
+        book.granted = self.id = book.granted + 1
+        book.open[self.id] = self
         line = leases._lines.get(self.seconds)
         if line is None:
-            line = leases._lines[self.seconds] = _Line(loop, leases.book)
-        line.add(self)
+            line = leases._lines[self.seconds] = _Line(loop, book)
+        holds = line.holds
+        holds.append(self)
+        if line.timer is None or len(holds) > line.sweep_at:
+            line.look()
         return self
 
     async def __aenter__(self) -> Lease:
@@ -112,7 +117,7 @@ class Hold(Lease):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended = True
-        self._leases.book.end(self)
+        del self._leases.book.open[self.id]
         # Somebody else's cancellation that came in the same instant stays a cancellation.
         if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             now = asyncio.get_running_loop().time()
@@ -128,30 +133,29 @@ class Hold(Lease):
 class _Line:
     """The holds of one length, in the order of their deadlines, and the timer for the first that is still open."""
 
-    __slots__ = ("_book", "_holds", "_loop", "_sweep_at", "_timer")
+    __slots__ = ("_book", "_loop", "holds", "sweep_at", "timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, book: LeaseBook) -> None:
         self._loop = loop
         self._book = book
-        self._sweep_at = COMPACT_AT
-        self._holds: deque[Hold] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self.sweep_at = COMPACT_AT
+        self.holds: deque[Hold] = deque()
+        self.timer: asyncio.TimerHandle | None = None
 
-    def add(self, hold: Hold) -> None:
-        holds = self._holds
-        if len(holds) > self._sweep_at:
-            self._holds = holds = deque(h for h in holds if not h.ended)
-            self._sweep_at = 2 * len(self._book.open) + COMPACT_AT
-        holds.append(hold)
-        if self._timer is None:
-            self._timer = self._loop.call_at(hold.deadline, self._due)
+    def look(self) -> None:
+        """A hold was added while no timer is set, or while many are kept: ended ones are swept out."""
+        if len(self.holds) > self.sweep_at:
+            self.holds = deque(h for h in self.holds if not h.ended)
+            self.sweep_at = 2 * len(self._book.open) + COMPACT_AT
+        if self.timer is None:
+            self.timer = self._loop.call_at(self.holds[0].deadline, self._due)
 
     def _due(self) -> None:
         """Expire what is due, then wait for the next that is open; no timer while none is."""
         now = self._loop.time()
-        holds = self._holds
+        holds = self.holds
         while holds and (holds[0].ended or holds[0].deadline <= now):
             hold = holds.popleft()
             if not hold.ended:
                 hold.expire()
-        self._timer = self._loop.call_at(holds[0].deadline, self._due) if holds else None
+        self.timer = self._loop.call_at(holds[0].deadline, self._due) if holds else None

@@ -143,7 +143,7 @@ class Roster:
     def home(self, engine_id: str | None, version: int) -> Member | None:
         """The engine, if a trajectory that lives there can have its next turn there."""
         member = None if engine_id is None else self.members.get(engine_id)
-        if member is None or not member.serves or member.version != version:
+        if member is None or member.version != version or not member.healthy or member.doubted or member.draining:
             return None
         return None if member.seat.role is EngineRole.PREFILL else member
 
@@ -226,5 +226,6 @@ def _drawn(members: list[Member], seed: int, version: int) -> Iterable[Member]:
     if n <= SAMPLED:
         return members
     step = 1 + seed % (n - 1)
-    few = [members[i] for i in dict.fromkeys((seed // n + k * step) % n for k in range(SAMPLED))]
+    first = seed // n
+    few = [members[i] for i in dict.fromkeys([i % n for i in range(first, first + SAMPLED * step, step)])]
     return few if any(m.serves and m.version == version for m in few) else members

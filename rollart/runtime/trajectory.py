@@ -35,6 +35,10 @@ from rollart.runtime.prefetch import Ahead, Prefetcher
 __all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
 
 
+_PROMPT, _ACTION, _OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
+_TRAIN = Purpose.TRAIN
+
+
 class Aborted(Exception):
     """A trajectory ends without a sample, for a reason that the ledger keeps. Data, not a crash."""
 
@@ -140,26 +144,37 @@ class TrajectoryRunner:
         self._barrier.join()
         try:
             observation = await self._reset(live, environment, ahead)
+            shown = self._tokenizer.encode(observation.text)
+            length = self._measure(shown)
             for turn in range(live.domain.max_turns):
-                text = await self._act(live, observation, turn)
+                completion = await self._act(live, observation, shown, length, turn)
+                text = self._said(live, completion)
                 self._judge(live)
                 step = await self._step(live, environment, text)
-                self._note_turn(live, observation, text, step)
-                if step.done or self._full(live, step.observation):
+                said = tuple(map(self._tokenizer.token, completion.token_ids))
+                live.turns.append(Turn(turn, observation.text, text, said, step.reward))
+                if step.done:
                     return self._finished(live, step)
-                await self._boundary(live)
                 observation = step.observation
+                shown = self._tokenizer.encode(observation.text)
+                length = self._measure(shown)
+                if live.length + length >= self._limits.context_tokens:  # no room to answer
+                    return self._finished(live, step)
+                if self._barrier.lockstep:
+                    await self._barrier.turn()
+                self._judge(live)
             return self._finished(live, step)
         finally:
             self._barrier.leave()
             await self._close(live, environment)
 
-    async def _act(self, live: Live, observation: Observation, turn: int) -> str:
-        shown = self._tokenizer.encode(observation.text)
-        kind = SegmentKind.PROMPT if turn == 0 else SegmentKind.OBSERVATION
-        live.segments.append(Segment(kind, turn, shown))
+    async def _act(
+        self, live: Live, observation: Observation, shown: tuple[int, ...], length: int, turn: int
+    ) -> Completion:
+        """One answer of the policy to what it is shown, `length` tokens more."""
+        live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, shown))
         live.tokens.extend(shown)
-        live.length += self._measure(shown)
+        live.length += length
         if turn == 0:
             live.first_tokens = live.length
         room = self._limits.context_tokens - live.length
@@ -169,7 +184,7 @@ class TrajectoryRunner:
                 f"the prompt of {live.length} tokens fills the context of {self._limits.context_tokens} "
                 "(model.context)",
             )
-        allowed = self._legal(observation)
+        allowed = None if observation.actions is None else self._legal(observation.actions)
         sampling = live.domain.sampling(
             seed=derive_seed(live.run_seed, live.id, turn),
             max_tokens=min(observation.max_tokens or live.domain.max_tokens, room),
@@ -191,52 +206,38 @@ class TrajectoryRunner:
         except RollartError as error:
             raise Aborted(AbortReason.INFRA_FAULT, str(error)) from None
         live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
-        return self._append(live, completion, turn, allowed)
+        self._append(live, completion, turn, allowed)
+        return completion
 
-    def _legal(self, observation: Observation) -> tuple[int, ...] | None:
-        if observation.actions is None:
-            return None
+    def _legal(self, actions: Sequence[str]) -> tuple[int, ...]:
         try:
-            return tuple(self._tokenizer.token_id(action) for action in observation.actions)
+            return tuple(self._tokenizer.token_id(action) for action in actions)
         except (TypeError, ValueError) as error:
             raise Aborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
 
-    def _append(self, live: Live, completion: Completion, turn: int, allowed: tuple[int, ...] | None) -> str:
-        if completion.finish is FinishReason.ABORT or not completion.token_ids:
+    def _append(self, live: Live, completion: Completion, turn: int, allowed: tuple[int, ...] | None) -> None:
+        token_ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.spans
+        if completion.finish is FinishReason.ABORT or not token_ids:
             raise Aborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
-        for span in completion.spans:
-            ids, logprobs = completion.token_ids[span.start : span.end], completion.logprobs[span.start : span.end]
-            live.segments.append(Segment(SegmentKind.ACTION, turn, ids, span.version, logprobs, allowed))
+        for span in spans:
+            at = slice(span.start, span.end)
+            live.segments.append(Segment(_ACTION, turn, token_ids[at], span.version, logprobs[at], allowed))
         if live.v0 is None:
-            live.v0 = completion.spans[0].version
-        live.tokens.extend(completion.token_ids)
-        live.action_tokens += completion.sampled
-        live.length += completion.sampled
+            live.v0 = spans[0].version
+        live.tokens.extend(token_ids)
+        sampled = completion.sampled
+        live.action_tokens += sampled
+        live.length += sampled
+
+    def _said(self, live: Live, completion: Completion) -> str:
         said = completion.token_ids
         if completion.finish is FinishReason.STOP and said[-1] in live.domain.stop_token_ids:
             said = said[:-1]
         return self._tokenizer.decode(said)
 
-    def _note_turn(self, live: Live, observation: Observation, text: str, step: Step) -> None:
-        token, index, ids = self._tokenizer.token, len(live.turns), []
-        for segment in reversed(live.segments):  # this turn's actions are the last ones
-            if segment.kind is not SegmentKind.ACTION or segment.turn != index:
-                break
-            ids.append(segment.token_ids)
-        tokens = tuple([token(t) for some in reversed(ids) for t in some])
-        live.turns.append(Turn(index, observation.text, text, tokens, step.reward))
-
-    def _full(self, live: Live, observation: Observation) -> bool:
-        """Whether the next turn's observation would leave no room to answer."""
-        return live.length + self._measure(self._tokenizer.encode(observation.text)) >= self._limits.context_tokens
-
-    async def _boundary(self, live: Live) -> None:
-        await self._barrier.turn()
-        self._judge(live)
-
     def _judge(self, live: Live) -> None:
         """I2 between two turns, and before anybody acts on an answer."""
-        if live.purpose is Purpose.TRAIN and self.stale(live.v0):
+        if live.purpose is _TRAIN and self.stale(live.v0):
             raise Aborted(AbortReason.STALE)
 
     def _finished(self, live: Live, step: Step) -> Trajectory:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from rollart.errors import EngineError
 from rollart.model import EngineId, FinishReason, GenerateRequest
 from rollart.sim.jobs import DECODE, OVER, PREFILL, WAITING, Job, answer
+from rollart.sim.loop import posting
 from rollart.sim.retained import Retained
 from rollart.sim.sharing import seconds_for, tokens_in
 from rollart.sim.steps import PrefillWork, StepModel
@@ -61,7 +63,7 @@ class ContinuousBatch:
             raise ValueError(f"engine {name}: {self.kv_tokens} tokens of KV, {limits} (rule: room for a request)")
         self._spare = int(limits.watermark * self.kv_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._post: Callable[..., object] = _unbound
         self._timer_at = _NEVER
         self._at = self._when = 0.0
         self.prefill_s = self.decode_s = 0.0
@@ -97,6 +99,7 @@ class ContinuousBatch:
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
+            self._post = posting(loop)
             self._at = loop.time()
         self._arrivals += 1
         job = Job(request, tokens, output, self._arrivals, loop.create_future())
@@ -112,18 +115,18 @@ class ContinuousBatch:
             self._arm()
         return job
 
-    def _tick(self) -> None:
-        self._timer, self._timer_at = None, _NEVER
-        self._catch_up()
-        self._arm()
+    def _tick(self, when: float) -> None:
+        if when == self._timer_at:
+            self._timer_at = _NEVER
+            self._catch_up()
+            self._arm()
 
     def _arm(self) -> None:
-        """One timer, never later than the next event; one that is too early looks again."""
-        if self._when < self._timer_at and self._loop is not None:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = self._when
-            self._timer = self._loop.call_at(self._when, self._tick)
+        """One timer that counts, never later than the next event; one that is too early looks again."""
+        when = self._when
+        if when < self._timer_at and self._loop is not None:
+            self._timer_at = when
+            self._post(when, self._tick, when)
 
     def _catch_up(self) -> None:
         if self._loop is None:
@@ -135,8 +138,9 @@ class ContinuousBatch:
         if now > self._at:
             if self._when < _NEVER:
                 n = len(self._running)
-                passed = tokens_in(now - self._at, self._lines, n, self._context)
-                self._pass(now, min(self._service + passed, self._target))
+                service = self._service + tokens_in(now - self._at, self._lines, n, self._context)
+                target = self._target
+                self._pass(now, service if service < target else target)
             else:
                 self._at = now
 
@@ -201,25 +205,29 @@ class ContinuousBatch:
             self._service = self._context = 0.0
             self._when = _NEVER
             return
+        service = self._service
         if n:
             ends = self._ends
-            while ends[0][2].phase is not DECODE or ends[0][2].end != ends[0][0]:
+            end, _, job = ends[0]
+            while job.phase is not DECODE or job.end != end:
                 heappop(ends)
-            room = self.kv_tokens - self._pinned - self._held - self._context
-            full = self._service + (room + 2 * _ROOM if room > 0 else 2 * _ROOM) / n
-            if ends[0][0] < target:
-                target = ends[0][0]
+                end, _, job = ends[0]
+            room = self.kv_tokens - self._pinned - self._held - self._context + 2 * _ROOM
+            full = service + (room if room > 2 * _ROOM else 2 * _ROOM) / n
+            if end < target:
+                target = end
             if full < target:
                 target = full
         self._target = target
-        self._when = self._at + seconds_for(target - self._service, self._lines, n, self._context)
+        self._when = self._at + seconds_for(target - service, self._lines, n, self._context)
 
     def _refill(self) -> None:
         """A round of the prefills that waited longest: as many as a step carries, each whole, one at least. One that
         does not fit into the memory holds back those behind it."""
         waiting, running = self._waiting, len(self._running)
         chunk = max(self._budget - running, self._budget // 4, 1)
-        tokens, jobs = 0, self._round
+        tokens, jobs, parts = 0, self._round, []
+        retained = self.retained
         self._evict()
         while waiting and tokens < chunk and running + len(jobs) < self._slots:
             job = waiting[0]
@@ -231,22 +239,24 @@ class ContinuousBatch:
             if need + (self._spare if running or jobs else 0) > room:
                 break
             waiting.popleft()
-            request = job.request
-            kept = min(self.retained.held(request.session, request.cache_salt), need - 2)
-            self.retained.take(request.session)
+            kept = retained.claim(job.request.session, job.request.cache_salt)
+            if kept > need - 2:
+                kept = need - 2
             self._held += need
             self._evict()
-            job.phase, job.new = PREFILL, need - 1 - kept
+            new = need - 1 - kept
+            job.phase, job.new = PREFILL, new
             if job.seen:
-                self.recomputed_tokens += job.new
+                self.recomputed_tokens += new
             else:
                 job.seen, job.cached = True, kept
                 self.prompt_tokens += job.tokens
                 self.cached_tokens += kept
-            tokens += job.new
+            tokens += new
             jobs.append(job)
+            parts.append((new, kept))
         if jobs:
-            self._work = self._steps.work([(j.new, j.tokens + j.done - j.new) for j in jobs], chunk)
+            self._work = self._steps.work(parts, chunk)
             self._round_end = self._service + self._work.steps
 
     def _start_over(self) -> None:
@@ -322,3 +332,7 @@ class ContinuousBatch:
     def _drop(self, job: Job) -> None:
         if job.phase is not OVER:
             self._end_early(job)
+
+
+def _unbound(*args: object) -> None:
+    raise AssertionError("an engine sets no timer before it has taken a request")

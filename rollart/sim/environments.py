@@ -17,6 +17,7 @@ from random import Random
 from rollart.model import Observation, Step
 from rollart.sim.draws import generator
 from rollart.sim.links import SharedLink
+from rollart.sim.loop import sleeping
 from rollart.sim.workload import Script, Workload
 
 __all__ = ["Host", "ModelledEnvironment", "ResetFaults", "World"]
@@ -184,7 +185,7 @@ class ModelledEnvironment:
         if host.work is not None:
             await host.work.transfer(seconds)
         elif seconds:
-            await asyncio.sleep(seconds)
+            await sleeping(seconds)
         if not host.up:
             raise ConnectionError(f"{host.name} is down")
 

@@ -22,7 +22,8 @@ class Retained:
 
     def keep(self, session: str, tokens: int, salt: str | None) -> None:
         """The session's KV from now on, the most recently used one."""
-        self.take(session)
+        if session in self._kept:
+            self.take(session)
         if tokens > 0:
             self._kept[session] = tokens, salt
             self.total += tokens
@@ -31,6 +32,14 @@ class Retained:
         """Tokens of the session that a request with this salt may use."""
         found = self._kept.get(session)
         return found[0] if found is not None and found[1] == salt else 0
+
+    def claim(self, session: str, salt: str | None) -> int:
+        """The session's KV leaves; how many tokens of it a request with this salt may use."""
+        found = self._kept.pop(session, None)
+        if found is None:
+            return 0
+        self.total -= found[0]
+        return found[0] if found[1] == salt else 0
 
     def take(self, session: str) -> int:
         """The session's KV leaves; how many tokens it was."""

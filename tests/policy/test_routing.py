@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,7 +99,7 @@ def test_every_path_is_fenced_sticky_and_found(
 def test_without_prices_roles_or_wishes_it_is_the_least_loaded_engine(
     engines: list[EngineView], sticky: str | None, version: int, chosen: object
 ) -> None:
-    plain = [dataclasses.replace(e, seat=Seat(e.seat.pool, tp=e.seat.tp), backlog_s=0.0) for e in engines]
+    plain = [e._replace(seat=Seat(e.seat.pool, tp=e.seat.tp), backlog_s=0.0) for e in engines]
     path = route(plain, TurnView(100), Router(rule=chosen), sticky=sticky, version=version)  # type: ignore[arg-type]
     assert (None if path is None else path.decode) == choose_engine(plain, sticky=sticky, version=version)
     assert path is None or path.prefill is None
