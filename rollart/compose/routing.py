@@ -12,12 +12,14 @@ from placement.roofline import transfer_s
 from placement.types import Assignment, Deployment, Device, Placement, Role
 from rollart.fleet import EngineKind, EngineRole, RoutePrices, Routes, Seat
 from rollart.policy.affinity import Affinity
+from rollart.policy.concurrency import AimdSettings
 from rollart.policy.pricing import rule
 from rollart.policy.routing import Router
+from rollart.runtime.entrance import ConcurrencySettings
 from rollart.spec.fleet import device_name
 from rollart.spec.resolve import Resolved
 
-__all__ = ["SERVING", "PlannedTurns", "kind_of", "router", "routes_of", "seat", "seats"]
+__all__ = ["SERVING", "PlannedTurns", "concurrency", "kind_of", "router", "routes_of", "seat", "seats"]
 
 SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 """Roles of engines, in the order in which they are started."""
@@ -50,6 +52,19 @@ def routes_of(problem: Problem, found: Placement) -> Routes:
     kv = {kind_of(*key): price for key, price in prices.kv.items()}
     model = PlannedTurns.of(problem, found.deployments)
     return Routes(RoutePrices(engines, kv, dict(prices.links), prices.in_flight), model, _shares(found))
+
+
+def concurrency(resolved: Resolved) -> ConcurrencySettings | None:
+    """How engines bound their trajectories; None where they do not. Lengths are the profiles', as far as they fit."""
+    spec = resolved.run.rollout.concurrency
+    if spec.mode == "off" or (spec.mode == "auto" and resolved.plan.placement is None):
+        return None
+    context = float(resolved.run.model.context)
+    known = () if resolved.problem is None else resolved.problem.domains
+    return ConcurrencySettings(
+        AimdSettings(**spec.model_dump(exclude={"mode"})),
+        {d.name: min(d.total_tokens, context) for d in known},
+    )
 
 
 def kind_of(pool: str, role: Role, tp: int) -> EngineKind:

@@ -23,7 +23,7 @@ from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, tra
 from rollart.compose.progress import evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, ready, translated
 from rollart.compose.rewards import Rewards
-from rollart.compose.routing import SERVING, router, seats
+from rollart.compose.routing import SERVING, concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
@@ -284,6 +284,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         router=router(resolved),
         seats=seats(resolved, roles),
         rebalance=rebalance_settings(resolved),
+        concurrency=concurrency(resolved),
     )
 
 

@@ -10,7 +10,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-__all__ = ["AimdSettings", "Change", "ConcurrencyDecision", "ConcurrencyLimits", "Pressure"]
+__all__ = ["CONCURRENCY", "AimdSettings", "Change", "ConcurrencyDecision", "ConcurrencyLimits", "Pressure"]
+
+
+CONCURRENCY = "concurrency"
+"""Event of a publish: `engines`, the `least`, `median` and `most` of their limits, and since the last one: `admitted`
+trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`; `waiting` is of now."""
 
 
 class Change(enum.StrEnum):
@@ -99,6 +104,12 @@ class ConcurrencyLimits:
     def limit(self, engine: str) -> int:
         known = self._engines.get(engine)
         return self.settings.start if known is None else known.limit
+
+    def begin(self, engine: str, limit: int, *, now: float) -> None:
+        """Where an engine's search starts, if something is known of it; nothing changes once it was observed."""
+        if engine not in self._engines:
+            limit = min(max(limit, self.settings.least), self.settings.most)
+            self._engines[engine] = _Engine(limit, 0, now, now)
 
     def forget(self, engine: str) -> None:
         """The engine is gone for good."""

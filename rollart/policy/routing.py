@@ -6,7 +6,8 @@ not loaded the current version are not eligible, for decode nor for prefill (ver
 A first turn chooses the home: in the pools that the domain prefers; among their kinds of engine by the price of the
 turn; homes whose prices differ by no more than `MARGIN` tie, and the pool that is furthest below its planned share of
 the domain takes it (at a plan's dual prices every path that it uses costs the same, so the prices alone would not keep
-to the plan). Then the least backlog, the fewest turns running, the fewest sessions, the lower id. Without prices the
+to the plan). Then the emptiest KV memory, where that is followed (it spreads trajectories over engines of all sizes by
+what they hold), the least backlog, the fewest turns running, the fewest sessions, the lower id. Without prices the
 engine with the fewest turns running takes it, then fewer sessions, then the lower id.
 
 The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog; a priced router weighs
@@ -34,7 +35,7 @@ class EngineView(NamedTuple):
     """What routing knows of an engine: identity, seat, load, health, version. Nothing of the request's content.
 
     `backlog_s` seconds of work wait there; it holds the KV of `cached` tokens of the trajectory to route. `barred`: its
-    hand-offs fail, and it prefills for nobody else.
+    hand-offs fail, and it prefills for nobody else. `fill`: share of its KV memory that is spoken for, 0 if unknown.
     """
 
     id: str
@@ -46,6 +47,7 @@ class EngineView(NamedTuple):
     backlog_s: float = 0.0
     cached: int = 0
     barred: bool = False
+    fill: float = 0.0
 
     @property
     def load(self) -> Load:
@@ -174,13 +176,13 @@ def _home(
     if not shares:
         if tariff is None:
             return min((e for _, e in tied), key=_least_loaded), rank == 0
-        return min(tied, key=lambda x: (x[0], _least_behind(x[1])))[1], rank == 0
+        return min(tied, key=lambda x: (x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
     given = sum(homes.values()) + 1
 
     def behind(engine: EngineView) -> float:
         return shares.get(engine.seat.pool, 0.0) * given - homes.get(engine.seat.pool, 0)
 
-    return min(tied, key=lambda x: (-behind(x[1]), x[0], _least_behind(x[1])))[1], rank == 0
+    return min(tied, key=lambda x: (-behind(x[1]), x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
 
 
 def _cheapest(
@@ -226,12 +228,12 @@ def _candidates(prefills: Iterable[EngineView]) -> list[EngineView]:
     return [*longest.values(), *(e for e in freest.values() if longest.get(e.seat.kind) is not e)]
 
 
-def _least_loaded(engine: EngineView) -> tuple[int, int, str]:
-    return engine.running, engine.sessions, engine.id
+def _least_loaded(engine: EngineView) -> tuple[float, int, int, str]:
+    return engine.fill, engine.running, engine.sessions, engine.id
 
 
-def _least_behind(engine: EngineView) -> tuple[float, int, int, str]:
-    return engine.backlog_s, engine.running, engine.sessions, engine.id
+def _least_behind(engine: EngineView) -> tuple[float, float, int, int, str]:
+    return engine.backlog_s, engine.fill, engine.running, engine.sessions, engine.id
 
 
 def _prefix_first(engine: EngineView) -> tuple[int, float, int, str]:

@@ -18,7 +18,7 @@ __all__ = ["utilization"]
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
-              _filtered(rows))  # fmt: skip
+              _filtered(rows), _concurrency(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -94,6 +94,15 @@ def _filtered(rows: RunRows) -> Table:
     hard is not trained, and this is by how much that shifts the rest."""
     found = _against(rows.filtered, "filtered")
     return Table("filtered", "Filtered (rewards alike) against kept", _columns("filtered"), found)
+
+
+def _concurrency(rows: RunRows) -> Table:
+    """How many trajectories an engine took at a time, version by version, and what its KV memory cost: `evicted` ones
+    were computed again when they came back, `preempted` requests under way."""
+    names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
+    columns = (Column("version"), *(Column(name, "count") for name in names))
+    found = tuple((event.subject, *(event.fields.get(name) for name in names)) for event in rows.concurrency)
+    return Table("concurrency", "Trajectories per engine (limits by KV memory)", columns, found)
 
 
 def _columns(what: str) -> tuple[Column, ...]:

@@ -16,6 +16,7 @@ from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain
+from rollart.runtime.entrance import ConcurrencySettings
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
@@ -52,6 +53,9 @@ class ControlSettings:
     seats: Mapping[str, Seat] = field(default_factory=dict)
     """Where engines sit, by id; one that is not named sits nowhere in particular and does everything."""
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
+    concurrency: ConcurrencySettings | None = None
+    """How many trajectories an engine takes. Not followed where turns are in lockstep: all would wait for those that
+    wait for them."""
     measure: Callable[[Sequence[int]], int] = len
     """How many tokens ids stand for: as many as they are, but in a simulated world."""
 
@@ -214,5 +218,6 @@ def _gateway(leases: Leases, recorder: Recorder, version: int, settings: Control
         recorder=recorder,
         router=settings.router,
         seats=settings.seats,
+        concurrency=None if settings.schedule.rules.turns is Turns.LOCKSTEP else settings.concurrency,
         pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlight.TURN_REDONE else PauseMode.KEEP,
     )

@@ -21,6 +21,7 @@ from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.policy.syncing import engines_to_update
 from rollart.ports import Engine, Recorder, RunEvent
+from rollart.runtime.entrance import ConcurrencySettings, Entrance
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster
 from rollart.runtime.turns import GatewayLimits, Turn, Turns
@@ -48,9 +49,10 @@ class Gateway:
         router: Router | None = None,
         seats: Mapping[str, Seat] | None = None,
         pause: PauseMode = PauseMode.KEEP,
+        concurrency: ConcurrencySettings | None = None,
     ) -> None:
         """`pause`: what a weight update does to turns under way. KEEP resumes them under the new weights, ABORT
-        generates them again from their history."""
+        generates them again from their history. `concurrency`: how many trajectories an engine takes; None: any."""
         self._pause = pause
         self._leases = leases
         self._limits = limits
@@ -59,7 +61,9 @@ class Gateway:
         self._roster = Roster(seats or {})
         # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
         self._moving = asyncio.Lock()
-        self._turns = Turns(leases, limits, self._roster, router or Router(), version, self._doubt, self._event)
+        self._turns = Turns(
+            leases, limits, self._roster, router or Router(), version, self._doubt, self._event, concurrency
+        )
         self._requests = 0
 
     @property
@@ -77,14 +81,21 @@ class Gateway:
         return self._turns.paths
 
     @property
+    def entrance(self) -> Entrance | None:
+        """What bounds the trajectories of an engine; to be run while the run goes on."""
+        return self._turns.entrance
+
+    @property
     def routes(self) -> Routes:
         return self._turns.router.routes
 
     def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: Seat | None = None) -> None:
         """An engine is up with `version` loaded. The same id may join again after it was lost: it keeps the seat that
         it has by then, so `seat` is for the first time."""
-        self._roster.join(engine, version=version, shares=shares, seat=seat)
+        member = self._roster.join(engine, version=version, shares=shares, seat=seat)
         shares.release()
+        if self.entrance is not None:
+            self.entrance.joined(member)
         self._turns.notify()
 
     async def bring_in(
@@ -255,6 +266,8 @@ class Gateway:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
             self._turns.version = weights.version
             on_version(weights.version)
+            if self.entrance is not None:
+                self.entrance.report(weights.version)
             async with asyncio.TaskGroup() as group:
                 for member in targets:
                     if member.healthy:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rollart.fleet import EngineKind, EngineRole, KindLoad, Seat
 from rollart.ledger.clock import EngineShares
 from rollart.model import EngineId
 from rollart.policy.breaker import Breaker
+from rollart.policy.residency import Residency
 from rollart.policy.routing import EngineView
 from rollart.ports import Engine
 
@@ -45,6 +46,10 @@ class Member:
     clear_at: float = 0.0
     breaker: Breaker = field(default_factory=Breaker)
     sessions: set[str] = field(default_factory=set)
+    kv: Residency = field(default_factory=Residency)
+    """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
+    quiet_at: float = 0.0
+    """When its last request ended, while others waited for room."""
 
     @property
     def serves(self) -> bool:
@@ -89,6 +94,9 @@ class SessionKv:
     """Engines that may hold any, of whatever version: they are told when the trajectory is over."""
     returned: Mapping[str, object] | None = None
     was_remote: bool | None = None
+    domain: str = ""
+    tokens: int = 0
+    """Its context after its last turn."""
 
     def lies_at(self, engine_id: str) -> None:
         """From now on the engine may hold some."""
@@ -147,11 +155,28 @@ class Roster:
             return None
         return None if member.seat.role is EngineRole.PREFILL else member
 
+    def serve(self, version: int) -> bool:
+        """Whether any engine could be a trajectory's home now."""
+        return any(
+            m.serves and m.version == version and m.seat.role is not EngineRole.PREFILL for m in self.members.values()
+        )
+
     def views(
-        self, session: str, version: int, home: Member | None, cached: Mapping[str, int], now: float, slots: int
+        self,
+        session: str,
+        version: int,
+        home: Member | None,
+        cached: Mapping[str, int],
+        now: float,
+        slots: int,
+        takes: Callable[[Member], bool] | None = None,
+        followed: bool = False,
     ) -> list[EngineView]:
         """Engines as routing sees them: `some`; with a `home` that one and of the others those that prefill, since no
-        other may be chosen; and always those that hold KV of the trajectory."""
+        other may be chosen; and always those that hold KV of the trajectory.
+
+        `takes`: only such engines may be the home. `followed`: what an engine holds is followed, and of what it once
+        had only that counts."""
         some = {m.engine.id: m for m in self.some(session, version)}
         if home is not None:
             some = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL} | {home.engine.id: home}
@@ -159,6 +184,8 @@ class Roster:
             holder = self.members.get(EngineId(engine_id))
             if holder is not None and (home is None or holder.seat.role is EngineRole.PREFILL):
                 some[holder.engine.id] = holder
+        if takes is not None:
+            some = self._taking(some, version, takes)
         return [
             EngineView(
                 e,
@@ -168,11 +195,27 @@ class Roster:
                 m.version,
                 m.seat,
                 m.backlog_s(now, slots),
-                cached.get(e, 0),
+                min(cached.get(e, 0), m.kv.held(session)) if followed and e in cached else cached.get(e, 0),
                 m.breaker.open(now),
+                m.kv.fill(),
             )
             for e, m in some.items()
         ]
+
+    def _taking(
+        self, some: dict[EngineId, Member], version: int, takes: Callable[[Member], bool]
+    ) -> dict[EngineId, Member]:
+        """Those that prefill, and of the others those that take the trajectory: of all if none of `some` does."""
+        prefills = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL}
+        for members in (some.values(), self.members.values()):
+            homes = {
+                m.engine.id: m
+                for m in members
+                if m.seat.role is not EngineRole.PREFILL and m.serves and m.version == version and takes(m)
+            }
+            if homes:
+                return prefills | homes
+        return {}
 
     def loads(self, session: str, version: int) -> list[EngineView]:
         """Engines as they are seen while nothing but load decides."""

@@ -63,6 +63,8 @@ class Session:
                 background.append(tasks.create_task(self._supervisor.run(self._parts), name="supervision"))
             if self._rebalancer is not None:
                 background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
+            if self._gateway.entrance is not None:
+                background.append(tasks.create_task(self._gateway.entrance.run(), name="concurrency"))
             await self._body(step, steps, recovered)
             for task in background:
                 task.cancel()

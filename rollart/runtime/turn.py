@@ -42,6 +42,8 @@ class Turn:
     length: int = 0
     at_home: bool = False
     """Its hand-off failed: no other is tried."""
+    begun: bool = False
+    """A turn of its trajectory was sent before: it is under way."""
     sends: int = 0
     told: int | None = None
     spent: float = 0.0

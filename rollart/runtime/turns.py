@@ -7,21 +7,18 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired
-from rollart.fleet import Routes
 from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.lease import Expiry
-from rollart.policy.routing import Path, Router, TurnView, choose_engine, route
+from rollart.policy.routing import Router
+from rollart.runtime.entrance import ConcurrencySettings, Entrance
 from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_id, prefill_request
-from rollart.runtime.homes import DomainBook, Tell
+from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster, SessionKv
 from rollart.runtime.turn import GatewayLimits, Turn
+from rollart.runtime.ways import Way, Ways
 
 __all__ = ["GatewayLimits", "Turn", "Turns"]
-
-
-_Way = tuple[SessionKv, Member, Member | None]
-"""What is known of the session's KV, the engine that decodes, and the one that prefills if that is another."""
 
 
 class _Failed(Exception):
@@ -32,7 +29,7 @@ class _Again(Exception):
     """Nothing failed, but the way is no more: weights changed or an engine drains. Routed anew, as often as that is."""
 
 
-class Turns:
+class Turns(Ways):
     """Owns the sessions, the gate and the turns under way; `Gateway` tells it what the engines do.
 
     Any number of trajectories call `generate`; each waits for the gate, an eligible engine and the answers of one or
@@ -49,64 +46,29 @@ class Turns:
         version: int,
         doubt: Callable[[Member, EngineError | LeaseExpired], None],
         tell: Tell,
+        concurrency: ConcurrencySettings | None = None,
     ) -> None:
+        super().__init__(limits, roster, router, version, tell)
         self._leases = leases
-        self._limits = limits
-        self._roster = roster
-        self.router = router
-        self._special = False
-        """Whether routing needs more than load and version."""
-        self.version = version
         self._doubt = doubt
-        self._tell = tell
-        self._sessions: dict[str, SessionKv] = {}
         self._changed = asyncio.Event()
-        self._book = DomainBook(tell)
-        self.gate = asyncio.Event()
-        self.gate.set()
         self.pulls = Pulls(leases, self.notify)
         self.served = 0
-        self.paths: dict[str, int] = {}
+        if concurrency is not None:
+            self.entrance = Entrance(concurrency, roster, leases, tell, place=self._place)
 
     def notify(self) -> None:
         """Something changed that a waiting turn may be unblocked by, or that routing depends on."""
         self._look()
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def follow(self, routes: Routes) -> None:
-        before = self.router.routes
-        self.router = dataclasses.replace(self.router, routes=routes)
-        self._look()
-        if routes.shares != before.shares:
-            self._book.start_over()
+        if self.entrance is not None:
+            self.entrance.pump()
 
     async def quiet(self, member: Member) -> None:
         """Returns when nothing runs on the engine and nobody fetches KV from it."""
         while member.running or member.lent:
             await self._changed.wait()
-
-    def unhome(self, member: Member) -> None:
-        """The engine's sessions have no home and no KV there any more."""
-        for session in member.sessions:
-            kv = self._sessions[session]
-            kv.home = kv.returned = None
-        member.sessions.clear()
-        if self._special:
-            for kv in self._sessions.values():
-                kv.cached.pop(member.engine.id, None)
-
-    def forget(self, session: str) -> list[Member]:
-        """The session is over: healthy engines that may hold KV of it."""
-        kv = self._sessions.pop(session, None)
-        if kv is None:
-            return []
-        if kv.home is not None:
-            home = self._roster.members.get(kv.home)
-            if home is not None:
-                home.sessions.discard(session)
-        members = [self._roster.members.get(e) for e in kv.held]
-        return [m for m in members if m is not None and m.healthy]
 
     async def generate(self, turn: Turn) -> Completion:
         """See `Gateway.generate`."""
@@ -125,9 +87,6 @@ class Turns:
                 continue
         raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
 
-    def _look(self) -> None:
-        self._special = self._roster.roles or not self.router.plain(self._roster.kinds)
-
     async def _attempt(self, turn: Turn) -> Completion:
         kv, home, source = self._route_now(turn) or await self._route(turn)
         request = self._request(turn)
@@ -142,6 +101,9 @@ class Turns:
                 request = dataclasses.replace(request, kv_transfer=params)
         work = 0.0 if not self._special else self._work(turn, kv, home, prefill=source is None, decode=True)
         limit = self._limits.generate_s
+        completion = None
+        if self.entrance is not None:
+            self.entrance.begins(turn, home, self._book.output(turn.domain, turn.sampling.max_tokens))
         try:
             if source is None:
                 completion = await self._leg(turn, home, request, limit, work, generates=True)
@@ -151,6 +113,9 @@ class Turns:
         except (EngineError, LeaseExpired) as error:
             wasted, way = turn.spent - before, (kv, home, source)
             raise await self._unanswered(turn, way, request, error, wasted, moved=self.version != version) from None
+        finally:
+            if self.entrance is not None:
+                self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
         if completion.finish is FinishReason.ABORT and (self.version != version or not self.gate.is_set()):
             raise _Again  # ended by a weight update: generated again from its history
         if source is not None:
@@ -162,7 +127,7 @@ class Turns:
     async def _unanswered(
         self,
         turn: Turn,
-        way: _Way,
+        way: Way,
         request: GenerateRequest,
         error: EngineError | LeaseExpired,
         wasted: float,
@@ -203,9 +168,13 @@ class Turns:
         # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted.
         waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
         limit = self._limits.handoff_s + waiting + work
+        if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
+            kv.returned = None  # its home had to give it up
         ask = prefill_request(request, kv.returned)
         kv.returned = None  # it can be used once
         kv.lies_at(source.engine.id)
+        if self.entrance is not None:
+            source.kv.begin(turn.session, turn.length)
         try:
             async with self.pulls.leg(ask, prefills=True):
                 answer = await self._leg(turn, source, ask, limit, work, generates=False)
@@ -218,6 +187,8 @@ class Turns:
             if isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
                 self._doubt(source, error)
             return None
+        finally:
+            source.kv.end(turn.session, turn.length)
         spoilt = self._fenced(version, source, home)
         if spoilt is None or (isinstance(spoilt, TakenBack) and self.version == version):
             kv.cached[source.engine.id] = turn.length
@@ -274,80 +245,18 @@ class Turns:
             if member.draining and not member.running:
                 self.notify()
 
-    async def _route(self, turn: Turn) -> _Way:
+    async def _route(self, turn: Turn) -> Way:
         """The way of the turn by what is known now; waits for the gate and for an eligible engine."""
         while True:
+            if self.entrance is not None:
+                turn.begun = self._known(turn.session).tokens > 0
+                await self.entrance.enter(turn)
             found = self._route_now(turn)
             if found is not None:
                 return found
             changed = self._changed
             async with self._leases.hold(turn.session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
                 await changed.wait()
-
-    def _route_now(self, turn: Turn) -> _Way | None:
-        """None while the gate is closed or no engine is eligible."""
-        if not self.gate.is_set():
-            return None
-        version, roster = self.version, self._roster
-        kv = self._sessions.get(turn.session)
-        if kv is None:
-            kv = self._sessions[turn.session] = SessionKv(version)
-        elif kv.version != version:
-            kv.expire(version)
-        home = roster.home(kv.home, version)
-        if home is not None and not roster.roles:
-            return kv, home, None
-        path = self._choose(turn, kv, home)
-        if path is None:
-            return None
-        decode = roster.members[path.decode]
-        if home is not decode:
-            self._settle(turn, kv, decode, path.preferred)
-        return kv, decode, None if path.prefill is None else roster.members[path.prefill]
-
-    def _choose(self, turn: Turn, kv: SessionKv, home: Member | None) -> Path | None:
-        roster = self._roster
-        if not self._special:
-            loads = roster.loads(turn.session, self.version)
-            chosen = choose_engine(loads, sticky=None, version=self.version)
-            return None if chosen is None else Path(chosen, None, "least loaded")
-        view = TurnView(
-            tokens=turn.length,
-            output=self._book.output(turn.domain, turn.sampling.max_tokens),
-            domain=turn.domain,
-            was_remote=kv.was_remote,
-            returns=kv.returned is not None,
-            at_home=turn.at_home,
-        )
-        now = asyncio.get_running_loop().time()
-        path = route(
-            roster.views(turn.session, self.version, home, kv.cached, now, self._limits.slots),
-            view,
-            self.router,
-            sticky=kv.home,
-            version=self.version,
-            homes=self._book.homes(turn.domain),
-        )
-        if path is not None:
-            self.paths[path.why] = self.paths.get(path.why, 0) + 1
-        return path
-
-    def _settle(self, turn: Turn, kv: SessionKv, member: Member, preferred: bool) -> None:
-        """The trajectory lives on this engine from now on."""
-        old = None if kv.home is None else self._roster.members.get(kv.home)
-        if old is not None:
-            old.sessions.discard(turn.session)
-        member.sessions.add(turn.session)
-        kv.home = member.engine.id
-        kv.lies_at(member.engine.id)
-        if self._special:
-            doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
-            self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
-
-    def _leave_home(self, turn: Turn, kv: SessionKv, home: Member) -> None:
-        home.sessions.discard(turn.session)
-        kv.home = kv.returned = None
-        kv.cached.pop(home.engine.id, None)
 
     def _generated(self, turn: Turn, kv: SessionKv, home: Member, completion: Completion, remote: bool) -> None:
         """What the engines hold now. KV that was computed before an update which has happened since is of no use."""
@@ -364,22 +273,6 @@ class Turns:
         return GenerateRequest(
             f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{self.version}"
         )
-
-    def _work(self, turn: Turn, kv: SessionKv, member: Member, *, prefill: bool, decode: bool) -> float:
-        """Engine seconds that the request is predicted to take there; 0 without a model: counts alone say the load."""
-        model = self.router.routes.model
-        if model is None:
-            return 0.0
-        kind, tokens = member.seat.kind, turn.length
-        seconds = 0.0
-        if prefill:
-            cached = min(kv.cached.get(member.engine.id, 0), tokens)
-            if not decode and kv.home is not None:
-                cached = max(cached, min(kv.cached.get(kv.home, 0), tokens) if kv.returned is not None else 0)
-            seconds += model.prefill_s(kind, max(tokens - cached, 1), cached)
-        if decode:
-            seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))
-        return seconds
 
     def _handoff_failed(
         self, turn: Turn, source: Member, home: Member, error: EngineError | LeaseExpired, wasted: float

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollart.spec.base import Entry
 
-__all__ = ["MOST", "FilterSpec", "RedundancySpec", "RolloutSpec", "TailBatchingSpec"]
+__all__ = ["MOST", "ConcurrencySpec", "FilterSpec", "RedundancySpec", "RolloutSpec", "TailBatchingSpec"]
 
 MOST = 4.0
 """Largest factor: beyond it three quarters of the rollout are thrown away."""
@@ -90,8 +90,32 @@ class FilterSpec(Entry):
     )
 
 
+class ConcurrencySpec(Entry):
+    """How many trajectories live on one engine at a time, found by watching its KV memory: up by a step while there is
+    room, down by a factor when prefixes are evicted or requests preempted. Who finds no room waits, and is never
+    aborted for it. Not followed under `schedule: sync`.
+    """
+
+    mode: Literal["auto", "on", "off"] = Field(
+        default="auto", description="auto: on where the placer computed the plan, whose engines then live by KV memory."
+    )
+    start: int = Field(
+        default=32, ge=1, le=1_000_000, description="First limit of an engine of which nothing better is known."
+    )
+    least: int = Field(default=1, ge=1, le=1_000_000, description="Lowest limit.")
+    most: int = Field(default=1024, ge=1, le=1_000_000, description="Highest limit.")
+    increase: int = Field(default=4, ge=1, le=1_000_000, description="What a limit rises by.")
+    decrease: float = Field(default=0.75, gt=0, lt=1, description="What a limit is multiplied by when it falls.")
+    low: float = Field(default=0.80, ge=0, le=1, description="Share of KV memory in use below which a limit rises.")
+    high: float = Field(
+        default=0.95, gt=0, le=1, description="Share from which it falls, and beyond which nobody is let in."
+    )
+    interval_s: float = Field(default=5.0, gt=0, le=86_400, description="Seconds between looks, and between rises.")
+    settle_s: float = Field(default=30.0, ge=0, le=86_400, description="Seconds after a fall before the next change.")
+
+
 class RolloutSpec(Entry):
-    """What rollout starts beyond what a step needs, to wait for no straggler."""
+    """What rollout starts beyond what a step needs, to wait for no straggler, and how much of it runs at a time."""
 
     redundancy: RedundancySpec = Field(
         default_factory=RedundancySpec, description="Redundant environments, by groups and by size."
@@ -99,6 +123,9 @@ class RolloutSpec(Entry):
     tail_batching: TailBatchingSpec | None = Field(
         default=None,
         description="Long prompts are put off and run together. Under `sync` and `sync_plus`, without `batch.tokens`.",
+    )
+    concurrency: ConcurrencySpec = Field(
+        default_factory=ConcurrencySpec, description="How many trajectories live on one engine at a time."
     )
     filter: FilterSpec = Field(
         default_factory=FilterSpec, description="Groups that are left out of training, and what replaces them."

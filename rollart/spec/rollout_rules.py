@@ -12,7 +12,7 @@ __all__ = ["rollout_problems"]
 
 def rollout_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of `rollout`."""
-    return [*_beyond(run), *_filter(run)]
+    return [*_beyond(run), *_filter(run), *_concurrency(run)]
 
 
 def _beyond(run: RunSpec) -> Iterable[Problem]:
@@ -72,4 +72,24 @@ def _filter(run: RunSpec) -> Iterable[Problem]:
             (*place, "max_additional_running_prompts"),
             f"rollout.filter.max_additional_running_prompts is {filtering.max_additional_running_prompts} beside "
             "rollout.tail_batching (rule: 0: its rounds say what is started)",
+        )
+
+
+def _concurrency(run: RunSpec) -> Iterable[Problem]:
+    """The search has room to move."""
+    spec, place = run.rollout.concurrency, ("rollout", "concurrency")
+    if not spec.least <= spec.start <= spec.most:
+        yield Problem(
+            (*place, "start"),
+            f"rollout.concurrency.start is {spec.start} (rule: least {spec.least} <= start <= most {spec.most})",
+        )
+    if not spec.low < spec.high:
+        yield Problem(
+            (*place, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
+        )
+    if spec.settle_s < spec.interval_s:
+        yield Problem(
+            (*place, "settle_s"),
+            f"rollout.concurrency.settle_s is {spec.settle_s:g} (rule: at least interval_s, {spec.interval_s:g}: a "
+            "fall takes longer to show than a rise)",
         )

@@ -1,0 +1,252 @@
+"""Which trajectories an engine takes in: as many as its KV memory bears, and those that wait in a line.
+
+Prefix KV is worth something only while it stays. Where trajectories under way need more KV than there is, engines evict
+what comes back a moment later, and every turn computes its whole context again. So a trajectory gets a home when there
+is room for what it will grow to, and from then on its turns never wait here. One whose KV had to go all the same lines
+up again, before those that have not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rollart.errors import EngineError, LeaseExpired
+from rollart.fleet import EngineRole
+from rollart.model import EngineStats
+from rollart.policy.concurrency import CONCURRENCY, AimdSettings, Change, ConcurrencyLimits, Pressure
+from rollart.policy.lease import Expiry
+from rollart.runtime.homes import Tell
+from rollart.runtime.leases import Leases
+from rollart.runtime.members import Member, Roster, SessionKv
+from rollart.runtime.turn import Turn
+
+__all__ = ["ConcurrencySettings", "Entrance"]
+
+MEMORY = 0.02
+"""Weight of one finished trajectory in its domain's mean length: about fifty back."""
+
+QUIET_S = 5.0
+"""An engine where nothing has run for so long takes one more trajectory, room or not: all that live there are with
+their environments. For less it would be evicting what comes back in a moment."""
+
+STATS_S = 10.0
+"""An engine that does not say how full it is within this time is looked at again the next time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencySettings:
+    """The search per engine, and tokens that trajectories end with, by domain, until some have finished."""
+
+    aimd: AimdSettings = field(default_factory=AimdSettings)
+    expected: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Waiter:
+    turn: Turn
+    placed: asyncio.Future[None]
+
+
+class Entrance:
+    """Owns the limits and the line. `Turns` asks `enter` before a turn of a trajectory that lives nowhere.
+
+    `enter` waits for room (unblocked by a trajectory that ends or moves, by a higher limit, by an engine that joins or
+    falls quiet), and returns at once when no engine is eligible at all: that wait is somebody else's. Who
+    waits is placed in the order: begun before new, then as they came. Nothing wedges: homes' turns run whatever the
+    limits say, so trajectories end; and an engine where nothing runs for a while takes the first of the line, room or
+    not.
+    """
+
+    def __init__(
+        self,
+        settings: ConcurrencySettings,
+        roster: Roster,
+        leases: Leases,
+        tell: Tell,
+        place: Callable[[Turn], bool | None],
+    ) -> None:
+        """`place` gives a turn's trajectory a home: True if it has one; None if nobody could be one, room or not."""
+        self._settings = settings
+        self._roster = roster
+        self._leases = leases
+        self._tell = tell
+        self._place = place
+        self.limits = ConcurrencyLimits(settings.aimd)
+        self._final = dict(settings.expected)
+        self._facts: dict[str, tuple[float, float]] = {}
+        self._came: dict[str, int] = {}
+        self._arrivals = 0
+        self._line: list[tuple[tuple[int, int], int, _Waiter]] = []
+        self._pumping = False
+        self._stirred = asyncio.Event()
+        self._counted: dict[str, tuple[int, int]] = {}
+        self.admitted = self.waited = self.evicted = self.preempted = 0
+
+    async def run(self) -> None:
+        """Ask engines how full they are, as long as anything runs or waits for them: a timer for ever would hide a
+        deadlock."""
+        while True:
+            await self._look()
+            await asyncio.sleep(self._settings.aimd.interval_s)
+            self._stirred.clear()
+            if not self._line:
+                await self._stirred.wait()
+
+    async def enter(self, turn: Turn) -> None:
+        """Returns when the turn's trajectory has a home, or when nobody could be one now."""
+        came = self._came.get(turn.session)
+        if came is None:
+            came = self._came[turn.session] = self._arrivals
+            self._arrivals += 1
+        while True:
+            waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
+            heapq.heappush(self._line, ((not turn.begun, came), turn.sends, waiter))
+            self.pump()
+            if waiter.placed.done():
+                return
+            self.waited += 1
+            try:
+                with self._leases.note(turn.session, "room in an engine's KV memory"):
+                    await waiter.placed
+            finally:
+                waiter.placed.cancel()
+            if self._place(turn) is not False:
+                return
+
+    def pump(self) -> None:
+        """There may be room: place the first of the line, and so on."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            line = self._line
+            while line:
+                waiter = line[0][2]
+                if not waiter.placed.done():
+                    if self._place(waiter.turn) is False:
+                        return
+                    waiter.placed.set_result(None)
+                heapq.heappop(line)
+        finally:
+            self._pumping = False
+
+    def takes(self, member: Member, turn: Turn) -> bool:
+        """Whether the engine may be the home of one more trajectory, this turn's."""
+        kv = member.kv
+        if not kv or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + QUIET_S):
+            return True
+        limits = self.limits
+        return len(kv) < limits.limit(member.engine.id) and kv.fits(
+            self._wanted(turn.domain, turn.length), share=limits.settings.high
+        )
+
+    def settled(self, turn: Turn, member: Member) -> None:
+        """The trajectory lives there now."""
+        self.admitted += 1
+        member.kv.admit(turn.session, self._wanted(turn.domain, turn.length))
+
+    def begins(self, turn: Turn, member: Member, output: float) -> None:
+        """The turn is sent to its engine; `output` tokens are expected."""
+        member.kv.begin(turn.session, turn.length + int(output))
+        self._stirred.set()
+
+    def ends(self, kv: SessionKv, turn: Turn, member: Member, sampled: int) -> None:
+        kv.domain, kv.tokens = turn.domain, turn.length + sampled
+        member.kv.end(turn.session, turn.length + max(sampled - 1, 0))
+        if self._line and member.kv.quiet:
+            member.quiet_at = asyncio.get_running_loop().time()
+            self.pump()
+
+    def forget(self, session: str, kv: SessionKv, *, held: list[Member]) -> None:
+        """The trajectory is over: its room is free, and its length is news."""
+        self._came.pop(session, None)
+        for member in held:
+            member.kv.drop(session)
+        if kv.tokens:
+            mean = self._final.get(kv.domain)
+            self._final[kv.domain] = kv.tokens if mean is None else mean + MEMORY * (kv.tokens - mean)
+        self.pump()
+
+    def joined(self, member: Member) -> None:
+        """What fits is known of an engine that was here before."""
+        if member.engine.id in self._facts:
+            member.kv.know(*self._facts[member.engine.id])
+
+    def report(self, version: int) -> None:
+        """The limits since the last time, for the ledger."""
+        limits = sorted(self.limits.limit(m.engine.id) for m in self._homes())
+        if not limits:
+            return
+        self._tell(
+            CONCURRENCY,
+            f"v{version}",
+            engines=len(limits),
+            least=limits[0],
+            median=statistics.median(limits),
+            most=limits[-1],
+            admitted=self.admitted,
+            waited=self.waited,
+            waiting=len(self._line),
+            evicted=self.evicted,
+            preempted=self.preempted,
+        )
+        self.admitted = self.waited = self.evicted = self.preempted = 0
+
+    def _wanted(self, domain: str, tokens: int) -> int:
+        """What its domain's trajectories end with: over a life half of it is used, but those that begin together are
+        long together, and a batch that has to be smaller is faster."""
+        return max(tokens, int(self._final.get(domain, 0.0)))
+
+    def _homes(self) -> list[Member]:
+        return [m for m in self._roster.members.values() if m.seat.role is not EngineRole.PREFILL]
+
+    async def _look(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for member in self._roster.members.values():
+                if member.healthy:
+                    tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
+        self.pump()
+
+    async def _ask(self, member: Member) -> None:
+        try:
+            with self._leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
+                stats = await member.engine.stats()
+        except (EngineError, LeaseExpired):
+            return  # supervision finds out what is wrong
+        if stats.kv_tokens is not None:
+            self._learn(member, stats.kv_tokens, stats.kv_sessions)
+        if member.seat.role is not EngineRole.PREFILL and member.healthy:
+            self._judge(member, stats)
+
+    def _learn(self, member: Member, tokens: int, sessions: int | None) -> None:
+        name = member.engine.id
+        facts = self._facts[name] = float(tokens), float("inf") if sessions is None else float(sessions)
+        if (member.kv.capacity, member.kv.most) != facts:
+            member.kv.know(*facts)
+        if self._final:
+            each = max(statistics.fmean(self._final.values()), 1.0)
+            most = min(self._settings.aimd.high * tokens / each, facts[1])
+            self.limits.begin(name, int(most), now=asyncio.get_running_loop().time())
+
+    def _judge(self, member: Member, stats: EngineStats) -> None:
+        name, kv = member.engine.id, member.kv
+        evicted, preempted = self._counted.get(name, (0, 0))
+        self._counted[name] = kv.evicted, stats.preemptions
+        self.evicted += max(kv.evicted - evicted, 0)
+        self.preempted += max(stats.preemptions - preempted, 0)
+        before = self.limits.limit(name)
+        used = max(stats.kv_used, kv.total / kv.capacity)
+        decision = self.limits.observe(
+            name,
+            Pressure(min(used, 1.0), stats.preemptions + kv.evicted, len(kv), stats.waiting),
+            now=asyncio.get_running_loop().time(),
+        )
+        if decision.change in (Change.DOWN_PREEMPTED, Change.DOWN_FULL) and decision.limit < before:
+            self._tell(
+                "concurrency_lowered", name, limit=decision.limit, before=before, why=str(decision.change),
+                kv_used=round(used, 4), sessions=len(kv),
+            )  # fmt: skip

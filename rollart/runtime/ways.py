@@ -1,0 +1,194 @@
+"""Where a turn goes: what is known of sessions, and the way of a turn by what is known now. Synchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from rollart.fleet import Routes
+from rollart.policy.routing import Path, Router, TurnView, choose_engine, route
+from rollart.runtime.entrance import Entrance
+from rollart.runtime.homes import DomainBook, Tell
+from rollart.runtime.members import Member, Roster, SessionKv
+from rollart.runtime.turn import GatewayLimits, Turn
+
+__all__ = ["Way", "Ways"]
+
+Way = tuple[SessionKv, Member, Member | None]
+"""What is known of the session's KV, the engine that decodes, and the one that prefills if that is another."""
+
+
+class Ways:
+    """Owns the sessions and the router. Every change takes effect between two awaits."""
+
+    def __init__(self, limits: GatewayLimits, roster: Roster, router: Router, version: int, tell: Tell) -> None:
+        self._limits = limits
+        self._roster = roster
+        self.router = router
+        self._special = False
+        """Whether routing needs more than load and version."""
+        self.version = version
+        self._tell = tell
+        self._sessions: dict[str, SessionKv] = {}
+        self._book = DomainBook(tell)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.entrance: Entrance | None = None
+        self.paths: dict[str, int] = {}
+
+    def follow(self, routes: Routes) -> None:
+        before = self.router.routes
+        self.router = dataclasses.replace(self.router, routes=routes)
+        self._look()
+        if routes.shares != before.shares:
+            self._book.start_over()
+
+    def unhome(self, member: Member) -> None:
+        """The engine's sessions have no home and no KV there any more."""
+        for session in member.sessions:
+            kv = self._sessions[session]
+            kv.home = kv.returned = None
+        member.sessions.clear()
+        member.kv.clear()
+        if self._special:
+            for kv in self._sessions.values():
+                kv.cached.pop(member.engine.id, None)
+
+    def forget(self, session: str) -> list[Member]:
+        """The session is over: healthy engines that may hold KV of it."""
+        kv = self._sessions.pop(session, None)
+        if kv is None:
+            return []
+        if kv.home is not None:
+            home = self._roster.members.get(kv.home)
+            if home is not None:
+                home.sessions.discard(session)
+        members = [m for m in map(self._roster.members.get, kv.held) if m is not None]
+        if self.entrance is not None:
+            self.entrance.forget(session, kv, held=members)
+        return [m for m in members if m.healthy]
+
+    def _look(self) -> None:
+        plain = self.router.plain(self._roster.kinds) and self.entrance is None
+        self._special = self._roster.roles or not plain
+
+    def _route_now(self, turn: Turn) -> Way | None:
+        """None while the gate is closed or no engine is eligible."""
+        if not self.gate.is_set():
+            return None
+        version, roster = self.version, self._roster
+        kv = self._known(turn.session)
+        home = roster.home(kv.home, version)
+        if self.entrance is not None and (home is None or turn.session not in home.kv) and roster.serve(version):
+            return None  # it has to be let in
+        if home is not None and not roster.roles:
+            return kv, home, None
+        path = self._choose(turn, kv, home)
+        if path is None:
+            return None
+        decode = roster.members[path.decode]
+        if home is not decode:
+            self._settle(turn, kv, decode, path.preferred)
+        return kv, decode, None if path.prefill is None else roster.members[path.prefill]
+
+    def _known(self, session: str) -> SessionKv:
+        kv = self._sessions.get(session)
+        if kv is None:
+            kv = self._sessions[session] = SessionKv(self.version)
+        elif kv.version != self.version:
+            kv.expire(self.version)
+        return kv
+
+    def _place(self, turn: Turn) -> bool | None:
+        """Give the turn's trajectory a home where there is room for it. True: it has one; None: nobody could be one."""
+        if not self.gate.is_set():
+            return False
+        roster, kv = self._roster, self._known(turn.session)
+        if not roster.serve(self.version):
+            return None
+        home = roster.home(kv.home, self.version)
+        if home is not None and turn.session in home.kv:
+            return True
+        assert self.entrance is not None
+        entrance = self.entrance
+        path = self._choose(turn, kv, None, lambda member: entrance.takes(member, turn))
+        if path is None:
+            return False
+        self._settle(turn, kv, roster.members[path.decode], path.preferred)
+        return True
+
+    def _holds(self, member: Member, session: str, tokens: int) -> bool:
+        """Whether the engine still has so much of the session's KV, for all that is known."""
+        return self.entrance is None or member.kv.held(session) >= tokens
+
+    def _choose(
+        self, turn: Turn, kv: SessionKv, home: Member | None, takes: Callable[[Member], bool] | None = None
+    ) -> Path | None:
+        """`takes`: of the engines that generate, only those may be a home."""
+        roster = self._roster
+        if not self._special:
+            loads = roster.loads(turn.session, self.version)
+            chosen = choose_engine(loads, sticky=None, version=self.version)
+            return None if chosen is None else Path(chosen, None, "least loaded")
+        view = TurnView(
+            tokens=turn.length,
+            output=self._book.output(turn.domain, turn.sampling.max_tokens),
+            domain=turn.domain,
+            was_remote=kv.was_remote,
+            returns=kv.returned is not None
+            and (home is None or self._holds(home, turn.session, kv.cached.get(home.engine.id, 0))),
+            at_home=turn.at_home,
+        )
+        now = asyncio.get_running_loop().time()
+        path = route(
+            roster.views(
+                turn.session, self.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
+            ),
+            view,
+            self.router,
+            sticky=None if home is None else kv.home,
+            version=self.version,
+            homes=self._book.homes(turn.domain),
+        )
+        if path is not None and takes is None:
+            self.paths[path.why] = self.paths.get(path.why, 0) + 1
+        return path
+
+    def _settle(self, turn: Turn, kv: SessionKv, member: Member, preferred: bool) -> None:
+        """The trajectory lives on this engine from now on."""
+        old = None if kv.home is None else self._roster.members.get(kv.home)
+        if old is not None:
+            old.sessions.discard(turn.session)
+            old.kv.drop(turn.session)
+        member.sessions.add(turn.session)
+        kv.home = member.engine.id
+        kv.lies_at(member.engine.id)
+        if self.entrance is not None:
+            kv.returned = None
+            self.entrance.settled(turn, member)
+        if self._special:
+            doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
+            self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
+
+    def _leave_home(self, turn: Turn, kv: SessionKv, home: Member) -> None:
+        home.sessions.discard(turn.session)
+        home.kv.drop(turn.session)
+        kv.home = kv.returned = None
+        kv.cached.pop(home.engine.id, None)
+
+    def _work(self, turn: Turn, kv: SessionKv, member: Member, *, prefill: bool, decode: bool) -> float:
+        """Engine seconds that the request is predicted to take there; 0 without a model: counts alone say the load."""
+        model = self.router.routes.model
+        if model is None:
+            return 0.0
+        kind, tokens = member.seat.kind, turn.length
+        seconds = 0.0
+        if prefill:
+            cached = min(kv.cached.get(member.engine.id, 0), tokens)
+            if not decode and kv.home is not None:
+                cached = max(cached, min(kv.cached.get(kv.home, 0), tokens) if kv.returned is not None else 0)
+            seconds += model.prefill_s(kind, max(tokens - cached, 1), cached)
+        if decode:
+            seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))
+        return seconds
