@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from rollart.spec.cluster import ClusterFunctions
 
 __all__ = [
-    "RESOLVED",
+    "FOR_PEOPLE",
     "INTERRUPTED",
+    "RESOLVED",
     "cluster_functions",
     "colour",
     "crash_directory",
@@ -43,6 +44,9 @@ INTERRUPTED = 130
 
 RESOLVED = "resolved.yaml"
 """A run's specs as it was started; a directory with this file is a run."""
+
+FOR_PEOPLE = ("table", "html")
+"""Formats in which numbers are rounded and names are cut."""
 
 crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
 """Directory of the run that is being worked on: an unexpected error leaves its traceback there."""

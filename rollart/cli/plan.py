@@ -22,6 +22,9 @@ __all__ = ["plan"]
 
 WHAT_IF = "--what-if"
 
+SEEDS, STEPS = 1, 10
+"""Of `--simulate`, as `rollart simulate` has them."""
+
 
 class _Plan(click.Command):
     """Takes all changes that follow `--what-if`: `--what-if h20=+32 price.h800=4.10`."""
@@ -66,9 +69,20 @@ def _some_change(spread: Sequence[str], inside: bool) -> None:
 )  # fmt: skip
 @click.option("--fast", is_flag=True, help="Leave out the baselines and what more hardware would buy.")
 @click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
+@click.option("--simulate", is_flag=True, help="Also simulate the plan, and show its figures beside the plan's.")
+@click.option("--seeds", type=click.IntRange(1, 1000), help=f"Simulations of --simulate. Default: {SEEDS}.")
+@click.option("--steps", type=click.IntRange(1), help=f"Training steps of each. Default: {STEPS}.")
 @output_option
 def plan(
-    arguments: tuple[str, ...], cluster: Path | None, changes: tuple[str, ...], fast: bool, play: bool, output: str
+    arguments: tuple[str, ...],
+    cluster: Path | None,
+    changes: tuple[str, ...],
+    fast: bool,
+    play: bool,
+    simulate: bool,
+    seeds: int | None,
+    steps: int | None,
+    output: str,
 ) -> None:
     """Show what would run where, what it yields and costs, and why.
 
@@ -77,10 +91,17 @@ def plan(
     """
     from rollart.report.render import render
 
+    if not simulate and (seeds or steps):
+        raise UsageError("--seeds and --steps are of --simulate", remedy="add --simulate, or drop them")
+    if simulate and changes:
+        raise UsageError("--simulate and --what-if", remedy="write the change into the spec, or drop one")
     run_file, overrides = split_arguments(arguments)
     with native_output_to_stderr():
         specs = read(run_file, cluster, overrides, play=play)
-        report = _report(specs, changes, fast=fast)
+        if simulate:
+            report = _simulated(specs, fast=fast, seeds=seeds or SEEDS, steps=steps or STEPS)
+        else:
+            report = _report(specs, changes, fast=fast)
     click.echo(render(report, output, width=width(), colour=colour()), nl=False)
 
 
@@ -106,6 +127,16 @@ def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
 
     after, _ = _forecast(changed(specs, changes))
     return compared(before, after, changes)
+
+
+def _simulated(specs: Specs, *, fast: bool, seeds: int, steps: int) -> Report:
+    from rollart.cli.plan_simulated import simulated
+    from rollart.cli.plan_tables import described
+
+    resolved, extra = _forecast(specs)
+    table, notes = simulated(resolved, seeds=seeds, steps=steps)  # first: what cannot be simulated is told at once
+    report = described(resolved, fast=fast, extra=extra)
+    return replace(report, tables=(report.tables[0], table, *report.tables[1:]), notes=(*report.notes, *notes))
 
 
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:

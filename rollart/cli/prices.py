@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from rollart.cli.context import cluster_functions, colour, output_option, width
+from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, output_option, width
 
 if TYPE_CHECKING:
     from rollart.compose.price_files import Change
@@ -58,7 +58,7 @@ def list_(cluster: Path | None, output: str) -> None:
     columns = (Column("name"), Column("unit"), Column("usd", "text"), Column("date"), Column("age_days", "count"),
                Column("source", wrap=True))  # fmt: skip
     rows = tuple(
-        (p.name, p.unit, p.usd if output != "table" else _usd(p.usd), str(p.date), p.age_days(today), p.source)
+        (p.name, p.unit, _usd(p.usd) if output in FOR_PEOPLE else p.usd, str(p.date), p.age_days(today), p.source)
         for p in sorted(found, key=lambda p: (p.unit != "device-hour", p.name, p.unit))
     )
     old = [p.name for p in found if p.age_days(today) > STALE_DAYS]
@@ -142,7 +142,7 @@ def _show(changed: Sequence[Change], into: Path, output: str) -> None:
         Column("after", "text"),
         Column("source", wrap=True),
     )
-    people = output == "table"
+    people = output in FOR_PEOPLE
     rows = tuple(
         (c.name, c.unit, _usd(c.before) if people else c.before, _usd(c.after) if people else c.after, c.source)
         for c in changed

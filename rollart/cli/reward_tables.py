@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import colour, width
+from rollart.cli.context import FOR_PEOPLE, colour, width
 from rollart.report.render import render
 from rollart.report.rows import Cell, Column, Report, Table
 
@@ -63,7 +63,7 @@ def show_deployed(
     found: Sequence[Deployed], output: str, notes: Sequence[str] = (), trials: Sequence[Trial] = ()
 ) -> None:
     """Functions or versions. `notes` go to the foot; `trials` are the calls that deploying them took."""
-    people = output == "table"
+    people = output in FOR_PEOPLE
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (d.function, d.provider, d.version[:DIGEST] if people else d.version, d.provider_version,
          "yes" if d.current else "", d.created[:19] if people else d.created, d.memory_mb, d.warm, d.concurrency,
@@ -102,7 +102,7 @@ def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
     if output == "json":
         rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
         click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
-    elif output == "csv":
+    elif output in ("csv", "html"):
         columns = (Column("t"), Column("source"), Column("text"))
         cells = tuple((line.t, line.source, line.text) for line in lines)
         _show(Report("logs", function, (Table("lines", "Lines", columns, cells),)), output)

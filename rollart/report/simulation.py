@@ -219,10 +219,10 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     mean = _mean(values)
     if len(values) < 2:
         return mean, None
-    from scipy.stats import t
+    from scipy.special import stdtrit  # scipy.stats would take a second to import
 
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return mean, float(t.ppf(0.975, len(values) - 1)) * deviation / math.sqrt(len(values))
+    return mean, float(stdtrit(len(values) - 1, 0.975)) * deviation / math.sqrt(len(values))
 
 
 def _mean(values: Iterable[float]) -> float:

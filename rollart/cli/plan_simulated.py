@@ -1,0 +1,79 @@
+"""`rollart plan --simulate`: what a simulation of the plan finds beside what the plan says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import click
+
+from placement.types import Placement, Role
+from rollart.compose.simulations import Task, simulate_all
+from rollart.errors import SpecError
+from rollart.report.rows import Cell, Column, Table
+from rollart.report.simulation import FIGURES, Finding, interval
+from rollart.spec.resolve import Resolved
+
+__all__ = ["beside", "simulated"]
+
+COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
+SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+
+
+def simulated(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
+    """Simulate the run's own schedule; the table and its notes. SpecError for what cannot be simulated."""
+    found = resolved.plan.placement
+    if found is not None and resolved.problem is None:
+        raise SpecError(
+            "a machine that was calibrated as a whole is predicted, not simulated (rule: GPUs of the catalogue)",
+            remedy="leave out --simulate: the plan's rate is already of all that its parts share",
+        )
+    name, first = resolved.run.schedule, resolved.run.seed
+    findings = simulate_all(
+        [Task(resolved, name, seed, steps) for seed in range(first, first + seeds)],
+        on_done=lambda one: click.echo(f"simulated seed {one.seed}: {one.seconds:,.0f} virtual seconds", err=True),
+    )
+    assert found is not None, "what has no placement cannot be simulated"
+    return beside(found, resolved.run.batch.trajectories, findings), _notes(findings, name)
+
+
+def beside(plan: Placement, batch: int, findings: Sequence[Finding]) -> Table:
+    """Figure by figure: the plan's, the simulation's mean with half of its 95 % interval, and the second over the
+    first. The plan knows no publish, and takes trajectories to come as evenly as they are trained."""
+    columns = (
+        Column("figure", people=False), Column("what"), Column("unit"), Column("plan", "number"),
+        Column("simulated", "number"), Column("±", "number"), Column("ratio", "number"),
+    )  # fmt: skip
+    figures = {figure.key: figure for figure in FIGURES}
+    planned = _planned(plan, batch)
+    rows: list[tuple[Cell, ...]] = []
+    for key in COMPARED:
+        figure = figures[key]
+        mean, half = interval([figure.of(one) for one in findings])
+        said = planned.get(key)
+        rows.append((key, figure.what, figure.unit, said, mean, half, mean / said if said else None))
+    return Table("simulated", "Beside a simulation", columns, tuple(rows))
+
+
+def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
+    """The plan's figures under the simulation's keys; those that it has."""
+    if not plan.rate > 0:
+        return {}
+    step_s = batch / plan.rate
+    found = {"step_s": step_s, "trajectories_per_s": plan.rate, "usd_per_1k": plan.usd_per_thousand_all}
+    trainers = plan.of(Role.TRAINER)
+    if trainers:
+        train_s = step_s * max(d.utilisation for d in trainers)
+        found |= {"train_s": train_s, "waited_s": step_s - train_s}
+    serving = [d for d in plan.deployments if d.role in SERVING]
+    devices = sum(d.devices for d in serving)
+    if devices:
+        found["engine_busy"] = math.fsum(d.devices * d.utilisation for d in serving) / devices
+    return found
+
+
+def _notes(findings: Sequence[Finding], schedule: str) -> tuple[str, ...]:
+    one = findings[0]
+    said = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
+    longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
+    return (said,) if longest is None else (said, f"longest wait there: {longest.replace('_', ' ')}")
