@@ -27,9 +27,10 @@ def report() -> None:
 @runs_option
 def cost(run: str | None, output: str, runs_dir: Path) -> None:
     """Show dollars: in all, by role and resource, per trajectory and token, and what was wasted on what."""
+    from rollart.report.run_page import cost_page
     from rollart.report.summarize import cost as summarize
 
-    _print(summarize(_rows(run, runs_dir)), output)
+    _print(summarize(_rows(run, runs_dir)), output, page=cost_page)
 
 
 @report.command()
@@ -40,7 +41,8 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
     """Show time: each resource's states, rates, and the domains' trajectories."""
     from rollart.report.utilization import utilization as summarize
 
-    _print(summarize(_rows(run, runs_dir)), output)
+    directory = find_run(run, runs_dir)
+    _print(summarize(_collect(directory)), output, page=lambda told: _with_timeline(told, directory))
 
 
 @report.command()
@@ -57,11 +59,7 @@ def timeline(run: str | None, output: str, runs_dir: Path) -> None:
     directory = find_run(run, runs_dir)
     with Reader(directory) as reader:
         found = found_in(reader)
-    summary = timeline_report(directory.resolve().name, found)
-    if output == "html":
-        click.echo(timeline_page(summary, found), nl=False)
-    else:
-        _print(summary, output)
+    _print(timeline_report(directory.resolve().name, found), output, page=lambda told: timeline_page(told, found))
 
 
 @report.command()
@@ -119,7 +117,20 @@ def _collect(directory: Path) -> RunRows:
         return collect(reader, directory.resolve().name)
 
 
-def _print(report: Report, output: str) -> None:
+def _with_timeline(report: Report, directory: Path) -> str:
+    from rollart.ledger.reader import Reader
+    from rollart.report.run_page import timeline_page
+    from rollart.report.timeline import timeline as found_in
+
+    with Reader(directory) as reader:
+        return timeline_page(report, found_in(reader))
+
+
+def _print(report: Report, output: str, page: Callable[[Report], str] | None = None) -> None:
+    """`page` makes the HTML where a report has more than tables to show."""
     from rollart.report.render import render
 
-    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+    if output == "html" and page is not None:
+        click.echo(page(report), nl=False)
+    else:
+        click.echo(render(report, output, width=width(), colour=colour()), nl=False)

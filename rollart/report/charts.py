@@ -21,7 +21,7 @@ WIDTH = 520.0
 LETTER = 6.4
 """About the width of a letter of 12 units."""
 
-WIDEST_LABEL = 150.0
+WIDEST_LABEL = 210.0
 VALUES = 108.0
 """Room for figures beside bars."""
 

@@ -39,6 +39,7 @@ p{margin:0}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;min-width:0;
 break-inside:avoid;margin:0 0 16px}
 .cards .card{margin:0}
+.spaced{margin-bottom:16px}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:5px 10px;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
@@ -83,7 +84,9 @@ ul.notes{color:var(--muted);font-size:12.5px;padding-left:18px;margin:8px 0 0}
 def page(report: Report, pictures: Sequence[Node] = ()) -> str:
     """Any report: pictures, if there are any, then its tables and notes."""
     tables = [card(table.title, table_of(table)) for table in report.tables if table.people]
-    return document(f"{report.kind} of {report.run}", "", [*pictures, *tables, *notes(report.notes)])
+    return document(
+        f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}", "", [*pictures, *tables, *notes(report.notes)]
+    )
 
 
 def document(title: str, about: str, parts: Sequence[Node]) -> str:

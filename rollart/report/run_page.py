@@ -1,29 +1,84 @@
-"""Pages of a run: its timeline over the tables of a report."""
+"""Pages of a run: pictures over the tables of a report, drawn from those tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rollart.report.markup import element
+from rollart.report.charts import Bar, Group, Segment, bars, legend
+from rollart.report.markup import Node, element
 from rollart.report.page import card, page
-from rollart.report.rows import Report, Table
+from rollart.report.rows import Cell, Report, Table
 from rollart.report.timeline import SKETCHES, Timeline
 from rollart.report.timeline_chart import duration, timeline_chart, timeline_legend
 
-__all__ = ["timeline_page"]
+__all__ = ["cost_page", "timeline_page"]
+
+MOST = 10
+"""Bars of a chart; the table below has all rows."""
+
+BUSY = (("busy", "busy"), ("not busy", "idle"))
+"""Name and class of the two parts of what a role costs."""
+
+
+def cost_page(report: Report) -> str:
+    """`report.summarize.cost`'s report with its dollars drawn."""
+    tables = {table.name: table for table in report.tables}
+    pictures = [
+        *_drawn("Dollars by role", "USD, busy and not", _by_role(tables["by_role"]), legend(BUSY)),
+        *_drawn("Idle and waste", "USD by role and cause", _single(tables["waste"], names=2, value=2)),
+        *_drawn(
+            "Engine time by what became of the trajectory", "USD", _single(tables["trajectories"], names=1, value=3)
+        ),
+    ]
+    return page(report, [element("div", *pictures, class_="cards spaced")] if pictures else [])
 
 
 def timeline_page(report: Report, found: Timeline) -> str:
     """Any report of a run with who did what when above it."""
     if not found.bands:
         return page(report)
-    report = replace(report, tables=tuple(_drawn(table) for table in report.tables))
+    report = replace(report, tables=tuple(_without_sketches(table) for table in report.tables))
     chart = element("div", timeline_chart(found), class_="scroll")
     under = f"{duration(found.seconds)}; height is the share of devices, or trajectories and calls at a time"
     return page(report, [card("Who did what when", timeline_legend([found]), chart, under=under)])
 
 
-def _drawn(table: Table) -> Table:
-    """Without the sketches in letters, which the picture is better than."""
+def _drawn(title: str, unit: str, groups: Sequence[Group], keys: Node | None = None) -> Iterable[Node]:
+    """A chart; nothing where there is nothing to draw."""
+    if any(bar.total > 0 for group in groups for bar in group.bars):
+        yield card(title, keys, bars(title, groups, show=_usd), under=unit)
+
+
+def _by_role(table: Table) -> list[Group]:
+    at = {column.name: n for n, column in enumerate(table.columns)}
+    groups = []
+    for row in table.rows[:MOST]:
+        name = str(row[at["role"]])
+        parts = (row[at["busy_usd"]], row[at["not_busy_usd"]])
+        segments = tuple(Segment(part, _number(usd), paint) for (part, paint), usd in zip(BUSY, parts, strict=True))
+        groups.append(Group(name, (Bar(name, segments),)))
+    return groups
+
+
+def _single(table: Table, *, names: int, value: int) -> list[Group]:
+    """One bar a row, the largest first: named by its first columns."""
+    rows = sorted(table.rows, key=lambda row: -_number(row[value]))
+    named = [(": ".join(str(cell).replace("_", " ") for cell in row[:names]), _number(row[value])) for row in rows]
+    return [Group(name, (Bar(name, (Segment(name, usd, "s0"),)),)) for name, usd in named[:MOST]]
+
+
+def _without_sketches(table: Table) -> Table:
+    """The picture is better than sketches in letters."""
     columns = tuple(replace(c, people=c.people and c.name not in SKETCHES) for c in table.columns)
     return replace(table, columns=columns)
+
+
+def _number(cell: Cell) -> float:
+    return float(cell) if isinstance(cell, int | float) else 0.0
+
+
+def _usd(value: float) -> str:
+    if value == 0 or abs(value) >= 100:
+        return f"${value:,.0f}"
+    return f"${value:,.2f}" if abs(value) >= 1 else f"${value:.3g}"
