@@ -25,6 +25,7 @@ from rollart.compose.providers import backend, pipeline_settings, ready, transla
 from rollart.compose.rewards import Rewards
 from rollart.compose.routing import SERVING, concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
+from rollart.compose.weights import patience_s, update_policy
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
@@ -270,7 +271,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         ),
         gateway=GatewayLimits(
             generate_s=leases.generate_s,
-            engine_s=leases.engine_start_s + leases.publish_s,
+            engine_s=leases.engine_start_s + leases.publish_s + patience_s(resolved),
             sync_s=leases.publish_s,
             slots=resolved.cluster.engines.max_slots,
             handoff_s=leases.handoff_s,
@@ -278,6 +279,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         train_s=leases.train_s,
         publish_s=leases.publish_s,
         overlap=run.weights.overlap,
+        updates=update_policy(resolved),
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),

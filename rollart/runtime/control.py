@@ -11,6 +11,7 @@ from rollart.model import EngineId, Group, PauseMode
 from rollart.policy.routing import Router
 from rollart.policy.schedules import InFlight, Schedule, Turns
 from rollart.policy.staleness import StalenessBound
+from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
@@ -29,6 +30,7 @@ from rollart.runtime.session import EvaluationPlan, Session
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone, Training
 from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
+from rollart.runtime.updating import UpdateRule
 
 __all__ = ["ControlPlane", "ControlSettings", "Hooks"]
 
@@ -48,6 +50,8 @@ class ControlSettings:
     publish_s: float = 120.0
     overlap: bool = False
     """Publish a version beside the next training step, where the schedule lets that begin before it is current."""
+    updates: UpdatePolicy | None = None
+    """How engines follow a version one by one, where the schedule lets them differ; None: all at once."""
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
     router: Router = field(default_factory=Router)
     seats: Mapping[str, Seat] = field(default_factory=dict)
@@ -123,7 +127,7 @@ class ControlPlane:
             publish_s=settings.publish_s,
             on_version=self._published,
             drained=self.scheduler.drained,
-            in_use=hooks.versions_in_use,
+            in_use=self._versions_in_use,
         )  # fmt: skip
         self._training = Training(
             trainer,
@@ -180,6 +184,10 @@ class ControlPlane:
             self.gateway, planner, leases, recorder, runner.meter, settings=self._settings.rebalance, fleet=fleet
         )
 
+    def _versions_in_use(self) -> Iterable[int]:
+        updates = self.gateway.updates
+        return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading())]
+
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
@@ -210,6 +218,8 @@ def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
 
 
 def _gateway(leases: Leases, recorder: Recorder, version: int, settings: ControlSettings, hooks: Hooks) -> Gateway:
+    rules, updates = settings.schedule.rules, settings.updates
+    differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and begin with one version
     return Gateway(
         leases,
         limits=settings.gateway,
@@ -219,5 +229,6 @@ def _gateway(leases: Leases, recorder: Recorder, version: int, settings: Control
         router=settings.router,
         seats=settings.seats,
         concurrency=None if settings.schedule.rules.turns is Turns.LOCKSTEP else settings.concurrency,
+        updates=UpdateRule(updates, rules.alpha) if updates is not None and differ else None,
         pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlight.TURN_REDONE else PauseMode.KEEP,
     )

@@ -25,6 +25,7 @@ from rollart.runtime.entrance import ConcurrencySettings, Entrance
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster
 from rollart.runtime.turns import GatewayLimits, Turn, Turns
+from rollart.runtime.updating import UpdateRule, Updates
 
 __all__ = ["Gateway", "GatewayLimits"]
 
@@ -50,9 +51,11 @@ class Gateway:
         seats: Mapping[str, Seat] | None = None,
         pause: PauseMode = PauseMode.KEEP,
         concurrency: ConcurrencySettings | None = None,
+        updates: UpdateRule | None = None,
     ) -> None:
         """`pause`: what a weight update does to turns under way. KEEP resumes them under the new weights, ABORT
-        generates them again from their history. `concurrency`: how many trajectories an engine takes; None: any."""
+        generates them again from their history. `concurrency`: how many trajectories an engine takes; None: any.
+        `updates`: how engines follow a version, one by one; None: all at once."""
         self._pause = pause
         self._leases = leases
         self._limits = limits
@@ -65,6 +68,11 @@ class Gateway:
             leases, limits, self._roster, router or Router(), version, self._doubt, self._event, concurrency
         )
         self._requests = 0
+        self.updates = None if updates is None else Updates(
+            updates, self._turns, self._roster, leases, limits=limits, pause=pause, suspect=self._suspect,
+            tell=self._event,
+        )  # fmt: skip
+        """Whoever runs the gateway runs these too."""
 
     @property
     def version(self) -> int:
@@ -112,7 +120,7 @@ class Gateway:
 
         Raises `EngineError` or `LeaseExpired` when it does not load.
         """
-        async with self._moving:
+        async with self._moving, self._alone(engine):
             current = weights()
             if loaded != current.version:
                 waiting_for = f"weights v{current.version} on {engine.id}"
@@ -140,6 +148,8 @@ class Gateway:
         member.healthy = False
         member.shares.hold(State.DOWN, cause)
         self._turns.unhome(member)
+        if self.updates is not None:
+            self._turns.notify()
 
     def spare(self, engine_id: EngineId) -> bool:
         """Whether the run can go on without this engine: another one serves, and stays."""
@@ -234,6 +244,8 @@ class Gateway:
 
     async def forget(self, session: str) -> None:
         """The trajectory is over: its engines may drop its KV."""
+        if self.updates is not None:
+            self.updates.ended(session)
         for member in self._turns.forget(session):
             with contextlib.suppress(EngineError):
                 await member.engine.release(session)
@@ -241,10 +253,26 @@ class Gateway:
     async def update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         """suspend -> update -> resume on every healthy engine; `on_version` runs once, while all stand still.
 
-        An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate.
+        An engine that fails is lost, and loads the version when it comes back. New turns wait at the gate. Where
+        engines follow one by one it returns at once, or when somebody may serve.
         """
+        if self.updates is not None:
+            await self.updates.ready(weights.version)
         async with self._moving:
-            await self._update(weights, on_version)
+            if self.updates is None:
+                await self._update(weights, on_version)
+            else:
+                self.updates.publish(weights, on_version)
+                if self.entrance is not None:
+                    self.entrance.report(weights.version)
+
+    async def settle(self) -> None:
+        """Returns when every engine that serves has the current version."""
+        if self.updates is not None:
+            await self.updates.settle()
+
+    def _alone(self, engine: Engine) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self.updates is None else self.updates.alone(engine.id)
 
     async def _update(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         self._turns.gate.clear()
@@ -303,7 +331,7 @@ class Gateway:
         looked at first: it may be healthy and hold the KV of everybody else. While weights load, slow is normal."""
         if isinstance(error, EngineError):
             self._suspect(member)
-        elif member.healthy and not self._moving.locked():
+        elif member.healthy and not member.updating and not self._moving.locked():
             if not member.doubted:
                 member.doubted, member.doubted_at = True, asyncio.get_running_loop().time()
             self._on_suspect(member.engine.id)

@@ -25,9 +25,9 @@ __all__ = [
     "TakenBack",
     "decode_params",
     "discard",
-    "prefill_id",
     "prefill_params",
     "prefill_request",
+    "spoilt",
 ]
 
 VERSIONED = "weight_version"
@@ -83,16 +83,17 @@ class Pulls:
         self._leases = leases
         self._returned = returned
         """Told when an engine that drains has lent its last KV."""
-        self._open: dict[str, asyncio.Timeout] = {}
+        self._open: dict[str, tuple[asyncio.Timeout, frozenset[str]]] = {}
+        """Legs, and the engines that have to do with each."""
         self._taken: set[str] = set()
         self._settled = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def pull(self, request: GenerateRequest, source: Member) -> AsyncIterator[None]:
+    async def pull(self, request: GenerateRequest, source: Member, home: Member) -> AsyncIterator[None]:
         """The body is the decode leg: until it ends, `source` may be asked for the KV, and must be there."""
         source.lent += 1
         try:
-            async with self.leg(request, prefills=False):
+            async with self.leg(request, source, home, prefills=False):
                 yield
         finally:
             source.lent -= 1
@@ -100,13 +101,13 @@ class Pulls:
                 self._returned()
 
     @contextlib.asynccontextmanager
-    async def leg(self, request: GenerateRequest, *, prefills: bool) -> AsyncIterator[None]:
+    async def leg(self, request: GenerateRequest, *members: Member, prefills: bool) -> AsyncIterator[None]:
         """The body is a leg of a hand-off. `TakenBack` in it when an update takes it back."""
         if not prefills and VERSIONED in (request.kv_transfer or {}):
             yield
             return
         scope = asyncio.timeout(None)
-        self._open[request.request_id] = scope
+        self._open[request.request_id] = scope, frozenset(m.engine.id for m in members)
         try:
             async with scope:
                 yield
@@ -120,13 +121,16 @@ class Pulls:
             if not self._taken:
                 self._settled.set()
 
-    async def take_back(self, seconds: float) -> int:
-        """Before the weights move: end these legs and wait for their engines to let go, at most `seconds`. How many."""
+    async def take_back(self, seconds: float, engine: str | None = None) -> int:
+        """Before the weights move (of one engine, or of all): end these legs and wait for their engines to let go, at
+        most `seconds`. How many."""
         now = asyncio.get_running_loop().time()
-        for request_id, scope in self._open.items():
-            self._taken.add(request_id)
-            scope.reschedule(now)
-        count = len(self._taken)
+        mine = [r for r, (_, engines) in self._open.items() if engine is None or engine in engines]
+        for request_id in mine:
+            if request_id not in self._taken:  # by the update of the leg's other engine
+                self._taken.add(request_id)
+                self._open[request_id][0].reschedule(now)
+        count = len(self._taken) if engine is None else len(mine)
         if not count:
             return 0
         self._settled.clear()
@@ -137,8 +141,25 @@ class Pulls:
         return count
 
 
+def spoilt(version: int, source: Member, home: Member, known: Mapping[str, Member]) -> HandoffFailed | None:
+    """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
+    for member in (source, home):
+        name = member.engine.id
+        if known.get(name) is not member or not member.healthy:
+            return HandoffFailed(f"{name} is gone")
+        if member.updating:
+            return TakenBack("the weights change")
+        if member.version != version:
+            return HandoffFailed(f"{name} has v{member.version}")
+        if member.draining:
+            return TakenBack(f"{name} drains")
+    return None
+
+
 async def discard(member: Member, request_id: str, leases: Leases, seconds: float) -> None:
-    """Nobody will pull this KV: the engine may drop it. Its own lease does so if this fails."""
+    """Nobody will pull the KV of this request's prefill leg: the engine may drop it. Its own lease does so if this
+    fails."""
+    request_id = prefill_id(request_id)
     with contextlib.suppress(EngineError, LeaseExpired):
         async with leases.hold(request_id, f"its KV to be dropped by {member.engine.id}", seconds, Expiry.RETRY):
             await member.engine.abort([request_id])

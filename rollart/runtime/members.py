@@ -39,6 +39,10 @@ class Member:
     doubted: bool = False
     doubted_at: float = 0.0
     draining: bool = False
+    updating: bool = False
+    """New weights load, while other engines serve."""
+    delaying: bool = False
+    """It puts new weights off until what lives here has ended, and takes nothing new."""
     running: int = 0
     lent: int = 0
     """Requests elsewhere that may still fetch KV from here."""
@@ -53,7 +57,7 @@ class Member:
 
     @property
     def serves(self) -> bool:
-        return self.healthy and not self.doubted and not self.draining
+        return self.healthy and not (self.doubted or self.draining or self.updating)
 
     @property
     def keeps(self) -> bool:
@@ -85,9 +89,11 @@ class Member:
 @dataclass(slots=True)
 class SessionKv:
     """A trajectory's KV: its home, how many tokens of it lie where, and what a prefill engine needs to fetch it from
-    home (`returned`, an opaque value of the engines). All of it is of weights `version`."""
+    home (`returned`, an opaque value of the engines). All of it is of weights `version`. `begun`: the version of its
+    first token, where engines serve different ones."""
 
     version: int
+    begun: int | None = None
     home: str | None = None
     cached: dict[str, int] = field(default_factory=dict)
     held: tuple[str, ...] = ()
@@ -160,6 +166,19 @@ class Roster:
         return any(
             m.serves and m.version == version and m.seat.role is not EngineRole.PREFILL for m in self.members.values()
         )
+
+    def serving(self, kv: SessionKv | None, version: int, lag: int, slots: int) -> int | None:
+        """The version under which a trajectory has its next turn while engines lag behind `version`: its home's, or
+        else the newest that an engine with a free slot serves. None older than `lag` publishes, nor than its first
+        token (`policy.updates.may_serve`); None while there is no such engine."""
+        begun = None if kv is None else kv.begun
+        oldest = version - lag if begun is None else max(version - lag, begun)
+        home = None if kv is None or kv.home is None else self.members.get(EngineId(kv.home))
+        if home is not None and home.serves and home.version >= oldest:
+            return home.version
+        able = [m for m in self.members.values() if m.serves and not m.delaying and m.version >= oldest]
+        able = [m for m in able if m.seat.role is not EngineRole.PREFILL] or able
+        return max(((m.running < slots, m.version) for m in able), default=(False, None))[1]
 
     def views(
         self,

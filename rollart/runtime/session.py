@@ -61,6 +61,8 @@ class Session:
         async with asyncio.TaskGroup() as tasks:
             if self._supervisor is not None:
                 background.append(tasks.create_task(self._supervisor.run(self._parts), name="supervision"))
+            if self._gateway.updates is not None:
+                background.append(tasks.create_task(self._gateway.updates.run(), name="updates"))
             if self._rebalancer is not None:
                 background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
             if self._gateway.entrance is not None:
@@ -84,5 +86,6 @@ class Session:
 
     async def _evaluate(self, label: str) -> None:
         if self._plan.episodes:
+            await self._gateway.settle()
             results = await self._evaluation.run(label, self._gateway.version, self._plan.episodes)
             self._on_evaluation(label, results)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from rollart.model import Sampling
 
-__all__ = ["GatewayLimits", "Turn"]
+__all__ = ["Again", "Failed", "GatewayLimits", "Turn"]
+
+
+class Failed(Exception):
+    """An attempt failed and another engine may succeed."""
+
+
+class Again(Exception):
+    """Nothing failed, but the way is no more: weights changed or an engine drains. Routed anew, as often as that is."""
 
 
 @dataclass(frozen=True, slots=True)

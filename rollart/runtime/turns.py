@@ -11,22 +11,14 @@ from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
-from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_id, prefill_request
+from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_request, spoilt
 from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster, SessionKv
-from rollart.runtime.turn import GatewayLimits, Turn
+from rollart.runtime.turn import Again, Failed, GatewayLimits, Turn
 from rollart.runtime.ways import Way, Ways
 
 __all__ = ["GatewayLimits", "Turn", "Turns"]
-
-
-class _Failed(Exception):
-    """An attempt failed and another engine may succeed."""
-
-
-class _Again(Exception):
-    """Nothing failed, but the way is no more: weights changed or an engine drains. Routed anew, as often as that is."""
 
 
 class Turns(Ways):
@@ -65,6 +57,11 @@ class Turns(Ways):
         if self.entrance is not None:
             self.entrance.pump()
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next `notify`."""
+        return self._changed
+
     async def quiet(self, member: Member) -> None:
         """Returns when nothing runs on the engine and nobody fetches KV from it."""
         while member.running or member.lent:
@@ -79,24 +76,25 @@ class Turns(Ways):
                 completion = await self._attempt(turn)
                 self.served += 1
                 return completion
-            except _Failed as failed:
+            except Failed as failed:
                 last = str(failed)
                 # A hand-off that failed sends the turn home, and that is its first attempt.
                 failures += at_home == turn.at_home
-            except _Again:
+            except Again:
                 continue
         raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
 
     async def _attempt(self, turn: Turn) -> Completion:
         kv, home, source = self._route_now(turn) or await self._route(turn)
-        request = self._request(turn)
-        before, version = turn.spent, self.version
+        request = self._request(turn, kv.version)
+        before, version, current = turn.spent, kv.version, self.version
         if source is not None:
             params = await self._prefill(turn, kv, request, source, home)
             if params is None:
                 turn.at_home = True
                 kv, home, source = await self._route(turn)
-                request = self._request(turn)
+                version = kv.version
+                request = self._request(turn, version)
             else:
                 request = dataclasses.replace(request, kv_transfer=params)
         work = 0.0 if not self._special else self._work(turn, kv, home, prefill=source is None, decode=True)
@@ -108,16 +106,20 @@ class Turns(Ways):
             if source is None:
                 completion = await self._leg(turn, home, request, limit, work, generates=True)
             else:
-                async with self.pulls.pull(request, source):
+                async with self.pulls.pull(request, source, home):
                     completion = await self._leg(turn, home, request, limit, work, generates=True)
         except (EngineError, LeaseExpired) as error:
             wasted, way = turn.spent - before, (kv, home, source)
-            raise await self._unanswered(turn, way, request, error, wasted, moved=self.version != version) from None
+            moved = self.version != current or home.version != version or home.updating
+            raise await self._unanswered(turn, way, request, error, wasted, moved=moved) from None
         finally:
             if self.entrance is not None:
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
-        if completion.finish is FinishReason.ABORT and (self.version != version or not self.gate.is_set()):
-            raise _Again  # ended by a weight update: generated again from its history
+        moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
+        if completion.finish is FinishReason.ABORT and moved:
+            raise Again  # ended by a weight update: generated again from its history
+        if self.lag and kv.begun is None and completion.spans:
+            kv.begun = completion.spans[0].version
         if source is not None:
             source.breaker.succeeded()
         if self._special:
@@ -144,7 +146,7 @@ class Turns(Ways):
                 self._handoff_failed(turn, source, home, error, wasted)
                 turn.at_home = True
             await self._drop(source, request)
-            return _Again() if again else _Failed(str(error))
+            return Again() if again else Failed(str(error))
         retryable = not isinstance(error, EngineError) or error.retryable
         if retryable:
             self._leave_home(turn, kv, home)
@@ -155,15 +157,15 @@ class Turns(Ways):
         if not retryable:
             return error
         if home.draining:  # it was drained away under a long turn
-            return _Again()
-        return _Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
+            return Again()
+        return Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
     async def _prefill(
         self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
     ) -> Mapping[str, object] | None:
         """The first leg: what the decode engine is to be told; None if the turn has to prefill at home after all.
-        `_Again` if it is to be routed anew."""
-        version, before = self.version, turn.spent
+        `Again` if it is to be routed anew."""
+        version, before = kv.version, turn.spent
         work = self._work(turn, kv, source, prefill=True, decode=False)
         # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted.
         waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
@@ -176,12 +178,12 @@ class Turns(Ways):
         if self.entrance is not None:
             source.kv.begin(turn.session, turn.length)
         try:
-            async with self.pulls.leg(ask, prefills=True):
+            async with self.pulls.leg(ask, source, prefills=True):
                 answer = await self._leg(turn, source, ask, limit, work, generates=False)
             params = decode_params(answer, source.engine.id)
         except TakenBack:
             await self._drop(source, request)
-            raise _Again from None
+            raise Again from None
         except (EngineError, LeaseExpired) as error:
             self._handoff_failed(turn, source, home, error, turn.spent - before)
             if isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
@@ -189,35 +191,28 @@ class Turns(Ways):
             return None
         finally:
             source.kv.end(turn.session, turn.length)
-        spoilt = self._fenced(version, source, home)
-        if spoilt is None or (isinstance(spoilt, TakenBack) and self.version == version):
+        why = self._fenced(version, source, home)
+        if why is None or (isinstance(why, TakenBack) and source.version == version):
             kv.cached[source.engine.id] = turn.length
-        if spoilt is None:
+        if why is None:
             return params
-        if not isinstance(spoilt, TakenBack):
-            self._handoff_failed(turn, source, home, spoilt, turn.spent - before)
+        if not isinstance(why, TakenBack):
+            self._handoff_failed(turn, source, home, why, turn.spent - before)
         await self._drop(source, request)
-        if isinstance(spoilt, TakenBack):
-            raise _Again
+        if isinstance(why, TakenBack):
+            raise Again
         return None
 
     def _fenced(self, version: int, source: Member, home: Member) -> HandoffFailed | None:
         """Why KV that `source` computed under `version` may not go to `home` now; None if it may."""
-        if self.version != version or not self.gate.is_set():
+        if (not self.lag and self.version != version) or not self.gate.is_set():
             return TakenBack("the weights change")
-        for member in (source, home):
-            if self._roster.members.get(member.engine.id) is not member or not member.healthy:
-                return HandoffFailed(f"{member.engine.id} is gone")
-            if member.version != version:
-                return HandoffFailed(f"{member.engine.id} has v{member.version}")
-            if member.draining:
-                return TakenBack(f"{member.engine.id} drains")
-        return None
+        return spoilt(version, source, home, self._roster.members)
 
     async def _drop(self, source: Member, request: GenerateRequest) -> None:
         """Nobody will pull what `source` keeps for this request."""
         if source.healthy:
-            await discard(source, prefill_id(request.request_id), self._leases, self._limits.handoff_s)
+            await discard(source, request.request_id, self._leases, self._limits.handoff_s)
 
     async def _leg(
         self, turn: Turn, member: Member, request: GenerateRequest, seconds: float, work: float, *, generates: bool
@@ -227,9 +222,9 @@ class Turns(Ways):
         if work:
             member.expect(work, asyncio.get_running_loop().time())
         # Told once per version: the turn is one turn, whichever attempt of it samples the first token.
-        if generates and member.running <= self._limits.slots and turn.told != self.version:
-            turn.told = self.version
-            turn.sent(self.version)
+        if generates and member.running <= self._limits.slots and turn.told != member.version:
+            turn.told = member.version
+            turn.sent(member.version)
         member.shares.begin(request.request_id)
         what = "generation" if generates else "prefill"
         try:
@@ -249,7 +244,8 @@ class Turns(Ways):
         """The way of the turn by what is known now; waits for the gate and for an eligible engine."""
         while True:
             if self.entrance is not None:
-                turn.begun = self._known(turn.session).tokens > 0
+                known = self._sessions.get(turn.session)
+                turn.begun = known is not None and known.tokens > 0
                 await self.entrance.enter(turn)
             found = self._route_now(turn)
             if found is not None:
@@ -260,18 +256,19 @@ class Turns(Ways):
 
     def _generated(self, turn: Turn, kv: SessionKv, home: Member, completion: Completion, remote: bool) -> None:
         """What the engines hold now. KV that was computed before an update which has happened since is of no use."""
-        if kv.version != self.version:
-            kv.expire(self.version)
+        version = home.version if self.lag else self.version
+        if kv.version != version:
+            kv.expire(version)
         kv.was_remote = remote
-        if home.keeps and completion.spans and completion.spans[-1].version == self.version:
+        if home.keeps and completion.spans and completion.spans[-1].version == version:
             kv.cached[home.engine.id] = turn.length + max(completion.sampled - 1, 0)
             kv.returned = completion.kv_transfer
         self._book.answered(turn.domain, completion.sampled)
 
-    def _request(self, turn: Turn) -> GenerateRequest:
+    def _request(self, turn: Turn, version: int) -> GenerateRequest:
         turn.sends += 1
         return GenerateRequest(
-            f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{self.version}"
+            f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{version}"
         )
 
     def _handoff_failed(

@@ -29,6 +29,8 @@ class Ways:
         self._special = False
         """Whether routing needs more than load and version."""
         self.version = version
+        self.lag = 0
+        """How far engines may be behind it and serve, while some are."""
         self._tell = tell
         self._sessions: dict[str, SessionKv] = {}
         self._book = DomainBook(tell)
@@ -77,8 +79,10 @@ class Ways:
         """None while the gate is closed or no engine is eligible."""
         if not self.gate.is_set():
             return None
-        version, roster = self.version, self._roster
-        kv = self._known(turn.session)
+        kv, roster = self._known(turn.session), self._roster
+        if kv is None:
+            return None
+        version = kv.version
         home = roster.home(kv.home, version)
         if self.entrance is not None and (home is None or turn.session not in home.kv) and roster.serve(version):
             return None  # it has to be let in
@@ -92,12 +96,18 @@ class Ways:
             self._settle(turn, kv, decode, path.preferred)
         return kv, decode, None if path.prefill is None else roster.members[path.prefill]
 
-    def _known(self, session: str) -> SessionKv:
-        kv = self._sessions.get(session)
+    def _known(self, session: str) -> SessionKv | None:
+        """Of the version that its next turn is to have; None while no engine may serve it."""
+        kv, version = self._sessions.get(session), self.version
+        if self.lag:
+            serving = self._roster.serving(kv, version, self.lag, self._limits.slots)
+            if serving is None:
+                return None
+            version = serving
         if kv is None:
-            kv = self._sessions[session] = SessionKv(self.version)
-        elif kv.version != self.version:
-            kv.expire(self.version)
+            kv = self._sessions[session] = SessionKv(version)
+        elif kv.version != version:
+            kv.expire(version)
         return kv
 
     def _place(self, turn: Turn) -> bool | None:
@@ -105,9 +115,9 @@ class Ways:
         if not self.gate.is_set():
             return False
         roster, kv = self._roster, self._known(turn.session)
-        if not roster.serve(self.version):
+        if kv is None or not roster.serve(kv.version):
             return None
-        home = roster.home(kv.home, self.version)
+        home = roster.home(kv.home, kv.version)
         if home is not None and turn.session in home.kv:
             return True
         assert self.entrance is not None
@@ -128,8 +138,8 @@ class Ways:
         """`takes`: of the engines that generate, only those may be a home."""
         roster = self._roster
         if not self._special:
-            loads = roster.loads(turn.session, self.version)
-            chosen = choose_engine(loads, sticky=None, version=self.version)
+            loads = roster.loads(turn.session, kv.version)
+            chosen = choose_engine(loads, sticky=None, version=kv.version)
             return None if chosen is None else Path(chosen, None, "least loaded")
         view = TurnView(
             tokens=turn.length,
@@ -143,12 +153,12 @@ class Ways:
         now = asyncio.get_running_loop().time()
         path = route(
             roster.views(
-                turn.session, self.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
+                turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
             ),
             view,
             self.router,
             sticky=None if home is None else kv.home,
-            version=self.version,
+            version=kv.version,
             homes=self._book.homes(turn.domain),
         )
         if path is not None and takes is None:

@@ -17,6 +17,7 @@ from rollart.policy.replication import FilterSettings
 from rollart.policy.routing import Router
 from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
+from rollart.policy.updates import UpdatePolicy
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -63,6 +64,7 @@ class SimulatedRun:
     max_fault_rate: float = 1.0
     token_budget: int | None = None
     overlap: bool = False
+    updates: UpdatePolicy | None = None
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
     filter: FilterSettings = field(default_factory=FilterSettings)
@@ -140,6 +142,7 @@ class SimulatedRun:
             schedule,
             token_budget=self.token_budget,
             overlap=self.overlap,
+            updates=self.updates,
             waits=self.waits,
             gateway=self.limits,
             router=self.router,
@@ -200,6 +203,7 @@ def make(
     tokens: int = 2,
     seed: int = 0,
     engine_s: Callable[..., float] | None = None,
+    load_s: Callable[..., float] | None = None,
     env_s: Callable[..., float] | None = None,
     reward_s: Callable[..., float] | None = None,
     train_s: Callable[..., float] | None = None,
@@ -229,7 +233,10 @@ def make(
         domains,
         alpha,
         steps,
-        [SimulatedEngine(f"e{i}", version=version, seed=seed, tokens=tokens, seconds=engine_s) for i in range(engines)],
+        [
+            SimulatedEngine(f"e{i}", version=version, seed=seed, tokens=tokens, seconds=engine_s, load_s=load_s)
+            for i in range(engines)
+        ],
         SimulatedTrainer(seed, train_s, fail_steps),
         SimulatedRewarder(seed, reward_s, reward_faults, reward_of),
         journal or memory,

@@ -31,7 +31,7 @@ class Moved:
 
 @dataclass(slots=True)
 class _Pull:
-    """Buckets of one version at one engine."""
+    """Buckets of one version at one engine: in its host's memory, until they are loaded."""
 
     version: int
     arrived: int = 0
@@ -73,12 +73,13 @@ class WeightTransfer:
         self._prefetch = prefetch
         self._stored: dict[int, int] = {}
         """Buckets in the store, by version that is being pushed or was."""
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, dict[int, _Pull]] = {}
+        """By engine, of versions that it has not loaded: the newest two, and one that it waits for."""
         self.moved: dict[int, Moved] = {}
 
     def subscribe(self, engine: str) -> None:
         """The engine fetches new versions from now on."""
-        self._pulls.setdefault(engine, _Pull(-1))
+        self._pulls.setdefault(engine, {})
 
     def unsubscribe(self, engine: str) -> None:
         """It is gone, with all that it had fetched."""
@@ -105,22 +106,26 @@ class WeightTransfer:
         began, version = loop.time(), weights.version
         self._stored.setdefault(version, self.buckets)
         self.subscribe(engine)
-        if self._pulls[engine].version < version:
-            self._pulls[engine] = _Pull(version)
-        self._pulls[engine].wanted = True
+        pull = self._pulls[engine].setdefault(version, _Pull(version))
+        pull.wanted = True
         self._fetch(engine, version)
-        await self._pulls[engine].complete.wait()
+        await pull.complete.wait()
         await asyncio.sleep(self._load_s)
+        for old in [v for v in self._pulls.get(engine, ()) if v < version]:
+            del self._pulls[engine][old]
         report = self.moved.setdefault(version, Moved(version))
         report.exposed_s[engine] = loop.time() - began
 
     def _fetch(self, engine: str, version: int) -> None:
         """The next bucket that the engine lacks, if it is in the store and nothing else is under way."""
-        pull = self._pulls.get(engine)
-        if pull is None or pull.version > version:
+        pulls = self._pulls.get(engine)
+        if pulls is None or (version not in pulls and any(v > version for v in pulls)):
             return
-        if pull.version < version:
-            pull = self._pulls[engine] = _Pull(version)
+        if version not in pulls:
+            newest = max(pulls, default=version)
+            for old in [v for v, p in pulls.items() if v < newest and (not p.wanted or p.complete.is_set())]:
+                del pulls[old]
+        pull = pulls.setdefault(version, _Pull(version))
         if pull.moving or pull.arrived >= self._stored[version] or not (self._prefetch or pull.wanted):
             return
         pull.moving, pull.began = True, asyncio.get_running_loop().time()
@@ -133,5 +138,5 @@ class WeightTransfer:
         seconds[engine] = seconds.get(engine, 0.0) + asyncio.get_running_loop().time() - pull.began
         if pull.arrived == self.buckets:
             pull.complete.set()
-        elif self._pulls.get(engine) is pull:
+        elif self._pulls.get(engine, {}).get(pull.version) is pull:
             self._fetch(engine, pull.version)

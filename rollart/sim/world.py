@@ -74,8 +74,11 @@ class SimulatedEngine:
         seed: int = 0,
         tokens: int = 1,
         seconds: Callable[[random.Random], float] | None = None,
+        load_s: Callable[[random.Random], float] | None = None,
     ) -> None:
         self._id = EngineId(name)
+        self._load_s = load_s
+        self._lives = 0
         self._version = version
         self._tokens = tokens
         self._seconds = seconds
@@ -90,6 +93,10 @@ class SimulatedEngine:
     @property
     def id(self) -> EngineId:
         return self._id
+
+    @property
+    def version(self) -> int:
+        return self._version
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._check()
@@ -138,11 +145,18 @@ class SimulatedEngine:
 
     async def update_weights(self, weights: WeightsRef) -> None:
         self._check()
+        life = self._lives
+        if self._load_s is not None:
+            await asyncio.sleep(self._load_s(self._random))
+            self._check()
+            if life != self._lives:
+                raise EngineError(f"{self._id} died", retryable=True)
         self._version = weights.version
 
     def restart(self, version: int) -> None:
         """It came back after a failure, with these weights."""
         self.fail = False
+        self._lives += 1
         self._version = version
         self._resumed.set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from rollart.spec.base import Entry
@@ -16,4 +18,22 @@ class WeightsSpec(Entry):
         default=False,
         description="Write a version, and push it to the engines' store, beside the next training step; it is current "
         "once it is complete and committed. Without effect under `sync` and `sync_plus`.",
+    )
+    update: Literal["all", "delayed", "staggered"] = Field(
+        default="all",
+        description="all: every engine stands still, loads, and goes on; delayed: each engine first ends the "
+        "trajectories that live on it; staggered: some load while others serve. Others than `all` need a schedule "
+        "with a window of groups and `staleness` of at least 1.",
+    )
+    longest_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="Longest time that an engine puts an update off, seconds; only with `delayed`, where it is 120.",
+    )
+    fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Largest share of the engines that load at a time; only with `staggered`, where it is 0.25.",
     )

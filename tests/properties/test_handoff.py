@@ -18,6 +18,7 @@ from rollart.fleet import EngineKind, EngineRole, Move, MoveKind, Observed, Prop
 from rollart.policy.affinity import Affinity
 from rollart.policy.pricing import rule
 from rollart.policy.routing import Router
+from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.turns import GatewayLimits, Turns
 from rollart.sim import loop
@@ -127,6 +128,33 @@ def test_nothing_is_lost_mixed_or_generated_twice_whatever_fails(
     rng = random.Random(seed)
     if flips or deaths or slow:
         loop.run(disturbed(world, rng, flips=flips, deaths=deaths, slow=slow), seed=seed)
+    else:
+        loop.run(world.run.run(), seed=seed)
+    world.check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prefill=st.integers(1, 2),
+    decode=st.integers(1, 3),
+    both=st.integers(0, 2),
+    versioned=st.booleans(),
+    seed=st.integers(0, 10_000),
+    flips=st.booleans(),
+    deaths=st.booleans(),
+    updates=st.sampled_from([Staggered(0.3), Staggered(1.0), Delayed(0.5), Delayed(1e6)]),
+)
+def test_nothing_is_mixed_where_engines_take_versions_one_by_one(
+    prefill: int, decode: int, both: int, versioned: bool, seed: int, flips: bool, deaths: bool, updates: UpdatePolicy
+) -> None:
+    """Both legs of a hand-off are of one version, whichever their engines have."""
+    world = World(
+        prefill=prefill, decode=decode, both=both, versioned=versioned, seed=seed, alpha=2, pace=BUSY, handoff_s=20.0,
+        train_s=0.05, steps=6,
+    )  # fmt: skip
+    world.run.updates = updates
+    if flips or deaths:
+        loop.run(disturbed(world, random.Random(seed), flips=flips, deaths=deaths, slow=False), seed=seed)
     else:
         loop.run(world.run.run(), seed=seed)
     world.check()

@@ -1,0 +1,29 @@
+"""How engines follow a version: the run spec's words as a policy."""
+
+from __future__ import annotations
+
+from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
+from rollart.spec.resolve import Resolved
+
+__all__ = ["patience_s", "update_policy"]
+
+LONGEST_S = 120.0
+"""As long as a turn's generation may take by default: most iterations end by themselves."""
+
+
+def update_policy(resolved: Resolved) -> UpdatePolicy | None:
+    """None: all engines at once."""
+    weights = resolved.run.weights
+    match weights.update:
+        case "delayed":
+            return Delayed(LONGEST_S if weights.longest_s is None else weights.longest_s)
+        case "staggered":
+            return Staggered() if weights.fraction is None else Staggered(weights.fraction)
+        case "all":
+            return None
+
+
+def patience_s(resolved: Resolved) -> float:
+    """How much longer a turn may have to wait for an engine than a restart and an update take, seconds."""
+    policy = update_policy(resolved)
+    return policy.longest_s if isinstance(policy, Delayed) else 0.0

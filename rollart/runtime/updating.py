@@ -1,0 +1,222 @@
+"""Engines that take new weights one by one, each when the policy says so, while others serve the version before.
+
+With one update of all at once (`Gateway`) a version is current when every engine has it. Here it is current once it is
+complete and committed; engines follow, never further behind than alpha, and turns go to those that may serve them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field
+
+from rollart.errors import EngineError, LeaseExpired
+from rollart.fleet import EngineRole
+from rollart.ledger.intervals import State
+from rollart.model import EngineId, PauseMode, WeightsRef
+from rollart.policy.lease import Expiry
+from rollart.policy.updates import AllAtOnce, Delayed, EngineState, Reason, UpdatePolicy, may_publish
+from rollart.runtime.homes import Tell
+from rollart.runtime.leases import Leases
+from rollart.runtime.members import Member, Roster
+from rollart.runtime.turns import GatewayLimits, Turns
+
+__all__ = ["UpdateRule", "Updates"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """How engines follow, and how far behind they may be, in publishes."""
+
+    policy: UpdatePolicy
+    alpha: int
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """What lived on each engine when the version became current: what a delayed update waits for."""
+
+    homes: dict[str, str] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    def ended(self, session: str) -> bool:
+        """Whether it was the last one of its engine."""
+        engine = self.homes.pop(session, None)
+        if engine is None:
+            return False
+        self.left[engine] -= 1
+        return not self.left[engine]
+
+
+class Updates:
+    """Owns the updates of single engines. `publish` is called by the gateway and waits until somebody may serve the
+    version before or an engine has loaded it; `run` owns the tasks and waits for a change of the fleet, for the end of
+    an iteration, or for the time that an engine may put its update off. `settle` waits until every engine has the
+    current version.
+
+    Invariants: no turn begins on an engine that is more than alpha publishes behind, nor on one that is older than the
+    trajectory's first token; an engine is updated by one task at a time, and joins only when none is.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        turns: Turns,
+        roster: Roster,
+        leases: Leases,
+        *,
+        limits: GatewayLimits,
+        pause: PauseMode,
+        suspect: Callable[[Member], None],
+        tell: Tell,
+    ) -> None:
+        self._policy = rule.policy
+        self._alpha = rule.alpha
+        self._turns = turns
+        self._roster = roster
+        self._leases = leases
+        self._limits = limits
+        self._pause = pause
+        self._suspect = suspect
+        self._tell = tell
+        self._weights: WeightsRef | None = None
+        self._since = 0.0
+        self._iteration = _Iteration()
+        self._due: float | None = None
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._loading: dict[str, int] = {}
+        self._settling = 0
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as self._tasks:
+            while True:
+                changed = self._turns.changed
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self._due):
+                        await changed.wait()
+                self._plan()
+
+    async def ready(self, version: int) -> None:
+        """Returns when `version` may become current: somebody may serve then, or nobody will by waiting."""
+        with self._leases.note("publish", f"an engine that serves beside v{version}"):
+            while not may_publish(self._states(prefill=False), version=version, alpha=self._alpha):
+                await self._turns.changed.wait()
+
+    def publish(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
+        """The version is current from now on."""
+        self._weights, self._due = weights, None
+        self._since = asyncio.get_running_loop().time()
+        self._iteration = _Iteration()
+        for member in self._roster.members.values():
+            name = member.engine.id
+            self._iteration.left[name] = len(member.sessions)
+            self._iteration.homes |= dict.fromkeys(member.sessions, name)
+        self._turns.version = weights.version
+        on_version(weights.version)
+        self._plan()
+        self._turns.notify()
+
+    def ended(self, session: str) -> None:
+        """The trajectory is over."""
+        if self._iteration.ended(session) and self._due is not None:
+            self._turns.notify()
+
+    async def settle(self) -> None:
+        """Every engine that serves gets the current version now; returns when they have it."""
+        self._settling += 1
+        try:
+            self._plan()
+            while any(m.updating or (m.serves and m.version != self._turns.version) for m in self._members()):
+                await self._turns.changed.wait()
+        finally:
+            self._settling -= 1
+
+    @contextlib.asynccontextmanager
+    async def alone(self, engine_id: str) -> AsyncIterator[None]:
+        """No update of this engine while the body runs."""
+        async with self._locks.setdefault(engine_id, asyncio.Lock()):
+            yield
+
+    def loading(self) -> Iterable[int]:
+        """Versions that an engine is reading: they may not be pruned."""
+        return tuple(self._loading.values())
+
+    def _members(self) -> Iterable[Member]:
+        return self._roster.members.values()
+
+    def _states(self, *, prefill: bool) -> list[EngineState]:
+        """Engines that only prefill serve nobody alone: they are looked at apart. One that is being looked at or
+        drained is as good as down."""
+        now = asyncio.get_running_loop().time()
+        since = math.inf if self._due is not None and now >= self._due else now - self._since
+        return [
+            EngineState(
+                m.engine.id,
+                m.version,
+                busy=self._iteration.left.get(m.engine.id, 0),
+                healthy=m.healthy and not (m.doubted or m.draining),
+                updating=m.updating,
+                since_s=since,
+            )
+            for m in self._members()
+            if (m.seat.role is EngineRole.PREFILL) is prefill
+        ]
+
+    def _plan(self) -> None:
+        """Start what is to be updated now, and say what may serve meanwhile."""
+        if self._weights is None or self._tasks is None:
+            return
+        policy: UpdatePolicy = AllAtOnce() if self._settling else self._policy
+        version, members = self._turns.version, self._roster.members
+        waits = False
+        for prefill in (False, True):
+            states = self._states(prefill=prefill)
+            plan = policy.plan(states, version=version, alpha=self._alpha)
+            for state in states:
+                member = members[EngineId(state.id)]
+                member.delaying = state.id in plan.drain
+                if state.id in plan.update:
+                    self._start(member, self._weights, plan.update[state.id])
+            waits = waits or bool(plan.drain)
+        self._due = self._since + policy.longest_s if waits and isinstance(policy, Delayed) else None
+        behind = any(m.healthy and m.version < version for m in members.values())
+        self._turns.lag = self._alpha if behind else 0
+
+    def _start(self, member: Member, weights: WeightsRef, why: Reason) -> None:
+        assert self._tasks is not None, "planned while `run` runs"
+        member.updating = True
+        self._tasks.create_task(self._update(member, weights, why), name=f"sync {member.engine.id}")
+
+    async def _update(self, member: Member, weights: WeightsRef, why: Reason) -> None:
+        name, now = member.engine.id, asyncio.get_running_loop().time
+        began = now()
+        self._loading[name] = weights.version
+        member.shares.hold(State.SYNC)
+        try:
+            async with (
+                self.alone(name),
+                self._leases.hold(
+                    "publish", f"weights v{weights.version} on {name}", self._limits.sync_s, Expiry.RESTART_PART
+                ),
+            ):
+                taken = await self._turns.pulls.take_back(self._limits.sync_s, name)
+                if taken:
+                    self._tell("handoffs_taken_back", f"v{weights.version}", count=taken, engine=name)
+                await member.engine.pause(self._pause)
+                await member.engine.update_weights(weights)
+                member.version = weights.version
+                await member.engine.resume()
+            member.shares.release()
+            seconds = round(now() - began, 6)
+            self._tell("engine_updated", name, version=weights.version, reason=str(why), seconds=seconds)
+        except (EngineError, LeaseExpired):
+            self._suspect(member)
+        finally:
+            del self._loading[name]
+            member.updating = False
+        self._plan()
+        self._turns.notify()

@@ -1,0 +1,48 @@
+"""Update policies over modelled engines: the product's control plane, the weights' way, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollart.compose.simulate import simulate
+from rollart.ledger.reader import Reader
+from rollart.report.rows import collect
+from rollart.spec.resolve import Resolved
+from tests.compose.test_simulate import Make, made, specs  # noqa: F401
+
+BASE = ("staleness=2", "placement.train.seconds_per_step=2.0")
+
+
+def updates(directory: Path) -> list[tuple[int, str]]:
+    with Reader(directory) as reader:
+        events = [e for e in reader.events() if e.kind == "engine_updated"]
+    return [(int(e.fields["version"] or 0), str(e.fields["reason"])) for e in events]
+
+
+@pytest.mark.parametrize("update", ["delayed", "staggered"])
+@pytest.mark.parametrize("schedule", ["rollart", "areal", "roll_flash"])
+def test_engines_follow_one_by_one(made: Make, tmp_path: Path, update: str, schedule: str) -> None:  # noqa: F811
+    resolved: Resolved = made(*BASE, f"weights.update={update}", "weights.overlap=true")
+    for fuzz in range(2):
+        done = simulate(resolved, tmp_path / str(fuzz), schedule=schedule, steps=5, fuzz=fuzz)
+        assert [s.trajectories for s in done.steps] == [16] * 5
+        lags = {lag for s in done.steps for lag in s.lags}
+        assert max(lags) <= 2 or schedule == "areal"
+        followed = updates(done.directory)
+        assert followed
+        assert {why for _, why in followed} <= {"idle", "waited", "alpha", "new_version"}
+
+
+def test_the_same_trace_for_the_same_seed(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    resolved = made(*BASE, "weights.update=staggered")
+    one, same = (simulate(resolved, tmp_path / n, seed=3, steps=3) for n in ("a", "b"))
+    assert one.trace == same.trace
+
+
+def test_a_schedule_of_whole_batches_updates_all_at_once(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    done = simulate(made(*BASE, "weights.update=staggered"), tmp_path / "run", schedule="sync_plus", steps=2)
+    assert updates(done.directory) == []
+    with Reader(done.directory) as reader:
+        assert collect(reader, "run").facts.trained_samples == 32

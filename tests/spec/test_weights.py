@@ -1,0 +1,36 @@
+"""What a run may ask of its weights' way to the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollart.errors import SpecError
+from rollart.spec.load import load_run
+
+Write = Callable[..., Path]
+RUN = (Path(__file__).parent / "run.yaml").read_text()
+
+
+def test_all_engines_at_once_and_nothing_beside_by_default(write: Write) -> None:
+    weights = load_run(write()).weights
+    assert (weights.update, weights.overlap) == ("all", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("weights: {update: later}", "weights.update is 'later' (rule: 'all', 'delayed' or 'staggered')"),
+        ("weights: {update: staggered, fraction: 0}", "weights.fraction is 0 (rule: greater than 0"),
+        ("weights: {update: staggered, longest_s: 5}", "longest_s is given with update 'staggered' (rule: only with"),
+        ("schedule: one_off\nweights: {update: delayed}", "weights.update is delayed under `schedule: one_off`"),
+        ("staleness: 0\nweights: {update: staggered}", "staggered with staleness 0 (rule: all, or staleness of at"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_its_place(write: Write, text: str, problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_run(write(RUN.replace("staleness: 1\n", "") + text + "\n"))
+    assert problem in caught.value.message
+    assert "run.yaml:1" in caught.value.message, "the line of it"
