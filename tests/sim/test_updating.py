@@ -35,6 +35,14 @@ def test_engines_follow_one_by_one(made: Make, tmp_path: Path, update: str, sche
         assert {why for _, why in followed} <= {"idle", "waited", "alpha", "new_version"}
 
 
+@pytest.mark.parametrize("update", ["delayed", "staggered"])
+def test_where_kv_memory_bounds_what_engines_take_in(made: Make, tmp_path: Path, update: str) -> None:  # noqa: F811
+    resolved: Resolved = made(*BASE, f"weights.update={update}", "rollout.concurrency.mode=on")
+    done = simulate(resolved, tmp_path / "run", steps=5, fuzz=1)
+    assert [s.trajectories for s in done.steps] == [16] * 5
+    assert updates(done.directory)
+
+
 def test_the_same_trace_for_the_same_seed(made: Make, tmp_path: Path) -> None:  # noqa: F811
     resolved = made(*BASE, "weights.update=staggered")
     one, same = (simulate(resolved, tmp_path / n, seed=3, steps=3) for n in ("a", "b"))
