@@ -1,4 +1,4 @@
-"""Recorded runs for `rollart simulate`: which one is meant, what of it is played, and how well it is predicted."""
+"""What `rollart simulate` is given besides specs: recorded runs, and fault plans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rollart.errors import UsageError
 
 if TYPE_CHECKING:
     from rollart.compose.simulate import Replay
+    from rollart.spec.faults import FaultPlanSpec
     from rollart.spec.resolve import Resolved
 
-__all__ = ["check_run", "named_run", "prepared"]
+__all__ = ["check_run", "named_run", "prepared", "read_faults"]
 
 
 def named_run(run: Path | None, runs: Path) -> Path | None:
@@ -48,6 +49,19 @@ def prepared(
         return found.resolved, found.replay, found.note
     resolved = forecast(specs)
     return resolved, None, f"plan: {resolved.plan.binds}"
+
+
+def read_faults(path: Path, resolved: Resolved, replay: Replay | None) -> FaultPlanSpec:
+    """A fault plan whose names are parts and functions of this run."""
+    from rollart.compose.faults import parts_of
+    from rollart.compose.simulated_functions import behaviours
+    from rollart.spec.load import load_faults
+
+    if resolved.problem is None:
+        functions = []  # the simulation says what is missing
+    else:
+        functions = [b.spec.name for b in behaviours(resolved, None if replay is None else replay.recording)]
+    return load_faults(path, list(parts_of(resolved)), functions)
 
 
 def check_run(recorded: Path, output: str) -> None:

@@ -18,7 +18,7 @@ from rollart.cli.context import (
     writable,
 )
 from rollart.cli.launch import split_arguments
-from rollart.cli.replays import check_run, named_run, prepared
+from rollart.cli.replays import check_run, named_run, prepared, read_faults
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ STEPS = 10
 @click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle what happens at the same instant.")
 @click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep ledgers there, for rollart report.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with charts there.")
+@click.option("--faults", type=click.Path(path_type=Path), help="What dies and comes back (`rollart schema faults`).")
 @click.option("--replay", metavar="RUN", help="Repeat the trajectories and rewards of a recorded run.")
 @click.option("--resample", is_flag=True, help="Draw recorded trajectories instead of repeating them in their order.")
 @click.option("--check", is_flag=True, help="Simulate a recorded run as it was: predicted against recorded.")
@@ -60,6 +61,7 @@ def simulate(
     fuzz: int | None,
     keep: Path | None,
     html: Path | None,
+    faults: Path | None,
     replay: str | None,
     resample: bool,
     check: bool,
@@ -82,12 +84,13 @@ def simulate(
     if check:
         if recorded is None:
             raise UsageError(f"--check of {run or 'the quickstart'} (rule: of a recorded run, its name or directory)")
-        if cluster or overrides or policies or replay or steps is not None or keep or html:
+        if cluster or overrides or policies or replay or steps is not None or keep or html or faults:
             raise UsageError("--check simulates a recorded run as it was", remedy="leave everything but RUN out")
         return check_run(recorded, output)
     of = None if replay is None else find_run(replay, runs_dir)
     with native_output_to_stderr():
         resolved, replayed, note = prepared(recorded, run, cluster, overrides, of, resample)
+        plan = None if faults is None else read_faults(faults, resolved, replayed)
     if steps is None:
         steps = STEPS if replayed is None else replayed.recording.seen.steps
     drawn = output == "html" or html is not None
@@ -96,7 +99,7 @@ def simulate(
     tasks = [
         Task(
             resolved, name, seed, steps, None if keep is None else keep / f"{name}-{seed}", fuzz,
-            timeline=drawn and seed == resolved.run.seed, replay=replayed,
+            timeline=drawn and seed == resolved.run.seed, replay=replayed, faults=plan,
         )
         for name in ([resolved.run.schedule] if policies is None else _names(policies))
         for seed in range(resolved.run.seed, resolved.run.seed + seeds)

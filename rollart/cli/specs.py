@@ -14,7 +14,7 @@ __all__ = ["schema", "validate"]
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 def validate(files: tuple[str, ...]) -> None:
-    """Check run, cluster and price files.
+    """Check run, cluster, price and fault files.
 
     Every problem comes with its file, line and column.
     """
@@ -33,7 +33,7 @@ def validate(files: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("kind", metavar="run|cluster|prices")
+@click.argument("kind", metavar="run|cluster|prices|faults")
 def schema(kind: str) -> None:
     """Print the JSON Schema of a spec, for editors."""
     from rollart.spec.schema import json_schema

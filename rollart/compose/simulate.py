@@ -17,9 +17,10 @@ from placement.architecture import Shape as ModelShape
 from placement.roofline import Roofline
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity
+from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
 from rollart.compose.routing import SERVING, PlannedTurns, seat
-from rollart.compose.simulated_functions import SimulatedFunctions, behaviours
+from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, troubled
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
 from rollart.ledger.writer import FLUSH_SECONDS
@@ -40,6 +41,7 @@ from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import Moved, WeightTransfer
 from rollart.sim.workload import PRESETS, Answers, Generated, Replayed, Shape, Workload
+from rollart.spec.faults import LINK, FaultPlanSpec
 from rollart.spec.resolve import Resolved
 
 __all__ = ["Replay", "Simulated", "simulate"]
@@ -70,6 +72,8 @@ class Simulated:
     steps: tuple[StepSeen, ...]
     moved: tuple[Moved, ...]
     directory: Path
+    trouble: TroubleSeen | None = None
+    """What a fault plan did."""
 
 
 def simulate(
@@ -81,10 +85,11 @@ def simulate(
     steps: int | None = None,
     fuzz: int | None = None,
     replay: Replay | None = None,
+    faults: FaultPlanSpec | None = None,
     on_step: Callable[[StepSeen], None] = lambda _: None,
 ) -> Simulated:
     """Play the run; its ledger stays in `directory`. `fuzz` shuffles what happens at the same instant, `replay` repeats
-    what a recorded run did.
+    what a recorded run did, `faults` says what dies.
 
     SpecError for a run or a cluster that cannot be modelled, ValueError for a schedule that is none.
     """
@@ -100,7 +105,7 @@ def simulate(
         measure=mass_of,
         evaluation=EvaluationPlan(0),
     )
-    return virtual.run(_main(resolved, directory, settings, name, seed, replay, on_step), seed=fuzz)
+    return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step), seed=fuzz)
 
 
 async def _main(
@@ -110,6 +115,7 @@ async def _main(
     name: str,
     seed: int,
     replay: Replay | None,
+    faults: FaultPlanSpec | None,
     on_step: Callable[[StepSeen], None],
 ) -> Simulated:
     loop = asyncio.get_running_loop()
@@ -119,9 +125,11 @@ async def _main(
     # A recorded publish has the journal's time in it.
     flush_s = FLUSH_SECONDS if replay is None or replay.machine is None else 0.0
     with Traced(directory, clock=loop.time, config=config, flush_s=flush_s) as ledger:
-        async with SimulatedFunctions(behaviours(resolved, recording), resolved, ledger, seed) as rewarder:
+        functions = troubled(behaviours(resolved, recording), faults)
+        async with SimulatedFunctions(functions, resolved, ledger, seed) as rewarder:
+            trouble = Trouble(faults or FaultPlanSpec(), resolved, seed)
             run = ModelledRun(
-                [_domain(resolved, n, seed, replay) for n in range(len(resolved.run.domains))],
+                [_domain(resolved, n, seed, replay, trouble) for n in range(len(resolved.run.domains))],
                 world.places(),
                 world.trainer(),
                 world.trained_by(),
@@ -130,10 +138,13 @@ async def _main(
                 ledger,
                 unused=world.unused(),
                 on_step=on_step,
+                beside=trouble.beside,
+                restart_s=resolved.run.leases.engine_start_s,
             )
+            trouble.begin(run, world.links())
             await run.run()
         moved = tuple(world.transfer.moved.values())
-        return Simulated(name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory)
+        return Simulated(name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.seen(run))
 
 
 class _Cluster:
@@ -166,6 +177,18 @@ class _Cluster:
             push=SharedLink(PUSH if elsewhere else RDMA),
             pull=lambda engine: self._pulls.setdefault(engine, SharedLink(RDMA)),
         )
+
+    def links(self) -> dict[str, SharedLink]:
+        """By the names that fault plans use. None where publishes were recorded: no link has a part in them."""
+        if self._seen is not None:
+            return {}
+        found = {f"{LINK}weights": self.transfer.pushed_over}
+        for a in self._resolved.plan.assignments:
+            if a.role in SERVING:
+                found[f"{LINK}weights-{a.name}"] = self._pulls.setdefault(a.name, SharedLink(RDMA))
+        for one, other in kv_pairs(self._resolved):
+            found[f"{LINK}kv-{one}-{other}"] = self._between(one, other)
+        return found
 
     def places(self) -> list[Place]:
         fabric = KvFabric(self._link)
@@ -230,7 +253,9 @@ class _Cluster:
 
     def _link(self, source: str, target: str) -> SharedLink:
         """Between the pools of two engines; all their hand-offs share it."""
-        a, b = sorted((self._pool_of[source], self._pool_of[target]))
+        return self._between(*sorted((self._pool_of[source], self._pool_of[target])))
+
+    def _between(self, a: str, b: str) -> SharedLink:
         if (a, b) not in self._shared:
             gb_per_s, latency_s = self._links.get((a, b), (math.inf, 0.0))
             given = gb_per_s < math.inf
@@ -242,10 +267,13 @@ class _Cluster:
         return Billed(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
 
 
-def _domain(resolved: Resolved, number: int, seed: int, replay: Replay | None) -> Domain:
+def _domain(resolved: Resolved, number: int, seed: int, replay: Replay | None, trouble: Trouble) -> Domain:
     spec = resolved.run.domains[number]
     solved = None if spec.profile is None else spec.profile.solved
-    world = World(_workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved)
+    world = World(
+        _workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved, hosts=trouble.hosts,
+        faults=trouble.resets,
+    )  # fmt: skip
     return Domain(
         name=spec.name,
         environment=world.make,

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
 from rollart.compose.recording import Recording
 from rollart.ports import Rewarder
 from rollart.sim import scoring
 from rollart.sim.modelled import Traced
+from rollart.spec.faults import FaultPlanSpec, FunctionTroubleSpec, matching
 from rollart.spec.resolve import Resolved
 from serverless.backends.simulated import Profile, SimulatedBackend
 from serverless.deploy.package import build
 from serverless.pipeline import Offload
 from serverless.spec import BatchSpec, FunctionSpec
-from serverless.types import Invocation
+from serverless.types import FaultKind, Invocation
 
-__all__ = ["Behaviour", "SimulatedFunctions", "behaviours"]
+__all__ = ["Behaviour", "SimulatedFunctions", "behaviours", "troubled"]
 
 COLD_S = 0.5
 """Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
+
+TROUBLE = (
+    FaultKind.THROTTLED, FaultKind.CRASH, FaultKind.OUT_OF_MEMORY, FaultKind.TIMEOUT, FaultKind.UNAVAILABLE
+)  # fmt: skip
+"""Kinds of faults that a fault plan gives probabilities of, by the names of its keys."""
 
 SCORE = "rollart.sim.scoring:score"
 
@@ -56,6 +62,28 @@ def behaviours(resolved: Resolved, recording: Recording | None) -> list[Behaviou
                    "requirements": (), "preload": ()}  # fmt: skip
         found.append(Behaviour(spec.model_copy(update=changed), seen, domains))
     return found
+
+
+def troubled(known: list[Behaviour], plan: FaultPlanSpec | None) -> list[Behaviour]:
+    """The functions as a fault plan has them: of several entries that name one, the first."""
+    found = []
+    for one in known:
+        entries = () if plan is None else plan.functions
+        entry = next((e for e in entries if any(matching(p, [one.spec.name]) for p in e.functions)), None)
+        found.append(one if entry is None else _in_trouble(one, entry))
+    return found
+
+
+def _in_trouble(one: Behaviour, entry: FunctionTroubleSpec) -> Behaviour:
+    faults = {kind: getattr(entry, kind.value) for kind in TROUBLE if getattr(entry, kind.value)}
+    cold_s = one.profile.cold_start_s if entry.cold_start_s is None else entry.cold_start_s
+    profile = replace(
+        one.profile, cold_start_s=cold_s, sigma=entry.spread, faults=faults or None, failed_start=entry.failed_start
+    )
+    if entry.concurrency is None:
+        return replace(one, profile=profile)
+    changed = {"concurrency": entry.concurrency, "warm": min(one.spec.warm, entry.concurrency)}
+    return replace(one, profile=profile, spec=one.spec.model_copy(update=changed))
 
 
 class SimulatedFunctions:

@@ -17,9 +17,11 @@ from pathlib import Path
 from rollart.compose.simulate import Replay, Simulated, simulate
 from rollart.errors import RollartError, RunFailed
 from rollart.ledger.reader import Reader
+from rollart.report.faults import INFRA_FAULT, fault_cost
 from rollart.report.rows import collect
 from rollart.report.simulation import Finding, StepTimes, finding
 from rollart.report.timeline import timeline
+from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.resolve import Resolved
 
 __all__ = ["Task", "found_in", "simulate_all"]
@@ -38,6 +40,7 @@ class Task:
     timeline: bool = False
     """Whether its finding says who did what when."""
     replay: Replay | None = None
+    faults: FaultPlanSpec | None = None
 
 
 def simulate_all(
@@ -84,6 +87,9 @@ def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
     """The figures of a simulation from its ledger."""
     with Reader(done.directory) as reader:
         rows = collect(reader, done.directory.name)
+        faults = None
+        if done.trouble is not None:
+            faults = fault_cost(rows, reader.events(INFRA_FAULT), done.trouble)
         drawn = timeline(reader).labelled(f"{done.schedule}, seed {done.seed}") if with_timeline else None
     steps = [
         StepTimes(s.ended, s.waited_s, s.train_s, s.ended - s.began - s.train_s, s.trajectories, s.tokens)
@@ -91,7 +97,7 @@ def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
     ]
     lags: Counter[int] = sum((s.lags for s in done.steps), Counter())
     found = finding(rows, steps, lags, schedule=done.schedule, seed=done.seed, trace=done.trace)
-    return replace(found, timeline=drawn)
+    return replace(found, timeline=drawn, faults=faults)
 
 
 def _one(task: Task, directory: Path) -> Finding:
@@ -110,6 +116,7 @@ def _one(task: Task, directory: Path) -> Finding:
                 steps=task.steps,
                 fuzz=task.fuzz,
                 replay=task.replay,
+                faults=task.faults,
             ),
             with_timeline=task.timeline,
         )

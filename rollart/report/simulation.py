@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.ledger.intervals import State
+from rollart.report.faults import FaultCost, faults_table
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
 from rollart.report.summarize import cost_lines, waste
 from rollart.report.timeline import Timeline
@@ -39,6 +40,8 @@ class Finding:
     lags: Mapping[int, int] = field(default_factory=dict)
     waste: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
+    faults: FaultCost | None = None
+    """What a fault plan cost."""
     timeline: Timeline | None = None
     """Where it was asked for."""
 
@@ -132,13 +135,16 @@ def simulation(run: str, found: Sequence[Finding], notes: Sequence[str] = ()) ->
         *(f"trace {f.trace}: {f.schedule}, seed {f.seed}" for f in found),
         *notes,
     )
-    tables = (
+    tables: tuple[Table, ...] = (
         _figures(by),
         _shares_of_lags(by),
         _sums("waste", "Idle and waste, dollars per 1,000 trajectories", by, _per_1k),
         _sums("waits", "Waiting, device-hours", by, lambda f: {k: v / 3600 for k, v in f.waits.items()}),
         _each(found),
     )
+    costs = {name: [f.faults for f in own if f.faults is not None] for name, own in by.items()}
+    if all(costs.values()):
+        tables = (*tables, faults_table(costs))
     return Report("simulate", run, tables, foot)
 
 

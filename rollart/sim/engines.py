@@ -43,6 +43,8 @@ class ModelledEngine(ContinuousBatch):
         super().__init__(name, steps, version=version, limits=limits or EngineLimits())
         self._load = load
         self._dead = False
+        self.lost_tokens = self.lost_kv_tokens = 0
+        """Tokens of answers under way, and of KV of running requests and idle sessions, that it had when it died."""
 
     @property
     def id(self) -> EngineId:
@@ -150,6 +152,8 @@ class ModelledEngine(ContinuousBatch):
         if dead and not self._dead:
             self._catch_up()
             jobs, quiet = list(self._jobs.values()), self._quiet
+            self.lost_tokens += sum(j.generated(self._service) for j in jobs)
+            self.lost_kv_tokens += int(self._context + self.retained.total)
             self._empty()
             for job in jobs:
                 job.phase = Phase.OVER

@@ -16,8 +16,9 @@ from rollart.sim.draws import generator
 from rollart.sim.environments import Host
 from rollart.sim.fleet import Mortal
 from rollart.sim.links import SharedLink
+from rollart.sim.trainers import ModelledTrainer
 
-__all__ = ["FaultPlan", "Happened", "Outage", "Rate", "Subject", "engine", "host", "link"]
+__all__ = ["FaultPlan", "Happened", "Outage", "Rate", "Subject", "engine", "host", "link", "trainer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ def host(of: Host) -> Subject:
         of.up = up
 
     return Subject(lambda: set_up(False), lambda: set_up(True))
+
+
+def trainer(part: ModelledTrainer) -> Subject:
+    """A trainer whose devices are gone; its restart waits for them."""
+    return Subject(part.leave, part.come_back)
 
 
 def link(of: SharedLink, *, rate: float = 0.0) -> Subject:

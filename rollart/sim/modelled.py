@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import EngineId, WeightsRef
+from rollart.policy.lease import Expiry
 from rollart.ports import Clock, Rewarder
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -115,10 +117,15 @@ class ModelledRun:
     ledger: Ledger
     unused: Sequence[Billed] = ()
     on_step: Callable[[StepSeen], None] = lambda _: None
+    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """What happens to the world while the run is on; ends with it."""
+    restart_s: float = math.inf
+    """Longest wait for the trainer's devices to come back; then the restart has failed."""
     seen: list[StepSeen] = field(default_factory=list)
     ended: float = 0.0
     """Loop seconds at which it was over: devices are paid until then."""
     control: ControlPlane = field(init=False)
+    _leases: Leases = field(init=False)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
     _looked_at: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
     _tasks: asyncio.TaskGroup | None = None
@@ -126,6 +133,7 @@ class ModelledRun:
     async def run(self) -> None:
         now = asyncio.get_running_loop().time
         clocks = [self.trained_by.clock(self.ledger), *(b.clock(self.ledger, cause="not_in_plan") for b in self.unused)]
+        self._leases = Leases(self.ledger)
         self.control = ControlPlane(
             self.domains,
             tokenizer=MassTokenizer(),
@@ -134,7 +142,7 @@ class ModelledRun:
             journal=self.ledger,
             weights=MemoryWeights(),
             recorder=self.ledger,
-            leases=Leases(self.ledger),
+            leases=self._leases,
             trainer_clock=clocks[0],
             version=0,
             settings=self.settings,
@@ -147,8 +155,9 @@ class ModelledRun:
             self.control.gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                around = [self._tasks.create_task(one(), name="what happens to the world") for one in self.beside]
                 await self.control.session().run(step=0, steps=self.settings.schedule.steps)
-                for task in self._looked_at.values():
+                for task in (*self._looked_at.values(), *around):
                     task.cancel()
         finally:
             self.ended = now()
@@ -157,7 +166,13 @@ class ModelledRun:
         await self.ledger.flush()
 
     async def _recover(self) -> None:
-        await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))
+        """A trainer whose devices are gone waits for them, as long as a start may take."""
+        weights = WeightsRef(self.control.gateway.version, "")
+        if self.restart_s == math.inf:
+            await self.trainer.restore(weights)
+            return
+        async with self._leases.hold("trainer", "its start", self.restart_s, Expiry.FAIL_RUN):
+            await self.trainer.restore(weights)
 
     def _suspect(self, engine_id: EngineId) -> None:
         task = self._looked_at.get(engine_id)

@@ -91,7 +91,8 @@ class ModelledTrainer:
 
     With `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push; what was
     staged took `publish_s` by then, and is pushed beside the next step. `fail` breaks the call that is under way (a
-    push at its next bucket) and all that follow, with `TrainerError`, until `restore`.
+    push at its next bucket) and all that follow, with `TrainerError`, until `restore`, which waits for devices
+    that `leave`.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ModelledTrainer:
         self._transfer = transfer
         self._publish_s = publish_s
         self._dead = False
+        self._gone: asyncio.Future[None] | None = None
         self.streams = streams
         self._open: list[TrainSample] | None = None
         self._staged: set[int] = set()
@@ -165,7 +167,20 @@ class ModelledTrainer:
         self._staged.discard(version)
         return WeightsRef(version, f"v{version:06d}")
 
+    def leave(self) -> None:
+        """Its devices are gone: it dies, and comes back no sooner than they do."""
+        self._gone = asyncio.get_running_loop().create_future()
+        self.fail = True
+
+    def come_back(self) -> None:
+        """The devices are there again; the process has to be restored."""
+        if self._gone is not None:
+            self._gone.set_result(None)
+            self._gone = None
+
     async def restore(self, weights: WeightsRef) -> None:
+        while self._gone is not None:
+            await asyncio.shield(self._gone)
         self._dead = False
         self._open = None
         self._staged.clear()

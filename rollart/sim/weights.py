@@ -77,6 +77,11 @@ class WeightTransfer:
         """By engine, of versions that it has not loaded: the newest two, and one that it waits for."""
         self.moved: dict[int, Moved] = {}
 
+    @property
+    def pushed_over(self) -> SharedLink:
+        """The link into the store."""
+        return self._push
+
     def subscribe(self, engine: str) -> None:
         """The engine fetches new versions from now on."""
         self._pulls.setdefault(engine, {})

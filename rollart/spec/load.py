@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.document import Document, Loc, Place, read_document
+from rollart.spec.faults import FaultPlanSpec, fault_problems
 from rollart.spec.overrides import apply_overrides
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import Problem, cluster_problems, price_problems, run_problems
@@ -28,6 +29,7 @@ __all__ = [
     "builtin",
     "kind_of",
     "load_cluster",
+    "load_faults",
     "load_file",
     "load_prices",
     "load_run",
@@ -37,7 +39,12 @@ __all__ = [
     "value_problem",
 ]
 
-SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList)
+SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList, FaultPlanSpec)
+
+
+KIND_MODELS: Mapping[str, type[BaseModel]] = {
+    "run": RunSpec, "cluster": ClusterSpec, "prices": PriceList, "faults": FaultPlanSpec,
+}  # fmt: skip
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -59,25 +66,27 @@ def load_prices(path: str | Path) -> PriceList:
     return _load(path, (), PriceList, "prices", price_problems)
 
 
+def load_faults(path: str | Path, parts: Sequence[str] | None = None, functions: Sequence[str] = ()) -> FaultPlanSpec:
+    """Read a fault plan; with the `parts` and `functions` of a run, also what it names."""
+    return _load(path, (), FaultPlanSpec, "faults", lambda plan: fault_problems(plan, Problem, parts, functions))
+
+
 def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
     """A price list that was not written as YAML, by the same rules. `where` names it in errors."""
     return _validate(Document(where, dict(values)), PriceList, "prices", price_problems)
 
 
-def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList:
+def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
     """Read any spec; what it is shows in its keys."""
-    loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList]] = {
-        "run": load_run, "cluster": load_cluster, "prices": load_prices,
+    loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList | FaultPlanSpec]] = {
+        "run": load_run, "cluster": load_cluster, "prices": load_prices, "faults": load_faults,
     }  # fmt: skip
     return loaders[kind_of(read_document(path).values)](path)
 
 
 def kind_of(values: Mapping[str, Any]) -> str:
-    """`run`, `cluster` or `prices`, by the keys that only one of them has."""
-    scores = {
-        kind: len(values.keys() & model.model_fields.keys())
-        for kind, model in (("run", RunSpec), ("cluster", ClusterSpec), ("prices", PriceList))
-    }
+    """`run`, `cluster`, `prices` or `faults`, by the keys that only one of them has."""
+    scores = {kind: len(values.keys() & model.model_fields.keys()) for kind, model in KIND_MODELS.items()}
     if "pools" in values:
         return "cluster"
     return max(scores, key=lambda kind: scores[kind])

@@ -17,7 +17,7 @@ __all__ = ["reference"]
 
 HEAD = """# Specs
 
-Every key of the three YAML files that `rollart` reads, generated from the models by
+Every key of the YAML files that `rollart` reads, generated from the models by
 `python -m rollart.spec.reference` (a test keeps this page current). Unknown keys are errors. Any key of a run can be
 set on the command line as `key=value` (`batch.trajectories=64`, `domains.lake.max_turns=5`), any key of the cluster
 as `cluster.key=value`.

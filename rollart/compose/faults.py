@@ -1,0 +1,150 @@
+"""A fault plan brought upon a simulation: its names become parts of the world, and what it cost is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from placement.types import Role
+from rollart.compose.routing import SERVING
+from rollart.report.faults import TroubleSeen
+from rollart.sim.environments import Host, ResetFaults
+from rollart.sim.faults import FaultPlan, Outage, Rate, Subject, engine, host, trainer
+from rollart.sim.links import SharedLink
+from rollart.sim.modelled import ModelledRun
+from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching
+from rollart.spec.resolve import Resolved
+
+__all__ = ["Trouble", "TroubleSeen", "kv_pairs", "parts_of"]
+
+
+def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
+    """What of a run can die, by name: each part is itself, a machine all parts that are on it. Hosts of environments
+    are the fault plan's own."""
+    found: dict[str, tuple[str, ...]] = {}
+    machines: dict[str, list[str]] = {}
+    per_host = {pool.name: pool.devices_per_host for pool in resolved.cluster.pools}
+    for a in resolved.plan.assignments:
+        if a.role not in (*SERVING, Role.TRAINER):
+            continue
+        found[a.name] = (a.name,)
+        size = per_host[a.pool]
+        for number in sorted({device // size for device in a.devices}) if size else ():
+            machines.setdefault(f"machine-{a.pool}-{number}", []).append(a.name)
+    links = [f"{LINK}weights", *(f"{LINK}weights-{a.name}" for a in resolved.plan.assignments if a.role in SERVING)]
+    links += [f"{LINK}kv-{a}-{b}" for a, b in kv_pairs(resolved)]
+    return {
+        **found,
+        **{name: tuple(own) for name, own in sorted(machines.items())},
+        **{name: (name,) for name in links},
+    }
+
+
+def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
+    """Pools between which KV is handed over, each pair sorted."""
+    plan = resolved.plan
+    return sorted({
+        (min(p.pool, d.pool), max(p.pool, d.pool)) for p in plan.of(Role.PREFILL) for d in plan.of(Role.DECODE)
+    })  # fmt: skip
+
+
+class Trouble:
+    """The fault plan of one simulation. `hosts` and `resets` are for its environments; `begin` once the run is made;
+    `seen` when it is over."""
+
+    def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
+        self._plan, self._resolved = plan, resolved
+        self._seed = hash_of(plan.seed, seed)
+        self._faults = FaultPlan({})
+        self.hosts: Sequence[Host] = [Host(f"host-{n}") for n in range(plan.hosts)]
+        self.resets = None if plan.resets is None else _resets(plan.resets)
+
+    @property
+    def beside(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
+        return [lambda: self._faults.run()] if self._plan.outages or self._plan.rates else []
+
+    def begin(self, run: ModelledRun, links: Mapping[str, SharedLink]) -> None:
+        subjects: dict[str, Subject] = {h.name: host(h) for h in self.hosts}
+        for place in run.places:
+            subjects[str(place.engine.id)] = engine(place.engine, lambda: run.control.gateway.version)
+        subjects[run.trained_by.name] = trainer(run.trainer)
+        members = {**parts_of(self._resolved), **{h.name: (h.name,) for h in self.hosts}}
+        narrow: dict[str, _Narrowed] = {name: _Narrowed(of) for name, of in links.items()}
+
+        def named(entry: OutageSpec | RateSpec) -> list[tuple[str, ...]]:
+            """The subjects of an entry; a link that keeps a share of its bandwidth is one for each share."""
+            found: dict[tuple[str, ...], None] = {}
+            for pattern in entry.parts:
+                for name in matching(pattern, members):
+                    if name.startswith(LINK):
+                        if name not in narrow:
+                            continue  # of a replay, whose publishes were recorded
+                        subject = f"{name} at {entry.left:g}" if entry.left else name
+                        subjects[subject] = narrow[name].subject(entry.left)
+                        found[(subject,)] = None
+                    else:
+                        found[members[name]] = None
+            return list(found)
+
+        outages = [
+            Outage([n for names in named(o) for n in names], o.at_s, math.inf if o.seconds is None else o.seconds)
+            for o in self._plan.outages
+        ]
+        rates = [Rate(named(r), r.every_s, r.seconds) for r in self._plan.rates]
+        self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
+
+    def seen(self, run: ModelledRun) -> TroubleSeen | None:
+        """None where nothing was planned."""
+        plan = self._plan
+        if not (plan.outages or plan.rates or plan.resets or plan.functions):
+            return None
+        outages: dict[str, int] = {}
+        down_s: dict[str, float] = {}
+        since: dict[str, float] = {}
+        for what in self._faults.happened:
+            kind = _kind(what.subject)
+            if not what.up:
+                outages[kind] = outages.get(kind, 0) + 1
+                since[what.subject] = what.t
+            else:
+                down_s[kind] = down_s.get(kind, 0.0) + what.t - since.pop(what.subject)
+        for subject, t in since.items():
+            down_s[_kind(subject)] = down_s.get(_kind(subject), 0.0) + max(0.0, run.ended - t)
+        engines = [place.engine for place in run.places]
+        return TroubleSeen(outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines))
+
+
+class _Narrowed:
+    """A link under several troubles at a time: it has what the worst of them leaves."""
+
+    def __init__(self, of: SharedLink) -> None:
+        self._of = of
+        self._left: list[float] = []
+
+    def subject(self, left: float) -> Subject:
+        def down() -> None:
+            self._left.append(left)
+            self._of.rate = min(self._left)
+
+        def up() -> None:
+            self._left.remove(left)
+            self._of.rate = min(self._left, default=1.0)
+
+        return Subject(down, up)
+
+
+def hash_of(plan: int, seed: int) -> int:
+    """A seed of both: simulations of several seeds under one plan meet different deaths."""
+    return plan * 1_000_003 + seed
+
+
+def _kind(subject: str) -> str:
+    """`engine` of `engine-12`, `link` of `link-weights`."""
+    return subject.split("-", 1)[0]
+
+
+def _resets(given: ResetTroubleSpec) -> ResetFaults:
+    values = given.model_dump()
+    values["burst_every_s"] = math.inf if given.burst_every_s is None else given.burst_every_s
+    return ResetFaults(**values)

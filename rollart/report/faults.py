@@ -1,0 +1,104 @@
+"""What a simulation's faults cost. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.ledger.intervals import State
+from rollart.ports import RunEvent
+from rollart.report.rows import Cell, Column, RunRows, Table
+
+__all__ = ["INFRA_FAULT", "FaultCost", "TroubleSeen", "fault_cost", "faults_table"]
+
+INFRA_FAULT = "infra_fault"
+"""Fate of trajectories that met a fault of the infrastructure, and the event that says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class TroubleSeen:
+    """What died: outages and seconds of them by kind of part, added up over parts; tokens of answers and of KV that
+    engines had in memory when they died."""
+
+    outages: Mapping[str, int]
+    down_s: Mapping[str, float]
+    lost_tokens: int
+    lost_kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCost:
+    """What it cost: device-seconds and dollars of devices that were known to be down, trajectories that were aborted by
+    cause, engine-seconds and sampled tokens that went with them, calls of functions that failed by kind."""
+
+    trouble: TroubleSeen
+    down_device_s: float = 0.0
+    down_usd: float = 0.0
+    aborted: Mapping[str, int] = field(default_factory=dict)
+    aborted_engine_s: float = 0.0
+    aborted_tokens: int = 0
+    failed_calls: Mapping[str, int] = field(default_factory=dict)
+
+
+def fault_cost(rows: RunRows, events: Sequence[RunEvent], trouble: TroubleSeen) -> FaultCost:
+    """From a simulation's ledger; `events` are those of infrastructure faults."""
+    down = [i for i in rows.intervals if i.state == State.DOWN]
+    lost = [c for c in rows.charges if c.outcome == INFRA_FAULT]
+    calls: Counter[str] = Counter()
+    for call in rows.invocations:
+        if call.status not in ("ok", "cancelled"):
+            calls[call.status] += call.calls
+    return FaultCost(
+        trouble,
+        math.fsum(i.unit_seconds for i in down),
+        math.fsum(i.usd for i in down),
+        dict(Counter(_cause(str(e.fields.get("detail", ""))) for e in events).most_common()),
+        math.fsum(c.engine_seconds for c in lost),
+        sum(c.action_tokens for c in lost),
+        dict(calls.most_common()),
+    )
+
+
+def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
+    """One column per schedule, means over seeds."""
+    rows: list[tuple[Cell, ...]] = []
+
+    def add(what: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
+        rows.append((what, unit, *(math.fsum(own) / len(own) for own in values.values())))
+
+    def each(of: str, unit: str, parts: Mapping[str, Sequence[Mapping[str, float]]], scale: float = 1.0) -> None:
+        for key in _keys(part for own in parts.values() for part in own):
+            add(of.format(key), unit, {n: [p.get(key, 0.0) * scale for p in own] for n, own in parts.items()})
+
+    each("{} outages", "count", {n: [c.trouble.outages for c in own] for n, own in by.items()})
+    each("{} down", "part-hours", {n: [c.trouble.down_s for c in own] for n, own in by.items()}, 1 / 3600)
+    add("devices known to be down", "device-hours", {n: [c.down_device_s / 3600 for c in own] for n, own in by.items()})
+    add("and paid", "USD", {n: [c.down_usd for c in own] for n, own in by.items()})
+    add("answers lost with engines", "tokens", {n: [c.trouble.lost_tokens for c in own] for n, own in by.items()})
+    add("KV lost with engines", "tokens", {n: [c.trouble.lost_kv_tokens for c in own] for n, own in by.items()})
+    each("aborted: {}", "trajectories", {n: [c.aborted for c in own] for n, own in by.items()})
+    add("sampled for the aborted", "tokens", {n: [c.aborted_tokens for c in own] for n, own in by.items()})
+    add(
+        "engines for the aborted",
+        "engine-hours",
+        {n: [c.aborted_engine_s / 3600 for c in own] for n, own in by.items()},
+    )
+    each("calls failed: {}", "count", {n: [c.failed_calls for c in own] for n, own in by.items()})
+    columns = (Column("what"), Column("unit"), *(Column(name, "number") for name in by))
+    return Table("faults", "What faults cost", columns, tuple(rows))
+
+
+def _keys(parts: Iterable[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys(key for part in parts for key in part))
+
+
+def _cause(detail: str) -> str:
+    """The cause without names and numbers of one case: `environment step`, `reward throttled`, else the first words."""
+    words = detail.replace(":", "").split()
+    if not words:
+        return "unknown"
+    if words[0] in ("environment", "reward"):
+        return " ".join(words[:2])
+    return " ".join(w for w in words[:6] if not any(c.isdigit() for c in w))

@@ -1,0 +1,138 @@
+"""The fault plan of a simulation: what dies and comes back, on a schedule or at a rate, and how functions misbehave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from rollart.spec.base import Entry
+from rollart.spec.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from rollart.spec.rules import Problem
+
+__all__ = ["FaultPlanSpec", "FunctionTroubleSpec", "OutageSpec", "RateSpec", "ResetTroubleSpec", "fault_problems",
+           "matching"]  # fmt: skip
+
+Patterns = Annotated[list[str], Field(min_length=1)]
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+LINK = "link-"
+"""What the names of links begin with."""
+
+
+class OutageSpec(Entry):
+    """Parts that are down at a moment."""
+
+    parts: Patterns = Field(
+        description="Names or patterns with `*`: `engine-0`, `trainer-0` and so on as in the plan, `machine-POOL-N` "
+        "(all on a host of a pool), `host-N` (environments), `link-weights`, `link-weights-ENGINE`, `link-kv-A-B`."
+    )
+    at_s: float = Field(ge=0, description="Virtual seconds from the start.")
+    seconds: float | None = Field(default=None, gt=0, description="How long; left out, for good.")
+    left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
+
+
+class RateSpec(Entry):
+    """Parts that die at random. Each dies on its own; times are exponential."""
+
+    parts: Patterns = Field(description="Names or patterns, as in `outages`.")
+    every_s: float = Field(gt=0, description="Mean seconds from a return to the next death, of each part.")
+    seconds: float = Field(gt=0, description="Mean seconds of an outage.")
+    left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
+
+
+class ResetTroubleSpec(Entry):
+    """Resets of environments that fail or stall, alone and in bursts that hit many hosts at a time."""
+
+    fail: Share = Field(default=0.0, description="Probability that a reset raises when its time is over.")
+    stall: Share = Field(default=0.0, description="Probability that a reset stalls.")
+    stall_s: float = Field(default=400.0, ge=0, description="Seconds of a stall.")
+    burst_every_s: float | None = Field(
+        default=None, gt=0, description="Mean seconds between bursts; none if left out."
+    )
+    burst_s: float = Field(default=120.0, gt=0, description="Seconds of a burst.")
+    burst_hosts: Share = Field(default=0.25, description="Share of hosts that a burst hits.")
+    burst_fail: Share = Field(default=0.0, description="`fail` in a burst.")
+    burst_stall: Share = Field(default=1.0, description="`stall` in a burst.")
+
+
+class FunctionTroubleSpec(Entry):
+    """Functions whose workers start slowly, are few, or fail. Probabilities are of a call and add up to at most 1."""
+
+    functions: Patterns = Field(default=["*"], description="Names or patterns of functions; `reward-DOMAIN` where a "
+                                "domain has only a profile of its reward.")  # fmt: skip
+    cold_start_s: float | None = Field(default=None, ge=0, description="Seconds of a cold start.")
+    concurrency: int | None = Field(default=None, ge=1, le=10_000, description="Most workers at once.")
+    spread: float = Field(default=0.0, ge=0, le=3, description="Sigma of the logarithm of starts and calls.")
+    failed_start: Share = Field(default=0.0, description="Probability that a start fails.")
+    throttled: Share = Field(default=0.0, description="Probability that the provider throttles a call.")
+    crash: Share = Field(default=0.0, description="Probability that a worker dies halfway.")
+    out_of_memory: Share = Field(default=0.0, description="Probability that a worker is killed for its memory.")
+    timeout: Share = Field(default=0.0, description="Probability that a call is never answered.")
+    unavailable: Share = Field(default=0.0, description="Probability that the provider has no answer.")
+
+
+class FaultPlanSpec(Entry):
+    """What goes wrong in a simulation (`rollart simulate --faults FILE`)."""
+
+    seed: int = Field(default=0, ge=0, description="Of all that is drawn, with the simulation's own.")
+    hosts: int = Field(
+        default=1, ge=1, le=100_000, description="Hosts that environments take in turn: `host-0` and so on."
+    )
+    outages: list[OutageSpec] = Field(default_factory=list, description="What is down when.")
+    rates: list[RateSpec] = Field(default_factory=list, description="What dies how often.")
+    resets: ResetTroubleSpec | None = Field(default=None, description="What goes wrong with resets.")
+    functions: list[FunctionTroubleSpec] = Field(
+        default_factory=list, description="What goes wrong with functions; of several that name one, the first."
+    )
+
+
+def fault_problems(
+    plan: FaultPlanSpec,
+    make: Callable[[tuple[str | int, ...], str], Problem],
+    parts: Iterable[str] | None = None,
+    functions: Sequence[str] = (),
+) -> list[Problem]:
+    """What is wrong with a plan beyond its types; `parts` and `functions` are what there is, None where no run is
+    known."""
+    found: list[Problem] = []
+    known = None if parts is None else [*parts, *(f"host-{n}" for n in range(plan.hosts))]
+    kinds: tuple[tuple[str, Sequence[OutageSpec | RateSpec]], ...] = (("outages", plan.outages), ("rates", plan.rates))
+    for key, entries in kinds:
+        for i, entry in enumerate(entries):
+            for j, pattern in enumerate(entry.parts):
+                if known is not None and not matching(pattern, known):
+                    rule = f"a part of this run{did_you_mean(pattern, known) or f': {_families(known)}'}"
+                    found.append(make((key, i, "parts", j), f"{key}.{i}.parts names '{pattern}' (rule: {rule})"))
+                elif entry.left and not pattern.startswith(LINK):
+                    found.append(
+                        make((key, i, "left"), f"{key}.{i}.left is {entry.left:g} for '{pattern}' (rule: links alone)")
+                    )
+    for i, trouble in enumerate(plan.functions):
+        total = trouble.throttled + trouble.crash + trouble.out_of_memory + trouble.timeout + trouble.unavailable
+        if total > 1:
+            found.append(make(("functions", i), f"functions.{i} fails {total:g} of its calls (rule: at most 1)"))
+        for j, pattern in enumerate(trouble.functions):
+            if parts is not None and not matching(pattern, functions):
+                rule = f"a function of this run{did_you_mean(pattern, functions) or ''}"
+                found.append(make(("functions", i, "functions", j), f"functions.{i} names '{pattern}' (rule: {rule})"))
+    return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern means, in their order."""
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _families(names: Iterable[str]) -> str:
+    """`engine-0…engine-63, trainer-0`: the first and last of names that differ in their number."""
+    ends: dict[str, tuple[str, str]] = {}
+    for name in names:
+        stem = name.rstrip("0123456789")
+        ends[stem] = (ends.get(stem, (name, name))[0], name)
+    return ", ".join(first if first == last else f"{first}…{last}" for first, last in ends.values())
