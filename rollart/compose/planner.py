@@ -42,8 +42,10 @@ def planner(resolved: Resolved) -> PlacementPlanner | None:
 
 
 def movable(resolved: Resolved) -> bool:
-    """Whether the run may drain and start engines: their numbers were computed, and the spec did not turn it off."""
-    return not resolved.cluster.engines.fixed and resolved.run.placement.rebalance.moves
+    """Whether the rebalancer may drain and start engines: their numbers were computed, the spec did not turn it off,
+    and does not let them follow preemptions."""
+    run = resolved.run
+    return not resolved.cluster.engines.fixed and run.placement.rebalance.moves and run.rollout.parallelism is None
 
 
 def rebalance_settings(resolved: Resolved) -> RebalanceSettings:

@@ -55,9 +55,12 @@ def routes_of(problem: Problem, found: Placement) -> Routes:
 
 
 def concurrency(resolved: Resolved) -> ConcurrencySettings | None:
-    """How engines bound their trajectories; None where they do not. Lengths are the profiles', as far as they fit."""
-    spec = resolved.run.rollout.concurrency
-    if spec.mode == "off" or (spec.mode == "auto" and resolved.plan.placement is None):
+    """How engines bound their trajectories; None where they do not, nor by themselves where their size follows
+    preemptions, which this would prevent. Lengths are the profiles', as far as they fit."""
+    rollout = resolved.run.rollout
+    spec = rollout.concurrency
+    by_itself = resolved.plan.placement is not None and rollout.parallelism is None
+    if spec.mode == "off" or (spec.mode == "auto" and not by_itself):
         return None
     context = float(resolved.run.model.context)
     known = () if resolved.problem is None else resolved.problem.domains

@@ -18,11 +18,13 @@ from placement.roofline import Roofline
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity
 from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
+from rollart.compose.parallelism import elastic, reshard_settings
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
 from rollart.compose.routing import SERVING, PlannedTurns, seat
 from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, troubled
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
+from rollart.fleet import EngineKind
 from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
@@ -32,11 +34,12 @@ from rollart.runtime.session import EvaluationPlan
 from rollart.sim import loop as virtual
 from rollart.sim.disaggregated import HandoffEngine, KvFabric
 from rollart.sim.draws import Constant, Distribution, LogNormal
+from rollart.sim.elastic import Billed, ModelledSite, Place
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.environments import World
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
 from rollart.sim.mass import mass_of
-from rollart.sim.modelled import Billed, ModelledRun, Place, StepSeen, Traced
+from rollart.sim.modelled import ModelledRun, StepSeen, Traced
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import Moved, WeightTransfer
@@ -103,6 +106,7 @@ def simulate(
         settings,
         schedule=replace(settings.schedule, rules=rules, seed=seed, steps=run.steps if steps is None else steps),
         measure=mass_of,
+        reshard=reshard_settings(resolved),
         evaluation=EvaluationPlan(0),
     )
     return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step), seed=fuzz)
@@ -136,7 +140,8 @@ async def _main(
                 rewarder,
                 settings,
                 ledger,
-                unused=world.unused(),
+                unused=() if elastic(resolved) else world.unused(),
+                site=world.site(ledger) if elastic(resolved) else None,
                 on_step=on_step,
                 beside=trouble.beside,
                 restart_s=resolved.run.leases.engine_start_s,
@@ -172,6 +177,8 @@ class _Cluster:
         self._train = resolved.plan.of(Role.TRAINER)[0]
         elsewhere = any(a.pool != self._train.pool for a in resolved.plan.assignments if a.role in SERVING)
         self._pulls: dict[str, SharedLink] = {}
+        self._fabric = KvFabric(self._link)
+        self._made = 0
         self.transfer = WeightTransfer(
             shape.weight_bytes / 1e9,
             push=SharedLink(PUSH if elsewhere else RDMA),
@@ -191,8 +198,29 @@ class _Cluster:
         return found
 
     def places(self) -> list[Place]:
-        fabric = KvFabric(self._link)
-        return [self._place(a, fabric) for role in SERVING for a in self._resolved.plan.of(role)]
+        return [self._place(a) for role in SERVING for a in self._resolved.plan.of(role)]
+
+    def site(self, ledger: Traced) -> ModelledSite:
+        """The devices of the plan's engines and of nobody, for a run whose engines come and go."""
+        resolved, devices = self._resolved, dict.fromkeys(self._devices, 0)
+        for assignment in resolved.plan.assignments:
+            if assignment.role in SERVING:
+                devices[assignment.pool] += len(assignment.devices)
+        for pool, count in resolved.plan.idle.items():
+            devices[pool] += count
+        rented = {p.name for p in resolved.cluster.pools if p.rented}
+        prices = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
+        return ModelledSite(
+            devices, self._started, ledger, start_s=resolved.run.placement.rebalance.restart_s, prices=prices,
+            gone=self.transfer.unsubscribe,
+        )  # fmt: skip
+
+    def _started(self, kind: EngineKind) -> Place:
+        number = 1 + max(a.replica for a in self._resolved.plan.assignments) + self._made
+        self._made += 1
+        assignment = Assignment(Role(kind.role), number, kind.pool, tuple(range(kind.tp)))
+        self._pool_of[assignment.name] = kind.pool
+        return self._place(assignment)
 
     def trainer(self) -> ModelledTrainer:
         if (seen := self._seen) is not None:
@@ -224,7 +252,7 @@ class _Cluster:
             if count and pool not in rented
         ]
 
-    def _place(self, assignment: Assignment, fabric: KvFabric) -> Place:
+    def _place(self, assignment: Assignment) -> Place:
         tp = len(assignment.devices)
         limits = EngineLimits(slots=self._resolved.cluster.engines.max_slots)
         name, steps = assignment.name, self._steps(assignment.pool, tp)
@@ -239,7 +267,7 @@ class _Cluster:
         if assignment.role is Role.ENGINE:
             engine = ModelledEngine(name, steps, limits=limits, load=load)
         else:
-            engine = HandoffEngine(name, steps, fabric, limits=limits, load=load)
+            engine = HandoffEngine(name, steps, self._fabric, limits=limits, load=load)
         self.transfer.subscribe(name)
         return Place(engine, seat(self._resolved, assignment), self._billed(assignment))
 

@@ -17,6 +17,7 @@ from rollart.compose.actors import nodes, part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
+from rollart.compose.parallelism import embedded_settings
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
@@ -130,6 +131,7 @@ class Parts:
         self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self, drain_s=drain_s)
         if movable(self.resolved):
             self.control.move_by(self.fleet)
+        self.control.reshard_by(self.fleet)
 
     @contextlib.asynccontextmanager
     async def open_functions(self, rewards: Rewards) -> AsyncIterator[None]:
@@ -287,6 +289,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         seats=seats(resolved, roles),
         rebalance=rebalance_settings(resolved),
         concurrency=concurrency(resolved),
+        reshard=embedded_settings(resolved),
     )
 
 

@@ -24,6 +24,7 @@ from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
+from rollart.runtime.resharding import Resharder, ReshardSettings
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.scheduler import Scheduler, SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
@@ -60,6 +61,8 @@ class ControlSettings:
     concurrency: ConcurrencySettings | None = None
     """How many trajectories an engine takes. Not followed where turns are in lockstep: all would wait for those that
     wait for them."""
+    reshard: ReshardSettings | None = None
+    """Tensor parallelism follows preemption, where a fleet can start engines."""
     measure: Callable[[Sequence[int]], int] = len
     """How many tokens ids stand for: as many as they are, but in a simulated world."""
 
@@ -107,16 +110,15 @@ class ControlPlane:
         self.gateway = _gateway(leases, recorder, version, settings, hooks)
         prefetch = _prefetch(domains, leases, recorder, settings)
         runner = TrajectoryRunner(
-            self.gateway,
-            tokenizer,
-            leases,
+            self.gateway, tokenizer, leases,
             limits=settings.waits,
             stale=_judge(rules, self.gateway),
             barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
             measure=settings.measure,
             prefetch=prefetch,
-        )
+        )  # fmt: skip
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
+        self.resharder = self._resharding(runner, leases, recorder)
         buffer = _buffer(domains, settings)
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(
@@ -130,10 +132,7 @@ class ControlPlane:
             in_use=self._versions_in_use,
         )  # fmt: skip
         self._training = Training(
-            trainer,
-            buffer,
-            publisher,
-            leases,
+            trainer, buffer, publisher, leases,
             clock=trainer_clock,
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
@@ -141,7 +140,7 @@ class ControlPlane:
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
             overlap=settings.overlap and not rules.training_blocks_rollout,
-        )
+        )  # fmt: skip
         self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 
     def session(
@@ -161,12 +160,18 @@ class ControlPlane:
             plan=self._settings.evaluation,
             on_evaluation=self._hooks.evaluation,
             rebalancer=self.rebalancer,
+            beside={} if self.resharder is None else {"parallelism": self.resharder.run},
         )
 
     def move_by(self, fleet: Fleet) -> None:
         """Engines can come and go: the fleet was made over this control plane's gateway."""
         if self.rebalancer is not None:
             self.rebalancer.move_by(fleet)
+
+    def reshard_by(self, fleet: Fleet) -> None:
+        """The same for changes of tensor parallelism, which one of the two may make."""
+        if self.resharder is not None:
+            self.resharder.move_by(fleet)
 
     def gone(self, engine: EngineId, cause: str) -> None:
         """For the supervisor: an engine will not come back, and the run goes on without it."""
@@ -188,7 +193,16 @@ class ControlPlane:
         updates = self.gateway.updates
         return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading())]
 
+    def _resharding(self, runner: TrajectoryRunner, leases: Leases, recorder: Recorder) -> Resharder | None:
+        if (settings := self._settings.reshard) is None:
+            return None
+        runner.meter = runner.meter or WorkloadMeter()
+        round_ = lambda: self.scheduler.round  # noqa: E731
+        return Resharder(self.gateway, leases, recorder, runner.meter, settings=settings, round_=round_)
+
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
+        if self.resharder is not None:
+            self.resharder.published()
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
 

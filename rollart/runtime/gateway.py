@@ -16,7 +16,7 @@ from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineKind, EngineRole, KindLoad, Routes, Seat
 from rollart.ledger.clock import EngineShares
 from rollart.ledger.intervals import State
-from rollart.model import Completion, EngineId, PauseMode, Sampling, WeightsRef
+from rollart.model import Completion, EngineId, EngineStats, PauseMode, Sampling, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.policy.syncing import engines_to_update
@@ -28,6 +28,9 @@ from rollart.runtime.turns import GatewayLimits, Turn, Turns
 from rollart.runtime.updating import UpdateRule, Updates
 
 __all__ = ["Gateway", "GatewayLimits"]
+
+STATS_S = 5.0
+"""An engine answers `stats` from its loop, whatever it computes; without them its step is not judged, and no more."""
 
 
 class Gateway:
@@ -217,6 +220,16 @@ class Gateway:
     def load(self) -> Mapping[EngineKind, KindLoad]:
         """By kind of engine, of all that are expected to serve."""
         return self._roster.load(asyncio.get_running_loop().time(), self._limits.slots)
+
+    async def stats(self) -> Mapping[EngineId, EngineStats]:
+        """The counters of every engine that serves and answers."""
+        found: dict[EngineId, EngineStats] = {}
+        for member in [m for m in self._roster.members.values() if m.serves]:
+            waiting_for = f"the counters of {member.engine.id}"
+            with contextlib.suppress(EngineError, LeaseExpired):
+                async with self._leases.hold("gateway", waiting_for, STATS_S, Expiry.RETRY):
+                    found[member.engine.id] = await member.engine.stats()
+        return found
 
     def generate(
         self,

@@ -185,6 +185,11 @@ class Scheduler:
     def live(self) -> int:
         return self._groups.live()
 
+    @property
+    def round(self) -> str:
+        """The kind of round of tail batching that is under way; '' without."""
+        return "" if self._rounds is None else self._rounds.kind
+
     def _evict(self, version: int) -> None:
         if not self._rules.drops_stale:
             return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollart.ports import Recovered
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
@@ -44,7 +45,10 @@ class Session:
         plan: EvaluationPlan,
         on_evaluation: Callable[[str, Mapping[str, EvaluationResult]], None],
         rebalancer: Rebalancer | None = None,
+        beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] | None = None,
     ) -> None:
+        """`beside`: tasks by name that run as long as the body does."""
+        self._beside = beside or {}
         self._gateway = gateway
         self._scheduler = scheduler
         self._training = training
@@ -67,6 +71,7 @@ class Session:
                 background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
             if self._gateway.entrance is not None:
                 background.append(tasks.create_task(self._gateway.entrance.run(), name="concurrency"))
+            background += [tasks.create_task(run(), name=name) for name, run in self._beside.items()]
             await self._body(step, steps, recovered)
             for task in background:
                 task.cancel()

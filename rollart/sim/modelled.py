@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.ledger.writer import FLUSH_SECONDS
@@ -24,9 +23,11 @@ from rollart.policy.lease import Expiry
 from rollart.ports import Clock, Rewarder
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
+from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.leases import Leases
+from rollart.runtime.supervise import EngineSupervisor
 from rollart.runtime.training import StepDone
-from rollart.sim.engines import ModelledEngine
+from rollart.sim.elastic import Billed, ModelledPart, ModelledSite, Place
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.world import MemoryWeights
@@ -36,31 +37,8 @@ __all__ = ["Billed", "ModelledRun", "Place", "StepSeen", "Traced"]
 LOOK_S = 3.0
 """After so many seconds an engine in doubt is looked at again; a restart of the real ones takes about as long."""
 
-
-@dataclass(frozen=True, slots=True)
-class Billed:
-    """Devices that somebody pays for: how many units at which price, and as what they are written down."""
-
-    role: str
-    name: str
-    units: float
-    usd_per_unit_hour: float
-
-    def clock(self, ledger: Ledger, state: str = "idle", cause: str = "") -> ResourceClock:
-        now = asyncio.get_running_loop().time
-        return ResourceClock(
-            role=self.role, resource=self.name, recorder=ledger, clock=now, units=self.units,
-            usd_per_unit_hour=self.usd_per_unit_hour, state=state, cause=cause,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An engine, where it sits and what it costs."""
-
-    engine: ModelledEngine
-    seat: Seat
-    billed: Billed
+START_S = 3600.0
+"""Lease of an engine's start: none of a model's is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +94,8 @@ class ModelledRun:
     settings: ControlSettings
     ledger: Ledger
     unused: Sequence[Billed] = ()
+    site: ModelledSite | None = None
+    """Where engines come and go, under supervision; it bills what is unused. None: the plan's stay as they are."""
     on_step: Callable[[StepSeen], None] = lambda _: None
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """What happens to the world while the run is on; ends with it."""
@@ -126,6 +106,8 @@ class ModelledRun:
     """Loop seconds at which it was over: devices are paid until then."""
     control: ControlPlane = field(init=False)
     _leases: Leases = field(init=False)
+    supervisor: EngineSupervisor | None = None
+    fleet: EngineFleet | None = None
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
     _looked_at: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
     _tasks: asyncio.TaskGroup | None = None
@@ -148,22 +130,49 @@ class ModelledRun:
             settings=self.settings,
             hooks=Hooks(self._recover, self._suspect, step=self._stepped),
         )
-        for place in self.places:
-            clock = place.billed.clock(self.ledger)
-            clocks.append(clock)
-            shares = self._shares[place.engine.id] = EngineShares(clock, clock=now)
-            self.control.gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
+        parts = await self._populate(clocks)
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 around = [self._tasks.create_task(one(), name="what happens to the world") for one in self.beside]
-                await self.control.session().run(step=0, steps=self.settings.schedule.steps)
+                session = self.control.session(supervisor=self.supervisor, parts=parts)
+                await session.run(step=0, steps=self.settings.schedule.steps)
                 for task in (*self._looked_at.values(), *around):
                     task.cancel()
         finally:
             self.ended = now()
+            if self.site is not None:
+                self.site.close()
             for clock in clocks:
                 clock.close()
         await self.ledger.flush()
+
+    async def _populate(self, clocks: list[ResourceClock]) -> list[ModelledPart]:
+        """The plan's engines: all there will be, or on a site where the product's fleet may start others."""
+        gateway, now = self.control.gateway, asyncio.get_running_loop().time
+        if self.site is None:
+            for place in self.places:
+                clock = place.billed.clock(self.ledger)
+                clocks.append(clock)
+                shares = self._shares[place.engine.id] = EngineShares(clock, clock=now)
+                gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
+            return []
+        self.supervisor = EngineSupervisor(
+            gateway, self._leases, self.ledger, shares=self.site.shares,
+            weights=lambda: WeightsRef(gateway.version, ""), start_s=START_S, on_gone=self._gone,
+        )  # fmt: skip
+        self.fleet = EngineFleet(
+            gateway, self.supervisor, self.site, self.ledger, drain_s=self.settings.gateway.generate_s
+        )
+        self.control.reshard_by(self.fleet)
+        parts = self.site.open(list(self.places))
+        for part, place in zip(parts, self.places, strict=True):
+            await self.supervisor.start(part, place.seat)
+        return parts
+
+    def _gone(self, engine_id: EngineId, cause: str) -> None:
+        assert self.fleet is not None
+        self.fleet.gone(engine_id)
+        self.control.gone(engine_id, cause)
 
     async def _recover(self) -> None:
         """A trainer whose devices are gone waits for them, as long as a start may take."""
@@ -175,6 +184,9 @@ class ModelledRun:
             await self.trainer.restore(weights)
 
     def _suspect(self, engine_id: EngineId) -> None:
+        if self.supervisor is not None:
+            self.supervisor.suspect(engine_id)
+            return
         task = self._looked_at.get(engine_id)
         if self._tasks is not None and (task is None or task.done()):
             self._looked_at[engine_id] = self._tasks.create_task(self._look(engine_id), name=f"look at {engine_id}")

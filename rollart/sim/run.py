@@ -26,6 +26,7 @@ from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.rebalance import RebalanceSettings
+from rollart.runtime.resharding import ReshardSettings
 from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone
@@ -79,6 +80,7 @@ class SimulatedRun:
     kinds: Sequence[EngineKind] = ()
     drain_s: float = 30.0
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
+    reshard: ReshardSettings | None = None
     on_step: Callable[[StepDone], None] = lambda _: None
     tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     published: list[int] = field(default_factory=list)
@@ -148,6 +150,7 @@ class SimulatedRun:
             router=self.router,
             seats=self.seats,
             rebalance=self.rebalance,
+            reshard=self.reshard,
         )
 
     async def _populate(self, site: SimulatedSite) -> list[EnginePart]:
@@ -164,6 +167,7 @@ class SimulatedRun:
         )
         self.fleet = EngineFleet(gateway, self.supervisor, site, self.recorder, drain_s=self.drain_s)
         self.control.move_by(self.fleet)
+        self.control.reshard_by(self.fleet)
         parts: list[EnginePart] = []
         for kind in self.kinds:
             placed = await site.place(kind)

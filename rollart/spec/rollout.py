@@ -97,7 +97,9 @@ class ConcurrencySpec(Entry):
     """
 
     mode: Literal["auto", "on", "off"] = Field(
-        default="auto", description="auto: on where the placer computed the plan, whose engines then live by KV memory."
+        default="auto",
+        description="auto: on where the placer computed the plan, whose engines then live by KV memory, and "
+        "`parallelism` does not follow their preemptions instead.",
     )
     start: int = Field(
         default=32, ge=1, le=1_000_000, description="First limit of an engine of which nothing better is known."
@@ -112,6 +114,23 @@ class ConcurrencySpec(Entry):
     )
     interval_s: float = Field(default=5.0, gt=0, le=86_400, description="Seconds between looks, and between rises.")
     settle_s: float = Field(default=30.0, ge=0, le=86_400, description="Seconds after a fall before the next change.")
+
+
+class ParallelismSpec(Entry):
+    """Tensor parallelism of rollout engines that follows their preemptions from step to step."""
+
+    sizes: list[Annotated[int, Field(ge=1, le=64)]] | None = Field(
+        default=None,
+        min_length=1,
+        description="Devices per engine to choose from; 1, 2, 4 and 8, where they divide the model and a host, if not "
+        "given. From one of the plan's the next is twice or half of it.",
+    )
+    rise: float = Field(
+        default=1.05, ge=1.0, le=1e6, description="More preemptions than so many times the step before's double it."
+    )
+    quiet_steps: int = Field(
+        default=4, ge=1, le=10_000, description="Steps in a row without a preemption after which it is halved."
+    )
 
 
 class RolloutSpec(Entry):
@@ -134,4 +153,9 @@ class RolloutSpec(Entry):
         default=0,
         description="Environments per domain that are reset before their trajectories are admitted. auto: as many "
         "batches of them as a reset outlasts the time between two admissions.",
+    )
+    parallelism: ParallelismSpec | None = Field(
+        default=None,
+        description="Engines are drained and started with other numbers of devices as KV memory is short or not, where "
+        "that pays within `placement.rebalance.horizon_s`; rebalancing then moves none.",
     )

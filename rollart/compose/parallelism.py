@@ -1,0 +1,93 @@
+"""The run's changes of tensor parallelism, in the runtime's terms: which sizes a pool can have, what may start."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from placement.performance import Performance
+from placement.types import Pool
+from rollart.compose.planner import rebalance_settings
+from rollart.compose.routing import SERVING
+from rollart.fleet import EngineKind
+from rollart.policy.parallelism import TensorParallelRule
+from rollart.runtime.resharding import ReshardSettings
+from rollart.spec.resolve import Resolved
+from rollart.spec.rollout import ParallelismSpec
+
+__all__ = ["elastic", "embedded_settings", "reshard_settings"]
+
+SIZES = (1, 2, 4, 8)
+
+
+def elastic(resolved: Resolved) -> bool:
+    """Whether the run's engines may come and go by themselves."""
+    return resolved.run.rollout.parallelism is not None
+
+
+def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
+    """None where the run does not ask for it. A pool has the sizes that the model allows there, each twice the one
+    before, around those of the plan; one with a single size has no rule."""
+    spec, problem = resolved.run.rollout.parallelism, resolved.problem
+    if spec is None or problem is None:
+        return None
+    rules = {}
+    for pool in problem.pools:
+        engines = [a for a in resolved.plan.assignments if a.role in SERVING and a.pool == pool.name]
+        sizes = _sizes(spec, problem.performance, pool, sorted(len(a.devices) for a in engines))
+        if len(sizes) > 1:
+            host = min(pool.device.devices_per_host or pool.count, pool.count)
+            rules[pool.name] = TensorParallelRule(
+                sizes, devices=host - host % sizes[-1], rise=spec.rise, quiet_steps=spec.quiet_steps,
+                most_quiet_steps=max(64, spec.quiet_steps),
+            )  # fmt: skip
+
+    def speed(kind: EngineKind, context: float) -> float:
+        device = next(p.device for p in problem.pools if p.name == kind.pool)
+        model = problem.performance.instance(device, kind.tp)
+        assert not isinstance(model, str), "only sizes that fit are in a rule"
+        room = model.kv_capacity_bytes / problem.performance.shape.kv_bytes(context)
+        batch = max(1.0, min(float(resolved.cluster.engines.max_slots), room))
+        return batch / model.decode_step_s(batch, context) / kind.tp
+
+    settings, rebalance = rebalance_settings(resolved), resolved.run.placement.rebalance
+    return ReshardSettings(
+        rules,
+        horizon_s=rebalance.horizon_s,
+        restart_s=rebalance.restart_s,
+        move_s=settings.move_s + rebalance.restart_s,
+        refuses=lambda kind: "the cluster spec gives the engines" if resolved.cluster.engines.fixed else "",
+        speed=speed,
+    )  # fmt: skip
+
+
+def embedded_settings(resolved: Resolved) -> ReshardSettings | None:
+    """The same for engines of this package."""
+    settings = reshard_settings(resolved)
+    if settings is None:
+        return None
+
+    def refuses(kind: EngineKind) -> str:
+        if kind.tp > 1:
+            return f"{kind.role} with tp {kind.tp} on {kind.pool}: the embedded engine has no tensor parallelism"
+        return settings.refuses(kind)
+
+    return replace(settings, refuses=refuses)
+
+
+def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:
+    """The longest chain of doublings that has the plan's smallest size in it."""
+    if not planned:
+        return ()
+    host = min(pool.device.devices_per_host or pool.count, pool.count)
+
+    def fits(tp: int) -> bool:
+        found = performance.instance(pool.device, tp)
+        return tp <= host and not isinstance(found, str) and found.kv_capacity_bytes > 0
+
+    allowed = {tp for tp in (spec.sizes or SIZES) if fits(tp)} | {planned[0]}
+    halves = (planned[0] // 2**n for n in range(1, 8) if planned[0] % 2**n == 0)
+    down = list(itertools.takewhile(allowed.__contains__, halves))
+    up = list(itertools.takewhile(allowed.__contains__, (planned[0] * 2**n for n in range(8))))
+    return (*reversed(down), *up)

@@ -1,0 +1,264 @@
+"""Tensor parallelism that follows preemption while a run goes on (RollPacker §3.2): decided after each step, from what
+the engines counted, and carried out by the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from rollart.errors import RollartError
+from rollart.fleet import EngineKind, EngineRole, Move, MoveKind
+from rollart.model import EngineId
+from rollart.policy.lease import Expiry
+from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, observe
+from rollart.policy.rebalancing import steps, undone
+from rollart.policy.resharding import Counters, Seen, changes, weigh
+from rollart.policy.workload import WorkloadMeter
+from rollart.ports import Fleet, Recorder, RunEvent
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.leases import Leases
+from rollart.runtime.rebalance import ADOPTED, UNDO_ATTEMPTS
+
+__all__ = ["Resharder", "ReshardSettings"]
+
+Group = tuple[str, EngineRole]
+"""Pool and role: its engines have one size, but while they are changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardSettings:
+    """`rules` by pool: a pool without one keeps its sizes. A change must pay within `horizon_s`; until one was made, a
+    move is taken to last `restart_s`. `move_s` is the lease of one. `refuses` says why a kind of engine cannot be
+    started anywhere, or ''."""
+
+    rules: Mapping[str, TensorParallelRule]
+    horizon_s: float = 3600.0
+    restart_s: float = 120.0
+    move_s: float = 600.0
+    refuses: Callable[[EngineKind], str] = lambda _: ""
+    speed: Callable[[EngineKind, float], float] = lambda *_: 1.0
+    """Tokens/s per device of a kind of engine whose KV memory is full of sequences of a context, in tokens."""
+
+
+@dataclass(slots=True)
+class _State:
+    """By kind of round, since rounds of tail batching are not comparable; they share the size."""
+
+    by_round: dict[str, TensorParallelState] = field(default_factory=dict)
+
+    def of(self, round_: str, tp: int) -> TensorParallelState:
+        state = self.by_round.setdefault(round_, TensorParallelState(tp))
+        return state if state.tp == tp else replace(state, tp=tp, preemptions=None, quiet=0)
+
+
+class Resharder:
+    """A task of the run: `run` never returns. It waits for a publish (`published`), for the engines' counters, and for
+    the fleet; nobody waits for it. Its settings say which sizes there are; `move_by` gives it a fleet, without which it
+    does nothing.
+
+    A move that fails changes nothing more: what was drained for it comes back, and that size is not tried again in this
+    run. Invariant: at most one change at a time, and no step in which engines moved is judged.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        leases: Leases,
+        recorder: Recorder,
+        meter: WorkloadMeter,
+        *,
+        settings: ReshardSettings,
+        round_: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._gateway = gateway
+        self._leases = leases
+        self._recorder = recorder
+        self._meter = meter
+        self._settings = settings
+        self._round = round_
+        self._fleet: Fleet | None = None
+        self._stepped = asyncio.Event()
+        self._ended: tuple[float, str] = (0.0, "")
+        self._began: float | None = None
+        self._counted: dict[EngineId, Counters] = {}
+        self._states: dict[Group, _State] = {}
+        self._refused: set[EngineKind] = set()
+        self._move_s = settings.restart_s
+        self.moving = False
+
+    def move_by(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def published(self) -> None:
+        """A step is over; its round is the one that was under way."""
+        self._ended = asyncio.get_running_loop().time(), self._round()
+        self._stepped.set()
+
+    async def run(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            ended, round_ = self._ended
+            if self._fleet is not None and await self._look(ended, round_):
+                # What engines counted meanwhile is of no step: the next one to be judged begins with the next publish.
+                self._stepped.clear()
+                await self._stepped.wait()
+                self._stepped.clear()
+                await self._count()
+            self._began = asyncio.get_running_loop().time()
+
+    async def _look(self, ended: float, round_: str) -> bool:
+        """Judge the step for each group of engines; whether anything was moved."""
+        did = await self._count()
+        seats, moved = self._gateway.seats(), False
+        by_kind: dict[EngineKind, list[EngineId]] = {}
+        for engine in sorted(self._gateway.stable()):
+            if engine in seats:
+                by_kind.setdefault(seats[engine].kind, []).append(engine)
+        groups: dict[Group, EngineKind] = {}
+        for kind in sorted(by_kind, key=lambda k: (-len(by_kind[k]), k)):  # an odd one out is not what its group is
+            groups.setdefault((kind.pool, kind.role), kind)
+        for group, kind in groups.items():
+            engines = by_kind[kind]
+            counted = sum((did.get(e, Counters()) for e in engines), Counters())
+            seen = Seen(ended - (self._began or 0.0), len(engines), counted, self._context())
+            moved |= await self._judge(group, kind, seen, round_)
+        return moved
+
+    async def _judge(self, group: Group, kind: EngineKind, seen: Seen, round_: str) -> bool:
+        rule = self._settings.rules.get(kind.pool)
+        if rule is None or kind.tp not in rule.sizes:
+            return False
+        states = self._states.setdefault(group, _State())
+        before = states.of(round_, kind.tp)
+        after, why = observe(rule, before, seen.did.preemptions)
+        if after.tp == kind.tp:
+            states.by_round[round_] = after
+            return False
+        target = kind._replace(tp=after.tp)
+        kept = replace(after, tp=kind.tp, quiet=0, since_halved=before.since_halved)
+        states.by_round[round_] = kept
+        if after.tp > kind.tp and seen.engines < 2:
+            return self._kept(kind, why, "one engine cannot be two halves of another")
+        refusal = self._settings.refuses(target)
+        if refusal or target in self._refused:
+            if target not in self._refused:
+                self._refused.add(target)
+                self._event("rebalance_failed", why, move=f"tp {kind.tp} → {target.tp} on {kind.pool}", cause=refusal)
+            return False
+        if after.tp > kind.tp and seen.context:
+            speed = self._settings.speed
+            seen = replace(seen, speedup=speed(target, seen.context) / speed(kind, seen.context))
+        pays, told = weigh(seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self._settings.horizon_s)
+        if not pays:
+            return self._kept(kind, why, told)
+        if await self._change(kind, target, seen.engines, f"{why}; {told}"):
+            states.by_round[round_] = after
+        return True
+
+    async def _change(self, kind: EngineKind, target: EngineKind, engines: int, why: str) -> bool:
+        """Move engine by engine; False if one failed."""
+        assert self._fleet is not None
+        self._price(kind, target)
+        began, made = asyncio.get_running_loop().time(), 0
+        moves = changes(kind.pool, kind.role, kind.tp, target.tp, engines)
+        pending: list[Move] = []
+        drains, starts = (2, 1) if target.tp > kind.tp else (1, 2)
+        left = (drains, starts)
+        for move in steps(moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
+            try:
+                await self._step(move)
+            except RollartError as error:
+                self._refused.add(target)
+                self._event("rebalance_failed", why, move=str(move), cause=str(error))
+                await self._bring_back(pending, left)
+                return False
+            made += 1
+            if move.kind is MoveKind.DRAIN:
+                pending.append(move)
+                left = (left[0] - 1, left[1])
+            else:
+                left = (left[0], left[1] - 1)
+            if left == (0, 0):
+                pending, left = [], (drains, starts)
+        now = asyncio.get_running_loop().time()
+        self._move_s = (now - began) / max(made // (drains + starts), 1)
+        self._adopted()
+        self._event(
+            "parallelism_changed", f"{kind.role} on {kind.pool}", before=kind.tp, after=target.tp, moves=made,
+            seconds=round(now - began, 3), why=why,
+        )  # fmt: skip
+        return True
+
+    async def _bring_back(self, drained: list[Move], left: tuple[int, int]) -> None:
+        """Start again what was drained for the move that failed, as far as its devices are free. Where nothing serves,
+        the run waits for that: its last error ends the run."""
+        assert self._fleet is not None
+        for move in drained:
+            if move.tp > self._fleet.free().get(move.pool, 0):
+                continue
+            for attempt in range(1, UNDO_ATTEMPTS + 1):
+                try:
+                    await self._step(undone(move))
+                    break
+                except RollartError as error:
+                    if self._gateway.stable():
+                        self._event("rebalance_failed", "undo", move=str(undone(move)), cause=str(error))
+                        break
+                    if attempt == UNDO_ATTEMPTS:
+                        raise
+                    await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
+
+    async def _step(self, move: Move) -> None:
+        assert self._fleet is not None
+        self.moving = True
+        try:
+            async with self._leases.hold("parallelism", str(move), self._settings.move_s, Expiry.RETRY):
+                await self._fleet.apply(move)
+        finally:
+            self.moving = False
+
+    def _price(self, kind: EngineKind, target: EngineKind) -> None:
+        """The new kind costs what its devices cost before: one without a price would draw every trajectory."""
+        routes = self._gateway.routes
+        prices = routes.prices
+        if prices is None or target in prices.engines or kind not in prices.engines:
+            return
+        engines = {**prices.engines, target: prices.engines[kind] * target.tp / kind.tp}
+        kv = {**prices.kv, target: prices.kv.get(kind, 0.0)}
+        self._gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
+
+    async def _count(self) -> dict[EngineId, Counters]:
+        """What each engine did since it was asked last; of those that answer."""
+        found: dict[EngineId, Counters] = {}
+        for engine, stats in (await self._gateway.stats()).items():
+            computed = stats.prompt_tokens - stats.cached_tokens
+            now = Counters(stats.preemptions, computed, stats.prefill_seconds, stats.decode_seconds)
+            found[engine] = now.since(self._counted.get(engine, Counters()))
+            self._counted[engine] = now
+        return found
+
+    def _context(self) -> float:
+        """Mean context of a turn, from trajectories that finished."""
+        work = self._meter.work().values()
+        whole = sum(w.share for w in work)
+        if not whole:
+            return 0.0
+        later = [(w, (w.turns - 1) * w.new_tokens + w.turns * w.output_tokens) for w in work]
+        return sum(w.share * (w.first_tokens + more / 2) for w, more in later) / whole
+
+    def _kept(self, kind: EngineKind, why: str, told: str) -> bool:
+        self._event("parallelism_kept", f"{kind.role} on {kind.pool}", tp=kind.tp, why=f"{why}; {told}")
+        return False
+
+    def _adopted(self) -> None:
+        """A resume starts the engines there are."""
+        engines = [[e, s.pool, str(s.role), s.tp] for e, s in self._gateway.seats().items()]
+        work = {domain: asdict(seen) for domain, seen in self._meter.work().items()}
+        self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

@@ -1,0 +1,150 @@
+"""Modelled engines that come and go: devices on which the product's own fleet and supervision start and stop them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rollart.errors import RunFailed
+from rollart.fleet import EngineKind, Seat
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.model import EngineId, WeightsRef
+from rollart.ports import Engine, Recorder
+from rollart.runtime.fleet import Placed
+from rollart.sim.engines import ModelledEngine
+
+__all__ = ["Billed", "ModelledPart", "ModelledSite", "Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Billed:
+    """Devices that somebody pays for: how many units at which price, and as what they are written down."""
+
+    role: str
+    name: str
+    units: float
+    usd_per_unit_hour: float
+
+    def clock(self, ledger: Recorder, state: str = "idle", cause: str = "") -> ResourceClock:
+        now = asyncio.get_running_loop().time
+        return ResourceClock(
+            role=self.role, resource=self.name, recorder=ledger, clock=now, units=self.units,
+            usd_per_unit_hour=self.usd_per_unit_hour, state=state, cause=cause,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An engine, where it sits and what it costs."""
+
+    engine: ModelledEngine
+    seat: Seat
+    billed: Billed
+
+
+class ModelledPart:
+    """An engine's process. One of the plan is up when the run begins; every other start takes `start_s`, and then the
+    way of the weights to it."""
+
+    def __init__(self, engine: ModelledEngine, *, start_s: float, up: bool) -> None:
+        self.engine = engine
+        self._start_s = start_s
+        self._up = up
+
+    @property
+    def id(self) -> EngineId:
+        return self.engine.id
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        if self._up and self.engine.version == weights.version:
+            self._up = False
+            return self.engine
+        await asyncio.sleep(self._start_s)
+        self.engine.restart(weights.version)
+        await self.engine.update_weights(weights)
+        return self.engine
+
+    async def wait(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable: a modelled process ends by being cleared, and is not watched then")
+
+
+class ModelledSite:
+    """Implements `EngineSite` over the devices of the plan's engines and those that nothing runs on, by pool. `make`
+    gives a new engine of a kind a name and a place; `gone` is told of each that was cleared; `prices` are of pools
+    whose unused devices are paid. Invariant: what engines hold and what is billed as unused add up to `devices`.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[str, int],
+        make: Callable[[EngineKind], Place],
+        ledger: Recorder,
+        *,
+        start_s: float,
+        prices: Mapping[str, float],
+        gone: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._devices = dict(devices)
+        self._make = make
+        self._ledger = ledger
+        self._start_s = start_s
+        self._prices = prices
+        self._gone = gone
+        self.places: dict[EngineId, Place] = {}
+        self.shares: dict[EngineId, EngineShares] = {}
+        self._clocks: dict[EngineId, ResourceClock] = {}
+        self._unused: dict[str, ResourceClock] = {}
+
+    def open(self, places: list[Place]) -> list[ModelledPart]:
+        """The plan's engines."""
+        parts = [self._hold(place, up=True) for place in places]
+        for pool in self._devices:
+            self._rebill(pool)
+        return parts
+
+    def free(self) -> Mapping[str, int]:
+        free = dict(self._devices)
+        for place in self.places.values():
+            free[place.seat.pool] -= place.seat.tp
+        return free
+
+    async def place(self, kind: EngineKind) -> Placed:
+        free = self.free().get(kind.pool, 0)
+        if free < kind.tp:
+            raise RunFailed(f"pool '{kind.pool}' has {free} free devices (rule: {kind.tp} for a start)")
+        place = self._make(kind)
+        part = self._hold(place, up=False)
+        self._rebill(kind.pool)
+        return Placed(part, place.seat)
+
+    async def clear(self, engine_id: EngineId) -> None:
+        place = self.places.pop(engine_id, None)
+        if place is None:
+            return
+        place.engine.fail = True
+        self._gone(engine_id)
+        self._clocks.pop(engine_id).close()
+        self._rebill(place.seat.pool)
+
+    def close(self) -> None:
+        """The run is over: nothing is billed any more."""
+        for clock in (*self._clocks.values(), *self._unused.values()):
+            clock.close()
+
+    def _hold(self, place: Place, *, up: bool) -> ModelledPart:
+        engine_id = place.engine.id
+        clock = self._clocks[engine_id] = place.billed.clock(self._ledger)
+        self.places[engine_id] = place
+        self.shares[engine_id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
+        return ModelledPart(place.engine, start_s=self._start_s, up=up)
+
+    def _rebill(self, pool: str) -> None:
+        old = self._unused.pop(pool, None)
+        if old is not None:
+            old.close()
+        unused = self.free()[pool]
+        if unused and pool in self._prices:
+            billed = Billed("unused", f"unused-{pool}", float(unused), self._prices[pool])
+            self._unused[pool] = billed.clock(self._ledger, cause="not_in_plan")

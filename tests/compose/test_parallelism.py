@@ -1,0 +1,102 @@
+"""`rollout.parallelism` in a simulated run: engines of other sizes by the product's fleet, each device billed once."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollart.compose.parallelism import embedded_settings, reshard_settings
+from rollart.compose.simulate import simulate
+from rollart.fleet import EngineKind, EngineRole
+from rollart.ledger.reader import Reader
+from rollart.spec.resolve import Resolved, forecast, read_specs
+
+CLUSTER = """\
+name: c
+pools:
+  - {name: big, device: H800, count: 6, devices_per_host: 8}
+"""
+
+RUN = """\
+name: r
+model:
+  context: 16384
+  config:
+    {model_type: qwen3, vocab_size: 1000, hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 64,
+     num_attention_heads: 16, num_key_value_heads: 16, head_dim: 128, tie_word_embeddings: false}
+schedule: sync_plus
+leases: {generate_s: 36000, train_s: 36000, publish_s: 36000, reward_s: 3600}
+batch: {trajectories: 112}
+placement: {tensor_parallel: [1], prefill_decode: "off", train: {pool: big, devices: 2}, rebalance: {horizon_s: 1.0e+8}}
+rollout: {parallelism: {rise: 1.0, quiet_steps: 2}}
+domains:
+  - name: chat
+    environment: tests.envs:Lake
+    group_size: 4
+    max_turns: 1
+    max_tokens: 16000
+    profile:
+      turns: 1
+      first_tokens: 500
+      new_tokens: 0
+      output_tokens: {mean: 9000, p90: 14000}
+"""
+
+Make = Callable[..., Resolved]
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A plan takes longer than most simulations of it: made once for each run."""
+    directory = tmp_path_factory.mktemp("specs")
+
+    @functools.cache
+    def make(run: str = RUN) -> Resolved:
+        (directory / "run.yaml").write_text(run)
+        (directory / "cluster.yaml").write_text(CLUSTER)
+        return forecast(read_specs(directory / "run.yaml", directory / "cluster.yaml"))
+
+    make()
+    return make
+
+
+def test_engines_grow_where_they_preempt_and_every_device_is_billed_once(resolved: Make, tmp_path: Path) -> None:
+    done = simulate(resolved(), tmp_path / "sim", steps=4)
+    with Reader(done.directory) as reader:
+        changed = [(e.fields["before"], e.fields["after"]) for e in reader.events("parallelism_changed")]
+        intervals = reader.intervals()
+    assert changed[0] == (1, 2)
+    seconds: dict[str, float] = defaultdict(float)
+    for i in intervals:
+        if i.role in ("engine", "trainer", "unused"):
+            seconds[i.role] += (i.t1 - i.t0) * i.units
+    assert sum(seconds.values()) == pytest.approx(6 * done.seconds, rel=1e-6)
+
+
+def test_the_embedded_engine_refuses_what_it_cannot_be(resolved: Make) -> None:
+    settings = embedded_settings(resolved())
+    assert settings is not None
+    assert "has no tensor parallelism" in settings.refuses(EngineKind("big", EngineRole.ENGINE, 2))
+    assert settings.refuses(EngineKind("big", EngineRole.ENGINE, 1)) == ""
+
+
+def test_sizes_are_doublings_that_the_model_and_the_host_allow(resolved: Make) -> None:
+    settings = reshard_settings(resolved())
+    assert settings is not None
+    assert settings.rules["big"].sizes == (1, 2, 4)
+    small = reshard_settings(resolved(RUN.replace("{rise: 1.0", "{sizes: [2], rise: 1.0")))
+    assert small is not None
+    assert small.rules["big"].sizes == (1, 2)
+    assert reshard_settings(resolved(RUN.replace("rollout: {parallelism: {rise: 1.0, quiet_steps: 2}}\n", ""))) is None
+
+
+def test_larger_engines_are_faster_where_they_hold_more(resolved: Make) -> None:
+    """Weights are read once for twice the devices, and what they leave free is more than twice as much."""
+    settings = reshard_settings(resolved())
+    assert settings is not None
+    one, two = (settings.speed(EngineKind("big", EngineRole.ENGINE, tp), 5000.0) for tp in (1, 2))
+    assert 0.5 < two / one < 2.0
