@@ -21,7 +21,9 @@ WIDTH = 520.0
 LETTER = 6.4
 """About the width of a letter of 12 units."""
 
-WIDEST_LABEL = 210.0
+LONGEST_BESIDE = 24
+"""Letters of a label beside its bar; with longer ones, all stand above."""
+
 VALUES = 108.0
 """Room for figures beside bars."""
 
@@ -75,9 +77,10 @@ def series_paint(n: int) -> str:
 
 
 def bars(title: str, groups: Sequence[Group], *, show: Show) -> Node:
-    """One row for each bar. Labels stand beside bars that are alone in their group, and above others."""
-    beside = all(len(group.bars) == 1 for group in groups)
-    left = min(WIDEST_LABEL, max((len(g.label) for g in groups), default=0) * LETTER + 12.0) if beside else 2.0
+    """One row for each bar. Short labels stand beside bars that are alone in their group, others above."""
+    longest = max((len(group.label) for group in groups), default=0)
+    beside = longest <= LONGEST_BESIDE and all(len(group.bars) == 1 for group in groups)
+    left = longest * LETTER + 12.0 if beside else 2.0
     plot = _Plot(left, WIDTH - VALUES, _reach(groups))
     thick, gap, head = (20.0, 10.0, 0.0) if beside else (10.0, 3.5, 18.0)
     parts: list[Node] = []
