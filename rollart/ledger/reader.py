@@ -335,6 +335,10 @@ class Reader:
         """Function, begin, end, seconds queued before and of the cold start in it, of every call."""
         yield from self._cursor("SELECT function, t0, t1, queued_s, cold_start_s FROM invocations")
 
+    def occurrences(self) -> Iterator[tuple[float, str]]:
+        """When and what, of every event, without its fields."""
+        yield from self._cursor("SELECT t, kind FROM events")
+
     def events(self, kind: str | None = None) -> list[RunEvent]:
         rows = self._query(
             "SELECT t, kind, subject, fields FROM events WHERE ? IS NULL OR kind = ? ORDER BY t, rowid", kind, kind

@@ -32,7 +32,13 @@ FEW = 2
 ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unused")
 """Order of rows: down the way of a trajectory."""
 
-DEVICES, TRAJECTORIES, CALLS = "devices", "trajectories", "calls"
+DEVICES, TRAJECTORIES, CALLS, FAULTS = "devices", "trajectories", "calls", "faults"
+TROUBLE = frozenset({
+    "engine_lost", "engine_given_up", "group_dropped", "handoff_failed", "infra_fault", "lease_expired",
+    "rebalance_failed", "stalled", "trainer_restarted",
+})  # fmt: skip
+"""Events that cost something: their row says when there were how many."""
+
 RESET, STEP, ELSEWHERE = "reset", "environment", "generation"
 QUEUED, COLD, RUNNING = "queued", "cold start", "running"
 
@@ -40,7 +46,8 @@ QUEUED, COLD, RUNNING = "queued", "cold start", "running"
 @dataclass(frozen=True, slots=True)
 class Band:
     """One row. `amounts` has, by state, the mean amount in each bin: devices, trajectories or calls at a time, as the
-    `kind` says. `whole` is what full height stands for: all devices, or the most in any bin."""
+    `kind` says; of faults, by kind of event, how many there were in it. `whole` is what full height stands for: all
+    devices, or the most in any bin."""
 
     name: str
     kind: str
@@ -127,7 +134,9 @@ def timeline(reader: Reader, *, bins: int = BINS) -> Timeline:
     if seconds <= 0:
         return Timeline(0.0, bins, ())
     pools = {a["part"]: a["pool"] for a in reader.config().get("plan", {}).get("assignments", ())}
-    return timeline_of(seconds, reader.spans(), reader.stays(), reader.call_spans(), pools=pools, bins=bins)
+    return timeline_of(
+        seconds, reader.spans(), reader.stays(), reader.call_spans(), reader.occurrences(), pools=pools, bins=bins
+    )
 
 
 def timeline_of(
@@ -135,15 +144,18 @@ def timeline_of(
     spans: Iterable[tuple[str, str, float, float, str, float]],
     stays: Iterable[tuple[str, float, float, float, float]] = (),
     calls: Iterable[tuple[str, float, float, float, float]] = (),
+    events: Iterable[tuple[float, str]] = (),
     *,
     pools: Mapping[str, str] | None = None,
     bins: int = BINS,
 ) -> Timeline:
-    """From rows as `Reader.spans`, `stays` and `call_spans` give them; `pools` by resource, where they are known."""
+    """From rows as `Reader.spans`, `stays`, `call_spans` and `occurrences` give them; `pools` by resource, where they
+    are known."""
     bands = (
         *_devices(seconds, spans, pools or {}, bins),
         *_trajectories(seconds, stays, bins),
         *_calls(seconds, calls, bins),
+        *_faults(seconds, events, bins),
     )
     return Timeline(seconds, bins, bands)
 
@@ -151,6 +163,8 @@ def timeline_of(
 def timeline_report(run: str, found: Timeline) -> Report:
     """Shares of time for people; for machines also the amounts in every bin."""
     tables = [_bands(title, kind, found) for kind, title in TITLES.items()]
+    if not tables[-1].rows:
+        tables.pop()
     amounts: list[tuple[Cell, ...]] = [
         (band.name, state, n * found.bin_s, (n + 1) * found.bin_s, amount)
         for band in found.bands
@@ -169,15 +183,15 @@ def timeline_report(run: str, found: Timeline) -> Report:
 
 
 SKETCHES = ("busy over time", "over time")
-TITLES = {DEVICES: "Devices", TRAJECTORIES: "Trajectories", CALLS: "Calls of functions"}
+TITLES = {DEVICES: "Devices", TRAJECTORIES: "Trajectories", CALLS: "Calls of functions", FAULTS: "Faults and drops"}
 SPREAD = "trajectories: when their environment's steps were is not recorded; they are spread between reset and end"
 
 
 def _bands(title: str, kind: str, found: Timeline) -> Table:
     own = [band for band in found.bands if band.kind == kind]
     states = list(dict.fromkeys(state for band in own for state in band.amounts))
-    counted = {DEVICES: "parts", TRAJECTORIES: "ended", CALLS: "calls"}[kind]
-    whole = "devices" if kind == DEVICES else "peak"
+    counted = {DEVICES: "parts", TRAJECTORIES: "ended", CALLS: "calls", FAULTS: "events"}[kind]
+    whole = {DEVICES: "devices", FAULTS: "most in a bin"}.get(kind, "peak")
     columns = (Column("who"), Column(counted, "count"), Column(whole, "number"), *(Column(s, "share") for s in states),
                Column(SKETCHES[kind != DEVICES]))  # fmt: skip
     rows: list[tuple[Cell, ...]] = [
@@ -250,6 +264,18 @@ def _calls(seconds: float, calls: Iterable[tuple[str, float, float, float, float
     return [stacks[f].band(f"calls of {f}", CALLS, count[f], (RUNNING, COLD, QUEUED)) for f in sorted(stacks)]
 
 
+def _faults(seconds: float, events: Iterable[tuple[float, str]], bins: int) -> Iterable[Band]:
+    counts: dict[str, list[float]] = defaultdict(lambda: [0.0] * bins)
+    for t, kind in events:
+        if kind in TROUBLE:
+            counts[kind][min(bins - 1, max(0, int(t / seconds * bins)))] += 1.0
+    if counts:
+        amounts = {kind: tuple(counts[kind]) for kind in sorted(counts)}
+        most = max(math.fsum(column) for column in zip(*amounts.values(), strict=True))
+        total = round(math.fsum(math.fsum(own) for own in amounts.values()))
+        yield Band("faults and drops", FAULTS, total, most, amounts)
+
+
 def _rank(role: str) -> int:
     return ROLES.index(role) if role in ROLES else ROLES.index("unused")
 
@@ -261,7 +287,7 @@ def _natural(key: tuple[str, str, str]) -> tuple[Any, ...]:
 
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-SKETCH = 32
+SKETCH = 24
 
 
 def _sketch(band: Band) -> str:

@@ -8,11 +8,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from rollart.ledger.intervals import State
 from rollart.report.charts import clipped, legend
 from rollart.report.markup import Node, element
-from rollart.report.timeline import CALLS, COLD, DEVICES, ELSEWHERE, QUEUED, RESET, RUNNING, STEP, Band, Timeline
+from rollart.report.timeline import (
+    CALLS,
+    COLD,
+    DEVICES,
+    ELSEWHERE,
+    FAULTS,
+    QUEUED,
+    RESET,
+    RUNNING,
+    STEP,
+    Band,
+    Timeline,
+)
 
 __all__ = ["duration", "timeline_chart", "timeline_legend"]
 
-WIDTH, LEFT, RIGHT = 1080.0, 200.0, 92.0
+WIDTH, LEFT, RIGHT = 1100.0, 222.0, 90.0
 LOW, HIGH, GAP = 15.0, 38.0, 7.0
 """Heights of a row for one resource and for many, and what is between rows."""
 
@@ -44,7 +56,7 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> Node:
     for band in found.bands:
         y += 10.0 if band.kind != kind else 0.0
         kind = band.kind
-        height = LOW if band.kind == DEVICES and band.members == 1 else HIGH
+        height = LOW if band.kind == FAULTS or (band.kind == DEVICES and band.members == 1) else HIGH
         parts.append(_row(band, found, LEFT, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
         y += height + (GAP if height == HIGH else 3.0)
     grid = list(_axis(end, x1, y + 2.0))
@@ -108,6 +120,8 @@ def _axis(end: float, x1: float, y: float) -> Iterable[Node]:
 
 def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> Node:
     width = (x1 - x0) / found.bins
+    if band.kind == FAULTS:
+        return element("g", *_words(band, y, height), *_ticks(band, found, x0, width, y, height))
     parts: list[Node] = []
     low = [0.0] * found.bins
     for state in sorted(band.amounts, key=_order):
@@ -119,6 +133,18 @@ def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: fl
     return element("g", *_words(band, y, height), *parts, *_slots(band, found, x0, x1, y, height))
 
 
+def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, height: float) -> Iterable[Node]:
+    """A mark for each bin with faults, the taller the more there were; one is a quarter."""
+    for n, column in enumerate(zip(*band.amounts.values(), strict=True)):
+        count = math.fsum(column)
+        if count:
+            tall = height * (0.25 + 0.75 * math.log1p(count - 1) / math.log1p(max(1.0, band.whole - 1)))
+            lines = [f"{duration(n * found.bin_s)} to {duration((n + 1) * found.bin_s)}"]
+            lines += [f"{k.replace('_', ' ')}: {c:.0f}" for k, c in zip(band.amounts, column, strict=True) if c]
+            yield element("rect", element("title", "\n".join(lines)), x=x0 + n * width, y=y + height - tall,
+                          width=max(width, 2.0), height=tall, class_="down")  # fmt: skip
+
+
 def _words(band: Band, y: float, height: float) -> Iterable[Node]:
     middle = y + height / 2 + 4.0
     room = LEFT - 14.0
@@ -126,7 +152,10 @@ def _words(band: Band, y: float, height: float) -> Iterable[Node]:
     many = height == HIGH
     yield element("text", element("title", band.name) if name != band.name else None, name,
                   x=LEFT - 10.0, y=middle - (7.0 if many else 0.0), class_="label", text_anchor="end")  # fmt: skip
-    right = f"{band.share(State.BUSY):.0%} busy" if band.kind == DEVICES else f"peak {band.whole:,.4g}"
+    right = {
+        DEVICES: f"{band.share(State.BUSY):.0%} busy",
+        FAULTS: f"{band.members:,} events",
+    }.get(band.kind, f"peak {band.whole:,.4g}")
     yield element("text", right, x=WIDTH - RIGHT + 10.0, y=middle, class_="value")
     if many:
         under = {

@@ -98,6 +98,29 @@ def test_calls_are_queued_cold_and_running() -> None:
     assert band.whole == 2.0
 
 
+def test_faults_are_counted_where_they_were() -> None:
+    events = [
+        (0.0, "resource_opened"),
+        (1.0, "engine_lost"),
+        (1.2, "lease_expired"),
+        (1.3, "lease_expired"),
+        (10.0, "stalled"),
+    ]
+    found = timeline_of(10.0, [], events=events, bins=10)
+    (band,) = found.bands
+    assert (band.members, band.whole) == (4, 3.0)
+    assert band.amounts["lease_expired"] == (0, 2, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert band.amounts["stalled"][-1] == 1, "the end of the run is in its last bin"
+    root = ElementTree.fromstring(str(timeline_chart(found)))
+    marks = [r for r in root.iter("rect") if r.get("class") == "down"]
+    assert ["".join(m.itertext()) for m in marks] == [
+        "1 s to 2 s\nengine lost: 1\nlease expired: 2", "9 s to 10 s\nstalled: 1",
+    ]  # fmt: skip
+    assert float(marks[0].get("height") or 0) > float(marks[1].get("height") or 0)
+    assert "Faults and drops" in render(timeline_report("quick", found), "table")
+    assert not timeline_of(10.0, [], events=events[:1], bins=10).bands
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
