@@ -1,6 +1,6 @@
 """Predict wall time and dollars of real local runs by simulating what their ledgers hold.
 
-    python -m benchmarks.prediction [--only NAME ...] [--steps 20] [--repeat 1] [--json]
+    python -m benchmarks.prediction [--only NAME ...] [--steps 20] [--repeat 1] [--keep DIR] [--json]
 
 Each workload is run for real on this machine (an engine, a trainer, functions and the controller as processes), then
 simulated as `rollart simulate RUN --check` does: its trajectories repeated, engines, trainer and functions at the
@@ -63,13 +63,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(WORKLOADS), help="Workloads to run. Default: all.")
     parser.add_argument("--steps", type=int, default=20, help="Training steps of each run.")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="Keep the runs there, for `rollart simulate RUN --check`.")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     rows = []
     for name in given.only or WORKLOADS:
-        for _ in range(given.repeat):
+        for n in range(given.repeat):
             with tempfile.TemporaryDirectory(prefix="rollart-prediction-") as scratch:
-                found = recorded_and_predicted(WORKLOADS[name], Path(scratch), steps=given.steps)
+                directory = Path(scratch) if given.keep is None else given.keep / str(n)
+                directory.mkdir(parents=True, exist_ok=True)
+                found = recorded_and_predicted(WORKLOADS[name], directory, steps=given.steps)
             rows.append(row(name, found))
             if not given.json:
                 show(rows[-1])

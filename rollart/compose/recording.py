@@ -12,6 +12,7 @@ from pathlib import Path
 from rollart.errors import UsageError
 from rollart.ledger.intervals import State
 from rollart.ledger.reader import CallRow, Reader
+from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.ports import Interval, RunEvent
 from rollart.report.check import Observed
 from rollart.report.rows import ENGINE_ROLES, collect
@@ -31,8 +32,9 @@ SPREAD = 1.3
 
 @dataclass(frozen=True, slots=True)
 class MachineSeen:
-    """What the run's own hardware took, as far as no datasheet has it. `publish_s` is the trainer's part of a publish,
-    `load_s` that for which engines stood still; `engine_s` busy engine-seconds per finished trajectory."""
+    """What the run's own hardware took, as far as no datasheet has it. `publish_s` is the trainer's part of a publish
+    without the journal's commit, `load_s` that for which engines stood still; `engine_s` busy engine-seconds per
+    finished trajectory."""
 
     trainer: MeasuredSpeed
     publish_s: float
@@ -141,7 +143,7 @@ def _machine(
     load_s = _within(load, began, marks[-1]) / engines / len(done)
     return MachineSeen(
         trainer=fitted_speed(tokens, steps[-len(tokens) :]),
-        publish_s=max(0.0, publishes[len(publishes) // 2] - load_s),
+        publish_s=max(0.0, publishes[len(publishes) // 2] - load_s - FLUSH_SECONDS),
         load_s=load_s,
         engine_s=engine_s,
     )

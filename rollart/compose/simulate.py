@@ -25,7 +25,6 @@ from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, 
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind
-from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
 from rollart.runtime.control import ControlSettings
@@ -126,9 +125,7 @@ async def _main(
     recording = None if replay is None else replay.recording
     world = _Cluster(resolved, replay)
     config = {**resolved.to_dict(), SIMULATED: {"schedule": name, "seed": seed}}
-    # A recorded publish has the journal's time in it.
-    flush_s = FLUSH_SECONDS if replay is None or replay.machine is None else 0.0
-    with Traced(directory, clock=loop.time, config=config, flush_s=flush_s) as ledger:
+    with Traced(directory, clock=loop.time, config=config) as ledger:
         functions = troubled(behaviours(resolved, recording), faults)
         async with SimulatedFunctions(functions, resolved, ledger, seed) as rewarder:
             trouble = Trouble(faults or FaultPlanSpec(), resolved, seed)

@@ -10,7 +10,7 @@ from typing import Any
 from rollart.ledger import tables
 from rollart.ledger.database import Database
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.writer import FLUSH_SECONDS, InlineWriter, ThreadWriter
+from rollart.ledger.writer import InlineWriter, ThreadWriter
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Clock, Interval, Recovered, RunEvent
 from serverless.meter import Saving, WorkerSpan
@@ -25,7 +25,7 @@ class Ledger:
     Recording is synchronous and buffered: it costs the caller about a microsecond and is durable within a few tens of
     milliseconds. Journal calls return when their transaction is durable; concurrent ones share it (group commit).
     Called from one event loop's thread. `inline=True` writes in the caller instead of in a thread
-    and leaves power cuts out, for virtual time; a journal call then waits up to `flush_s` for others to share with.
+    and leaves power cuts out, for virtual time.
 
     `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which go on where a
     resumed run stopped.
@@ -42,13 +42,10 @@ class Ledger:
         config: Mapping[str, Any] | None = None,
         prices: PriceBook | None = None,
         inline: bool = False,
-        flush_s: float = FLUSH_SECONDS,
     ) -> None:
         database = Database(Path(directory), now=clock(), config=config, prices=prices, sync=not inline)
         self._database = database
-        self._writer: InlineWriter | ThreadWriter = (
-            InlineWriter(database, flush_s=flush_s) if inline else ThreadWriter(database)
-        )
+        self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
         self.record = self._writer.record
 
     @property

@@ -125,14 +125,13 @@ class ThreadWriter:
 
 
 class InlineWriter:
-    """The same without a thread, for a loop on virtual time: what is asked for within `flush_s` of the loop is one
-    transaction, written on the loop."""
+    """The same without a thread, for a loop on virtual time: what is asked for within `FLUSH_SECONDS` of the loop is
+    one transaction, written on the loop."""
 
     BATCH = 4096
 
-    def __init__(self, database: Database, *, flush_s: float = FLUSH_SECONDS) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._flush_s = flush_s
         self._rows: list[Any] = []
         self._waiting: list[_Waiting] = []
         self._error: StorageFailed | None = None
@@ -149,7 +148,7 @@ class InlineWriter:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         if not self._waiting:
-            loop.call_later(self._flush_s, self._flush)
+            loop.call_later(FLUSH_SECONDS, self._flush)
         self._waiting.append((operation, future))
         return await future
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
-from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import Clock, Rewarder
@@ -61,10 +60,8 @@ class Traced(Ledger):
     """A ledger on virtual time that also hashes everything that is recorded, in order: two runs with the same trace did
     the same."""
 
-    def __init__(
-        self, directory: Path, *, clock: Clock, config: Mapping[str, Any], flush_s: float = FLUSH_SECONDS
-    ) -> None:
-        super().__init__(directory, clock=clock, config=config, inline=True, flush_s=flush_s)
+    def __init__(self, directory: Path, *, clock: Clock, config: Mapping[str, Any]) -> None:
+        super().__init__(directory, clock=clock, config=config, inline=True)
         self._hash = hashlib.blake2b(digest_size=12)
         write = self.record
 
