@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from benchmarks.papers.row import Claim, Figure, Found, Row
-from benchmarks.papers.tuned import JUDGE_COLD_S, JUDGE_KEEP_S
 from benchmarks.papers.world import Bed, Played, Serving, Task, mean, play
 from rollart.sim.workload import PRESETS, capped
 from serverless.replay import Call, dedicated, elastic
@@ -16,6 +15,9 @@ PROMPTS, GROUP, JUDGES, JOBS = 84, 8, 4, 3
 BATCH = PROMPTS * GROUP
 JUDGE_S = JUDGES * 0.06 * 158.0 / BATCH
 """GPU-seconds of one reward: 6 % of four GPUs during a rollout of 158 s, over its trajectories."""
+JUDGE_COLD_S = 0.8
+"""The quickest warm start that RollMux measured (0.8 to 5.9 s). An idle judge is kept for as long as that: then idling
+has cost what a start does (ski rental)."""
 
 
 def _job(gpus: int, seed: int) -> Bed:
@@ -38,7 +40,7 @@ def _rewards(seeds: int) -> Found:
     calls = [c for job in range(JOBS) for c in _calls(play(_job(8, 100 + job)), job)]
     span = max(c.t for c in calls) - min(c.since or c.t for c in calls)
     few = math.ceil(sum(c.seconds for c in calls) / span)
-    pool = elastic(calls, cold_s=JUDGE_COLD_S, keep_s=JUDGE_KEEP_S, most=few)
+    pool = elastic(calls, cold_s=JUDGE_COLD_S, keep_s=JUDGE_COLD_S, most=few)
     figures = (
         Figure("rollout, 4 GPUs, s", 158.0, before),
         Figure("rollout, 8 GPUs, s", 77.0, after),

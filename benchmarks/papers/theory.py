@@ -118,7 +118,7 @@ def _cost(seeds: int) -> Found:
     usd = {
         "disaggregated, one after the other": play(apart.under("sync_plus")).step_s() * (h800 + h20),
         "colocated": play(bed.under("sync_plus")).step_s() * h800,
-        "disaggregated, overlapped": play(apart.under("rollart")).step_s(1) * (h800 + h20),
+        "disaggregated, overlapped": play(replace(apart, overlap=True).under("rollart")).step_s(1) * (h800 + h20),
     }
     naive, together, ours = usd.values()
     figures = (Figure("naive / colocated", 940 / 710, naive / together),)

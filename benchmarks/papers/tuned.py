@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollart.sim.draws import LogNormal
+from rollart.sim.draws import LogNormal, Tailed
 from rollart.sim.workload import PRESETS, Answers
 
-__all__ = ["JUDGE_COLD_S", "JUDGE_KEEP_S", "STALL_S", "SWE", "TRAIN_FIXED_S", "TRAIN_MFU"]
+__all__ = ["SWE", "SWE_BODY", "TRAIN_FIXED_S", "TRAIN_MFU"]
 
 TRAIN_MFU, TRAIN_FIXED_S = 0.20, 40.0
 """A training step takes FLOPs of one forward and backward pass at this share of the dense bf16 peak, plus seconds that
@@ -28,8 +28,6 @@ SWE = replace(
 """SWE with tokens of answers such that generation is 53.8 % of RA-1's step, and seconds of 40 environment steps such
 that they are the 8.5 % that are neither generation nor training nor resets. Neither was published."""
 
-STALL_S = 300.0
-"""A reset that fails: 78 % of RA-2's rollout of about 390 s."""
-
-JUDGE_COLD_S, JUDGE_KEEP_S = 0.8, 0.5
-"""A warm start of a judge (RollMux: 0.8 to 5.9 s), and how long an idle one is kept: ski rental, rounded down."""
+assert isinstance(SWE.reset_s, Tailed)
+SWE_BODY = SWE.reset_s.body
+"""Seconds of SWE's resets without their tail: what an iteration without failures has."""

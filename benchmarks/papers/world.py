@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from benchmarks.papers.models import shape, steps
 from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
 from placement.hardware import device
-from rollart.fleet import Seat
+from rollart.fleet import EngineRole, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import Charge, MemoryRecorder
 from rollart.model import Outcome, Scored, Trajectory, WeightsRef
+from rollart.policy.pricing import RULES
+from rollart.policy.routing import Router
 from rollart.policy.schedules import resolve
 from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
@@ -30,10 +32,11 @@ from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim import loop as virtual
+from rollart.sim.disaggregated import HandoffEngine, KvFabric
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.environments import Host, ResetFaults, World
 from rollart.sim.jobs import Job
-from rollart.sim.links import PUSH, RDMA, SharedLink
+from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
@@ -57,19 +60,20 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """`count` engines of `tp` GPUs each."""
+    """`count` engines of `tp` GPUs each. Where some only prefill, all turns are prefilled there."""
 
     kind: str
     count: int
     tp: int = 1
     slots: int = 256
+    role: EngineRole = EngineRole.ENGINE
 
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """One job on one testbed. `apart`: weights cross the slow link between clusters. `reward`: seconds of one,
-    computed as its trajectory ends; `stage_s`: of a reward stage between a rollout and its training. `tail`: eta of
-    tail batching."""
+    """One job on one testbed. `apart`: weights cross the slow link between clusters; `overlap`: beside the next step.
+    `reward`: seconds of one, computed as its trajectory ends; `stage_s`: of a reward stage between a rollout and its
+    training. `tail`: eta of tail batching. `kv_gb_per_s`: of the link between prefill and decode engines."""
 
     model: str
     tasks: tuple[Task, ...]
@@ -79,6 +83,8 @@ class Bed:
     alpha: int | None = None
     steps: int = 2
     apart: bool = False
+    overlap: bool = False
+    kv_gb_per_s: float = 50.0
     reward: Callable[[Trajectory], float] | None = None
     stage_s: float = 0.0
     tail: float | None = None
@@ -121,10 +127,13 @@ class Played:
         start = self.passed[skip - 1].ended if skip else 0.0
         return (self.passed[-1].ended - start) / (len(self.passed) - skip)
 
-    def rollout_s(self) -> float:
-        """Mean seconds until a batch is complete, where nothing else goes on meanwhile."""
+    def rollouts_s(self) -> list[float]:
+        """Seconds until each batch is complete, where nothing else goes on meanwhile."""
         ends = [0.0, *(p.ended for p in self.passed)]
-        return statistics.fmean(p.began - at for p, at in zip(self.passed, ends, strict=False))
+        return [p.began - at for p, at in zip(self.passed, ends, strict=False)]
+
+    def rollout_s(self) -> float:
+        return mean(self.rollouts_s())
 
     def steps_s(self) -> list[float]:
         """Seconds of each step, from one version to the next."""
@@ -196,11 +205,13 @@ async def _played(bed: Bed) -> Played:
         settings=_settings(bed),
         hooks=Hooks(recover, lambda _: None, step=stepped),
     )
+    cross = SharedLink(LinkProfile(bed.kv_gb_per_s))
+    fabric = KvFabric(lambda _from, _to: cross)
     for number, serving in enumerate(bed.rollout):
         for n in range(serving.count):
             name = f"{serving.kind}-{number}-{n}"
             clocks.append(ResourceClock(role="rollout", resource=name, recorder=recorder, clock=loop.time))
-            out.engines.append(_join(control, transfer, bed, serving, clocks[-1]))
+            out.engines.append(_join(control, transfer, fabric, bed, serving, clocks[-1]))
     await control.session().run(step=0, steps=bed.steps)
     for clock in clocks:
         clock.close()
@@ -220,6 +231,8 @@ def _settings(bed: Bed) -> ControlSettings:
             tail=None if bed.tail is None else TailSettings(bed.tail, bed.tail),
         ),
         token_budget=bed.token_budget,
+        overlap=bed.overlap,
+        router=Router(rule=RULES["remote" if any(s.role is EngineRole.PREFILL for s in bed.rollout) else "local"]),
         waits=WaitLimits(FOREVER_S, FOREVER_S, FOREVER_S, FOREVER_S, 1 << 40),
         gateway=GatewayLimits(generate_s=FOREVER_S, engine_s=FOREVER_S, sync_s=FOREVER_S),
         train_s=FOREVER_S,
@@ -229,8 +242,9 @@ def _settings(bed: Bed) -> ControlSettings:
 
 
 def _join(
-    control: ControlPlane, transfer: WeightTransfer, bed: Bed, serving: Serving, clock: ResourceClock
+    control: ControlPlane, transfer: WeightTransfer, fabric: KvFabric, bed: Bed, serving: Serving, clock: ResourceClock
 ) -> ModelledEngine:
+    """Hand-offs go one way, as those of vLLM 0.8 (producer, consumer): what was generated is prefilled again."""
     name = clock.resource
 
     async def load(weights: WeightsRef) -> None:
@@ -238,10 +252,15 @@ def _join(
 
     transfer.subscribe(name)
     model = steps(serving.kind, serving.tp, bed.model)
-    made = ModelledEngine if bed.prefix_cache else _Uncached
-    engine = made(name, model, limits=EngineLimits(slots=serving.slots), load=load)
+    limits = EngineLimits(slots=serving.slots)
+    engine: ModelledEngine
+    if serving.role is not EngineRole.ENGINE:
+        engine = HandoffEngine(name, model, fabric, limits=limits, load=load, returns=False)
+    else:
+        engine = (ModelledEngine if bed.prefix_cache else _Uncached)(name, model, limits=limits, load=load)
     shares = EngineShares(clock, clock=asyncio.get_running_loop().time)
-    control.gateway.join(engine, version=0, shares=shares, seat=Seat(serving.kind, serving.kind, tp=serving.tp))
+    seat = Seat(serving.kind, serving.kind, serving.role, serving.tp)
+    control.gateway.join(engine, version=0, shares=shares, seat=seat)
     return engine
 
 
