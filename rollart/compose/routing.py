@@ -60,13 +60,15 @@ def concurrency(resolved: Resolved) -> ConcurrencySettings | None:
     rollout = resolved.run.rollout
     spec = rollout.concurrency
     by_itself = resolved.plan.placement is not None and rollout.parallelism is None
-    if spec.mode == "off" or (spec.mode == "auto" and not by_itself):
+    skew_aware = rollout.dispatch == "skew_aware"
+    if spec.mode == "off" or (spec.mode == "auto" and not by_itself and not skew_aware):
         return None
     context = float(resolved.run.model.context)
     known = () if resolved.problem is None else resolved.problem.domains
     return ConcurrencySettings(
         AimdSettings(**spec.model_dump(exclude={"mode"})),
         {d.name: min(d.total_tokens, context) for d in known},
+        skew_aware,
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "LONG_SHARE",
+    "BatchSpeed",
     "Group",
     "Split",
     "longest",
@@ -111,6 +113,40 @@ def split_instances(instances: int, long: Group, rest: Group, token_s: Callable[
     assert best is not None
     seconds, _, n = best
     return Split(n, times_long[n][1], instances - n, times_rest[instances - n][1], seconds)
+
+
+@dataclass(slots=True)
+class BatchSpeed:
+    """Seconds per token of one trajectory in a batch of bs, as a line through what was seen (least squares, the recent
+    ones weighing most; neither intercept nor slope below 0)."""
+
+    memory: float = 0.99
+    """Weight that an observation keeps with each later one: about a hundred back."""
+    _n: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    def saw(self, batch: int, token_s: float) -> None:
+        if batch < 1 or not 0 <= token_s < math.inf:
+            raise ValueError(f"{token_s} seconds per token in a batch of {batch} (rule: finite, and at least one)")
+        m = self.memory
+        self._n, self._x, self._y = m * self._n + 1, m * self._x + batch, m * self._y + token_s
+        self._xx, self._xy = m * self._xx + batch * batch, m * self._xy + batch * token_s
+
+    def __bool__(self) -> bool:
+        return self._n > 0
+
+    def token_s(self, batch: int) -> float:
+        """ValueError while nothing was seen."""
+        if not self._n:
+            raise ValueError("no speed of an engine that generated nothing")
+        mean, y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean * mean
+        slope = (self._xy / self._n - mean * y) / spread if spread > 1e-9 * mean * mean else 0.0
+        slope = min(max(slope, 0.0), y / mean)
+        return y + slope * (batch - mean)
 
 
 def _times(group: Group, instances: int, token_s: Callable[[int], float]) -> list[tuple[float, int]]:

@@ -124,6 +124,10 @@ class LengthRanker:
         estimates = [self.estimate(p, d, attempt=a) for p, d, a in prompts]
         return sorted(range(len(prompts)), key=lambda n: (-estimates[n].p50, -estimates[n].p90, n))
 
+    def overall(self, q: float) -> float:
+        """Quantile of all that finished within the window; `default_tokens` while nothing has."""
+        return self._all.quantile(q) if self._all else self.default_tokens
+
     def lengths(self, domain: str, *, attempt: int = 0) -> tuple[float, ...]:
         """What finished of a domain and attempt within the window, ascending: a distribution for `parallelism.lend`."""
         return self._known(domain, attempt).values()

@@ -9,7 +9,6 @@ up again, before those that have not begun.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +18,11 @@ from rollart.fleet import EngineRole
 from rollart.model import EngineStats
 from rollart.policy.concurrency import CONCURRENCY, AimdSettings, Change, ConcurrencyLimits, Pressure
 from rollart.policy.lease import Expiry
+from rollart.policy.line import Line
 from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster, SessionKv
+from rollart.runtime.skew import Skew
 from rollart.runtime.turn import Turn
 
 __all__ = ["ConcurrencySettings", "Entrance"]
@@ -39,10 +40,12 @@ STATS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencySettings:
-    """The search per engine, and tokens that trajectories end with, by domain, until some have finished."""
+    """The search per engine, and tokens that trajectories end with, by domain, until some have finished. `skew_aware`:
+    the longest go first, and have engines of their own."""
 
     aimd: AimdSettings = field(default_factory=AimdSettings)
     expected: Mapping[str, float] = field(default_factory=dict)
+    skew_aware: bool = False
 
 
 @dataclass(slots=True)
@@ -80,7 +83,11 @@ class Entrance:
         self._facts: dict[str, tuple[float, float]] = {}
         self._came: dict[str, int] = {}
         self._arrivals = 0
-        self._line: list[tuple[tuple[int, int], int, _Waiter]] = []
+        self._lines: dict[bool, Line[_Waiter]] = {
+            long: Line(longest=settings.skew_aware) for long in (True, False)[not settings.skew_aware :]
+        }
+        """By whether they are for long trajectories; one for all where lengths do not matter."""
+        self._skew = Skew() if settings.skew_aware else None
         self._pumping = False
         self._stirred = asyncio.Event()
         self._counted: dict[str, tuple[int, int]] = {}
@@ -93,8 +100,12 @@ class Entrance:
             await self._look()
             await asyncio.sleep(self._settings.aimd.interval_s)
             self._stirred.clear()
-            if not self._line:
+            if not self.waiting:
                 await self._stirred.wait()
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
 
     async def enter(self, turn: Turn) -> None:
         """Returns when the turn's trajectory has a home, or when nobody could be one now."""
@@ -104,33 +115,37 @@ class Entrance:
             self._arrivals += 1
         while True:
             waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
-            heapq.heappush(self._line, ((not turn.begun, came), turn.sends, waiter))
-            self.pump()
+            length = 0.0 if self._skew is None else self._skew.judge(turn)
+            self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
+            if self._skew is None:
+                self.pump()
+            else:  # those that come at this instant are compared with each other
+                asyncio.get_running_loop().call_soon(self.pump)
             if waiter.placed.done():
                 return
-            self.waited += 1
+            began = asyncio.get_running_loop().time()
             try:
                 with self._leases.note(turn.session, "room in an engine's KV memory"):
                     await waiter.placed
             finally:
                 waiter.placed.cancel()
+            self.waited += asyncio.get_running_loop().time() > began
             if self._place(turn) is not False:
                 return
 
     def pump(self) -> None:
-        """There may be room: place the first of the line, and so on."""
+        """There may be room: place the first of each line, and so on."""
         if self._pumping:
             return
         self._pumping = True
         try:
-            line = self._line
-            while line:
-                waiter = line[0][2]
-                if not waiter.placed.done():
-                    if self._place(waiter.turn) is False:
-                        return
-                    waiter.placed.set_result(None)
-                heapq.heappop(line)
+            for line in self._lines.values():
+                while (waiter := line.head()) is not None:
+                    if not waiter.placed.done():
+                        if self._place(waiter.turn) is False:
+                            break
+                        waiter.placed.set_result(None)
+                    line.leave()
         finally:
             self._pumping = False
 
@@ -139,6 +154,10 @@ class Entrance:
         kv = member.kv
         if not kv or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + QUIET_S):
             return True
+        if self._skew is not None and not self._skew.takes(
+            member, turn, others_wait=len(self._lines[not turn.long]) > 0
+        ):
+            return False
         limits = self.limits
         return len(kv) < limits.limit(member.engine.id) and kv.fits(
             self._wanted(turn.domain, turn.length), share=limits.settings.high
@@ -152,12 +171,16 @@ class Entrance:
     def begins(self, turn: Turn, member: Member, output: float) -> None:
         """The turn is sent to its engine; `output` tokens are expected."""
         member.kv.begin(turn.session, turn.length + int(output))
+        turn.sent_at = asyncio.get_running_loop().time()
         self._stirred.set()
 
     def ends(self, kv: SessionKv, turn: Turn, member: Member, sampled: int) -> None:
         kv.domain, kv.tokens = turn.domain, turn.length + sampled
+        if self._skew is not None:
+            kv.prompt, kv.said = turn.prompt, kv.said + sampled
+            self._skew.saw(member, asyncio.get_running_loop().time() - turn.sent_at, sampled)
         member.kv.end(turn.session, turn.length + max(sampled - 1, 0))
-        if self._line and member.kv.quiet:
+        if member.kv.quiet and self.waiting:
             member.quiet_at = asyncio.get_running_loop().time()
             self.pump()
 
@@ -166,7 +189,9 @@ class Entrance:
         self._came.pop(session, None)
         for member in held:
             member.kv.drop(session)
-        if kv.tokens:
+        if kv.tokens and self._skew is not None:
+            self._skew.over(kv, whole=kv.whole)
+        if kv.tokens and kv.whole:
             mean = self._final.get(kv.domain)
             self._final[kv.domain] = kv.tokens if mean is None else mean + MEMORY * (kv.tokens - mean)
         self.pump()
@@ -190,7 +215,7 @@ class Entrance:
             most=limits[-1],
             admitted=self.admitted,
             waited=self.waited,
-            waiting=len(self._line),
+            waiting=self.waiting,
             evicted=self.evicted,
             preempted=self.preempted,
         )
@@ -209,6 +234,10 @@ class Entrance:
             for member in self._roster.members.values():
                 if member.healthy:
                     tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
+        if self._skew is not None:
+            homes = [m for m in self._homes() if m.serves]
+            most = max((self.limits.limit(m.engine.id) for m in homes), default=1)
+            self._skew.reserve(homes, len(self._came), most)
         self.pump()
 
     async def _ask(self, member: Member) -> None:

@@ -241,10 +241,11 @@ class Gateway:
         sent: Callable[[int], None] = lambda _: None,
         domain: str = "",
         length: int | None = None,
+        prompt: str = "",
     ) -> Coroutine[Any, Any, Completion]:
-        """One turn's completion. `length` is the prompt's in tokens, if that is not the number of ids. `spend` is told
-        of the engine seconds of every attempt and both legs, also of one that is cancelled; `sent` of the version, when
-        the engine that generates has a slot free and so begins at once.
+        """One turn's completion. `length` is the prompt's in tokens, if that is not the number of ids; `prompt` names
+        what the trajectory answers. `spend` is told of the engine seconds of every attempt and both legs, also of one
+        that is cancelled; `sent` of the version, when the engine that generates has a slot free and so begins at once.
 
         Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
         generated anew: no token of a failed attempt is kept. A failed hand-off is no attempt: the turn is
@@ -252,8 +253,13 @@ class Gateway:
         """
         self._requests += 1
         turn = Turn(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
+        turn.prompt = prompt
         turn.length = len(token_ids) if length is None else length
         return self._turns.generate(turn)
+
+    def finished(self, session: str) -> None:
+        """The trajectory came to its own end: its length counts for what is expected of others."""
+        self._turns.finished(session)
 
     async def forget(self, session: str) -> None:
         """The trajectory is over: its engines may drop its KV."""

@@ -103,6 +103,11 @@ class SessionKv:
     domain: str = ""
     tokens: int = 0
     """Its context after its last turn."""
+    prompt: str = ""
+    said: int = 0
+    """Tokens that it has generated."""
+    whole: bool = False
+    """It ended by itself."""
 
     def lies_at(self, engine_id: str) -> None:
         """From now on the engine may hold some."""

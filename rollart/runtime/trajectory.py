@@ -200,6 +200,7 @@ class TrajectoryRunner:
                 sent=live.note_sent,
                 domain=live.domain.name,
                 length=live.length,
+                prompt=str(live.seed),
             )
         except LeaseExpired as error:
             raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
@@ -242,6 +243,7 @@ class TrajectoryRunner:
 
     def _finished(self, live: Live, step: Step) -> Trajectory:
         assert live.v0 is not None, "a finished trajectory has sampled at least one token"
+        self._gateway.finished(live.id)
         if self.meter is not None and live.purpose is Purpose.TRAIN:
             self.meter.add(
                 live.domain.name,

@@ -50,8 +50,14 @@ class Turn:
     length: int = 0
     at_home: bool = False
     """Its hand-off failed: no other is tried."""
+    prompt: str = ""
+    """Which prompt its trajectory answers, for what is learned of lengths."""
+    long: bool = False
+    """Its trajectory is taken to be one of the long ones."""
     begun: bool = False
     """A turn of its trajectory was sent before: it is under way."""
+    sent_at: float = 0.0
+    """When it was sent to the engine that generates."""
     sends: int = 0
     told: int | None = None
     spent: float = 0.0

@@ -71,6 +71,12 @@ class Ways:
             self.entrance.forget(session, kv, held=members)
         return [m for m in members if m.healthy]
 
+    def finished(self, session: str) -> None:
+        """The trajectory ended by itself: its length is what such trajectories have."""
+        kv = self._sessions.get(session)
+        if kv is not None:
+            kv.whole = True
+
     def _look(self) -> None:
         plain = self.router.plain(self._roster.kinds) and self.entrance is None
         self._special = self._roster.roles or not plain

@@ -143,6 +143,12 @@ class RolloutSpec(Entry):
         default=None,
         description="Long prompts are put off and run together. Under `sync` and `sync_plus`, without `batch.tokens`.",
     )
+    dispatch: Literal["fifo", "skew_aware"] = Field(
+        default="fifo",
+        description="Whom an engine takes in next. fifo: as they came; skew_aware: the longest first, by lengths "
+        "learned from what finished, with engines of their own. Follows KV memory as `concurrency` does. Not under "
+        "`sync`.",
+    )
     concurrency: ConcurrencySpec = Field(
         default_factory=ConcurrencySpec, description="How many trajectories live on one engine at a time."
     )

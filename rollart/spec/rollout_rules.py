@@ -87,6 +87,13 @@ def _concurrency(run: RunSpec) -> Iterable[Problem]:
         yield Problem(
             (*place, "low"), f"rollout.concurrency.low is {spec.low:g} (rule: below `high`, which is {spec.high:g})"
         )
+    if run.rollout.dispatch != "fifo" and (run.schedule == "sync" or spec.mode == "off"):
+        what = "schedule: sync" if run.schedule == "sync" else "rollout.concurrency.mode: off"
+        yield Problem(
+            ("rollout", "dispatch"),
+            f"rollout.dispatch is {run.rollout.dispatch} under `{what}` (rule: it orders those that wait for room in "
+            "an engine, and there nobody does)",
+        )
     if spec.settle_s < spec.interval_s:
         yield Problem(
             (*place, "settle_s"),

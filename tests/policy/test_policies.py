@@ -118,6 +118,7 @@ views = st.lists(
         sessions=st.integers(0, 5),
         healthy=st.booleans(),
         version=st.integers(0, 2),
+        fill=st.sampled_from([0.0, 0.25, 0.5]),
     ),
     max_size=5,
     unique_by=lambda v: v.id,
@@ -135,7 +136,8 @@ def test_routing_is_sticky_fenced_and_least_loaded(engines: list[EngineView], st
         if sticky in eligible:
             assert chosen == sticky
         else:
-            assert eligible[chosen].running == min(e.running for e in eligible.values())
+            first = min((e.fill, e.running) for e in eligible.values())
+            assert (eligible[chosen].fill, eligible[chosen].running) == first
     assert chosen == choose_engine(list(reversed(engines)), sticky=sticky, version=version)
 
 

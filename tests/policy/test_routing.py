@@ -41,6 +41,7 @@ views = st.lists(
         seat=seats,
         backlog_s=st.floats(0, 50),
         cached=st.integers(0, 3000),
+        fill=st.sampled_from([0.0, 0.25, 0.5]),
     ),
     max_size=5,
     unique_by=lambda v: v.id,

@@ -1,0 +1,95 @@
+"""Who is let in next: those that were under way before, then in the order they came or the longest first.
+
+Longest processing time first ends a set of trajectories soonest (StreamRL, arXiv 2504.15930, §4.3; Graham 1969), but
+where new ones keep coming somebody short might wait for ever. Those that come before the next one is let in are a wave,
+and go in LPT order exactly; but who came when a wave left S in line goes first once S + `GRACE` were let in since, so
+that at most 2 S + `GRACE` go before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+__all__ = ["GRACE", "Line"]
+
+T = TypeVar("T")
+
+GRACE = 8
+"""Later ones that may go before one that found the line empty: a group."""
+
+
+@dataclass(slots=True)
+class _Wave:
+    """`at`: how many had been let in before it; `size`: how long the line was when it ended, None while it goes on."""
+
+    at: int
+    size: int | None = None
+
+
+@dataclass(slots=True)
+class _Place(Generic[T]):
+    item: T
+    begun: bool
+    wave: _Wave
+    left: bool = False
+
+
+@dataclass(slots=True)
+class Line(Generic[T]):
+    """`longest`: by length, else by age. Ties: the earlier. Synchronous; O(log n) per call."""
+
+    longest: bool = False
+    _by_rank: list[tuple[tuple[float, ...], _Place[T]]] = field(default_factory=list)
+    _by_age: list[tuple[int, int, _Place[T]]] = field(default_factory=list)
+    _seq: int = 0
+    _waiting: int = 0
+    _gone: int = 0
+    _wave: _Wave = field(default_factory=lambda: _Wave(0))
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def add(self, item: T, *, age: int, length: float = 0.0, begun: bool = False) -> None:
+        """`age` counts up from the first that ever came; one that comes again keeps its own."""
+        if self._wave.size is not None:
+            self._wave = _Wave(self._gone)
+        place = _Place(item, begun, self._wave)
+        rank = (0.0, age) if begun else (1.0, -length if self.longest else 0.0, age)
+        self._seq += 1
+        self._waiting += 1
+        heapq.heappush(self._by_rank, ((*rank, self._seq), place))
+        if self.longest and not begun:
+            heapq.heappush(self._by_age, (age, self._seq, place))
+
+    def head(self) -> T | None:
+        """Who is next; None if nobody waits."""
+        place = self._next()
+        return None if place is None else place.item
+
+    def leave(self) -> T:
+        """The head is let in, or gave up."""
+        place = self._next()
+        if place is None:
+            raise ValueError("nobody waits (rule: ask head first)")
+        if self._wave.size is None:
+            self._wave.size = self._waiting
+        place.left = True
+        self._waiting -= 1
+        self._gone += 1
+        return place.item
+
+    def _next(self) -> _Place[T] | None:
+        while self._by_rank and self._by_rank[0][1].left:
+            heapq.heappop(self._by_rank)
+        if not self._by_rank:
+            return None
+        first = self._by_rank[0][1]
+        if not self.longest or first.begun:
+            return first
+        while self._by_age[0][2].left:
+            heapq.heappop(self._by_age)
+        wave = self._by_age[0][2].wave
+        overdue = wave.size is not None and self._gone - wave.at >= wave.size + GRACE
+        return self._by_age[0][2] if overdue else first

@@ -1,0 +1,101 @@
+"""Skew-aware dispatch while a run goes on: who is long, and which engines are for those (StreamRL §4.3).
+
+Everything is learned from what finishes here: lengths by prompt and domain, seconds per token by kind of engine and
+batch. A resumed run starts anew, and knows as much again after a few dozen trajectories.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollart.fleet import EngineKind
+from rollart.policy.dispatch import LONG_SHARE, BatchSpeed, Group, split_instances
+from rollart.policy.lengths import LengthRanker, Window
+from rollart.runtime.members import Member, SessionKv
+from rollart.runtime.turn import Turn
+
+__all__ = ["Skew"]
+
+ENOUGH = 32
+"""Predictions before anybody is called long: a few groups."""
+
+LOOK_BACK = 512
+"""Predictions of late whose upper share is long: about what is in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """Engines for the long ones, and how many of them each takes at a time."""
+
+    engines: frozenset[str]
+    batch: int
+
+
+class Skew:
+    """Synchronous; fed and asked by `Entrance`. Without anything learned nobody is long and no engine is reserved."""
+
+    def __init__(self) -> None:
+        self.ranker = LengthRanker()
+        self._predicted = Window(LOOK_BACK)
+        self._speeds: dict[EngineKind, BatchSpeed] = {}
+        self._reserved: dict[EngineKind, _Reserved] = {}
+        self.longs = 0
+        """Trajectories let in as long ones."""
+
+    def judge(self, turn: Turn) -> float:
+        """How long the turn's trajectory is taken to be, in tokens to generate; says in `turn.long` whether that is
+        long."""
+        tokens = self.ranker.estimate(turn.prompt, turn.domain).p50
+        known = len(self._predicted) >= ENOUGH
+        turn.long = known and tokens > self._predicted.quantile(1 - LONG_SHARE)
+        self._predicted.add(tokens)
+        return tokens
+
+    def over(self, kv: SessionKv, *, whole: bool) -> None:
+        """A trajectory ended by itself (`whole`) or was stopped."""
+        note = self.ranker.finished if whole else self.ranker.stopped
+        note(kv.prompt, kv.domain, kv.said)
+
+    def saw(self, member: Member, seconds: float, tokens: int) -> None:
+        """A turn generated `tokens` there, among those that run now."""
+        if tokens > 0:
+            self._speeds.setdefault(member.seat.kind, BatchSpeed()).saw(max(member.running, 1), seconds / tokens)
+
+    def reserve(self, homes: Sequence[Member], live: int, limit: int) -> None:
+        """Divide the engines of each kind anew, for `live` trajectories over all of them; `limit` of one at a time."""
+        kinds: dict[EngineKind, list[Member]] = {}
+        for member in homes:
+            kinds.setdefault(member.seat.kind, []).append(member)
+        self._reserved = {}
+        lowest, highest = self._predicted.quantile(0.0) if self._predicted else 0.0, 0.0
+        if len(self._predicted) >= ENOUGH:
+            highest = self._predicted.quantile(1.0)
+        if highest <= lowest:
+            return  # all are taken to be alike
+        for kind, members in kinds.items():
+            speed = self._speeds.get(kind)
+            share = live * len(members) // max(len(homes), 1)
+            long = math.ceil(LONG_SHARE * share)
+            if len(members) < 2 or not speed or not 0 < long < share:
+                continue
+            found = split_instances(
+                len(members),
+                Group(long, self.ranker.overall(1 - LONG_SHARE / 10), limit),
+                Group(share - long, self.ranker.overall((1 - LONG_SHARE) / 2), limit),
+                speed.token_s,
+            )
+            names = sorted(m.engine.id for m in members)
+            self._reserved[kind] = _Reserved(frozenset(names[: found.long_instances]), found.long_batch)
+
+    def takes(self, member: Member, turn: Turn, *, others_wait: bool) -> bool:
+        """Whether the engine is for this turn's trajectory. While none of the other sort waits, every engine is; those
+        of the long ones stay as empty as they need them."""
+        reserved = self._reserved.get(member.seat.kind)
+        if reserved is None:
+            return True
+        for_long = member.engine.id in reserved.engines
+        if for_long and len(member.kv) >= reserved.batch:
+            return False
+        return for_long == turn.long or not others_wait
