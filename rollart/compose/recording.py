@@ -18,7 +18,7 @@ from rollart.report.check import Observed
 from rollart.report.rows import ENGINE_ROLES, collect
 from rollart.report.summarize import cost_lines
 from rollart.sim.trainers import MeasuredSpeed
-from rollart.sim.workload import Script, recorded
+from rollart.sim.workload import Script, grouped
 from serverless.backends.simulated import Profile
 
 __all__ = ["MachineSeen", "Recording", "SIMULATED", "engine_s_per_trajectory", "observed", "read_recording"]
@@ -44,11 +44,11 @@ class MachineSeen:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A run that was recorded. `scripts` by domain, in the order in which trajectories began; `functions` by name, with
-    the provider that ran most calls; `lives` counts its starts; `batch` trajectories were trained per step."""
+    """A run that was recorded. `scripts` by domain and group, in the order in which groups began; `functions` by name,
+    with the provider that ran most calls; `lives` counts its starts; `batch` trajectories were trained per step."""
 
     name: str
-    scripts: Mapping[str, tuple[Script, ...]]
+    scripts: Mapping[str, tuple[tuple[Script, ...], ...]]
     functions: Mapping[str, Profile]
     provider: str
     machine: MachineSeen
@@ -79,12 +79,9 @@ def read_recording(directory: Path) -> Recording:
         wall_s=facts.seconds, usd=usd,
     )  # fmt: skip
     samples = sum(row.samples for row in trained)
-    scripts: dict[str, list[Script]] = {}
-    for row in sorted(rows, key=lambda r: r.t0):
-        scripts.setdefault(row.domain, []).append(recorded(row))
     return Recording(
         directory.name,
-        {domain: tuple(own) for domain, own in sorted(scripts.items())},
+        grouped(sorted(rows, key=lambda row: row.t0)),
         _functions(calls),
         Counter(c.provider for c in calls).most_common(1)[0][0] if calls else "",
         _machine(

@@ -79,6 +79,8 @@ class FinishedRow:
     first_tokens: int
     reset_s: float = 0.0
     env_s: float = 0.0
+    group: str = ""
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ class Reader:
             FinishedRow(*row)
             for row in self._query(
                 f"""SELECT t.domain, t.turns, s.tokens, s.action_tokens, t.engine_seconds, t.t0, t.t1,
-                t.first_tokens, t.reset_s, t.env_s
+                t.first_tokens, t.reset_s, t.env_s, s.grp, t.score
                 FROM trajectories t JOIN samples s ON s.id = t.id
                 WHERE t.outcome = '{FINISHED}' AND t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
             )

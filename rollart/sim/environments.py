@@ -71,7 +71,7 @@ class World:
     hosts: Sequence[Host] = field(default_factory=lambda: (Host("host-0"),))
     faults: ResetFaults | None = None
     solved: float | None = None
-    """Mean share of trajectories that earn 1 and not 0; None: all, and nothing is drawn."""
+    """Mean share of trajectories that earn 1 and not 0; None: each what its script says, and nothing is drawn."""
     resets: int = 0
     failed_resets: int = 0
     stalled_resets: int = 0
@@ -138,7 +138,7 @@ class World:
 class ModelledEnvironment:
     """Implements `ports.Environment`. A call on a host that went down raises ConnectionError, as a broken one does."""
 
-    __slots__ = ("_host", "_live", "_script", "_solves", "_turn", "_world")
+    __slots__ = ("_host", "_live", "_reward", "_script", "_turn", "_world")
 
     def __init__(self, world: World, host: Host) -> None:
         self._world, self._host = world, host
@@ -148,7 +148,7 @@ class ModelledEnvironment:
     async def reset(self, seed: int) -> Observation:
         world, host = self._world, self._host
         self._script, member = world.script(seed)
-        self._solves = world.solves(seed, member)
+        self._reward = self._script.reward if world.solved is None else float(world.solves(seed, member))
         self._turn = 0
         if not self._live:
             self._live = True
@@ -169,7 +169,7 @@ class ModelledEnvironment:
         self._turn = turn + 1
         if self._turn < script.turns:
             return Step(self._observation())
-        return Step(_OVER, float(self._solves), True, self._solves, {"payload_bytes": script.payload_bytes})
+        return Step(_OVER, self._reward, True, self._reward > 0, {"payload_bytes": script.payload_bytes})
 
     async def close(self) -> None:
         if self._live:

@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 from rollart.ledger.reader import FinishedRow
 from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, Tailed, generator
 
-__all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Workload", "capped", "recorded", "replay"]
+__all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Workload", "capped", "grouped",
+           "recorded", "replay"]  # fmt: skip
 
 
 _NONE = Constant(0.0)
@@ -34,6 +35,8 @@ class Script(NamedTuple):
     step_s: tuple[float, ...]
     payload_bytes: int = 0
     """What its reward is sent."""
+    reward: float = 1.0
+    """What it earns where a world draws no rewards."""
 
     @property
     def turns(self) -> int:
@@ -118,30 +121,41 @@ class Generated:
 class Replayed:
     """Trajectories of a recorded run (implements `Workload`). Their sums are exact; within one, turns are alike.
 
-    `resample`: each trajectory is one of the recorded, drawn by (seed, prompt, member). Otherwise they are given out in
-    the order they ended in, over and over: the recorded set, in whatever order they are asked for.
+    `groups` are the trajectories to one prompt each. They are given out to prompts in their order, over and over, or,
+    with `resample`, drawn by (seed, prompt). A prompt of which more members are asked for than its group has is given
+    another group as well.
     """
 
-    def __init__(self, scripts: Sequence[Script], *, seed: int = 0, resample: bool = False) -> None:
-        if not scripts:
+    def __init__(self, groups: Sequence[Sequence[Script]], *, seed: int = 0, resample: bool = False) -> None:
+        if not groups or not all(groups):
             raise ValueError("no trajectory to replay (rule: at least one that finished)")
-        self.scripts = tuple(scripts)
+        self.groups = tuple(map(tuple, groups))
         self._seed, self._resample = seed, resample
         self._next = 0
+        self._given: dict[int, list[Script]] = {}
 
     def script(self, prompt: int, member: int) -> Script:
-        if self._resample:
-            return self.scripts[generator(self._seed, prompt, member).randrange(len(self.scripts))]
-        self._next += 1
-        return self.scripts[(self._next - 1) % len(self.scripts)]
+        given = self._given.setdefault(prompt, [])
+        while len(given) <= member:
+            if self._resample:
+                given += self.groups[generator(self._seed, prompt, len(given)).randrange(len(self.groups))]
+            else:
+                given += self.groups[self._next % len(self.groups)]
+                self._next += 1
+        return given[member]
+
+
+def grouped(rows: Iterable[FinishedRow]) -> dict[str, tuple[tuple[Script, ...], ...]]:
+    """Scripts of each group, by domain, in the order of their first rows; a row without a group is one of its own."""
+    found: dict[str, dict[str, list[Script]]] = {}
+    for n, row in enumerate(rows):
+        found.setdefault(row.domain, {}).setdefault(row.group or f"row {n}", []).append(recorded(row))
+    return {domain: tuple(map(tuple, groups.values())) for domain, groups in sorted(found.items())}
 
 
 def replay(rows: Iterable[FinishedRow], *, seed: int = 0, resample: bool = False) -> Mapping[str, Replayed]:
     """Workloads by domain from a run's ledger (`Reader.finished`)."""
-    found: dict[str, list[Script]] = {}
-    for row in rows:
-        found.setdefault(row.domain, []).append(recorded(row))
-    return {domain: Replayed(s, seed=seed, resample=resample) for domain, s in sorted(found.items())}
+    return {domain: Replayed(own, seed=seed, resample=resample) for domain, own in grouped(rows).items()}
 
 
 def recorded(row: FinishedRow) -> Script:
@@ -150,7 +164,8 @@ def recorded(row: FinishedRow) -> Script:
     first = max(row.first_tokens, 1)
     later = _parts(row.tokens - row.action_tokens - row.first_tokens, turns - 1)
     answers = _parts(row.action_tokens, turns)
-    return Script((first, *later), answers, row.reset_s, (row.env_s / turns,) * turns)
+    reward = 1.0 if row.score is None else row.score
+    return Script((first, *later), answers, row.reset_s, (row.env_s / turns,) * turns, reward=reward)
 
 
 def _parts(total: int, count: int) -> tuple[int, ...]:

@@ -144,7 +144,8 @@ def test_a_replay_has_the_recorded_sums(rows: list[FinishedRow]) -> None:
         assert (script.turns, script.tokens, sum(script.answers)) == (row.turns, row.tokens, row.action_tokens)
         assert (script.shown[0], script.reset_s) == (row.first_tokens, row.reset_s)
         assert sum(script.step_s) == pytest.approx(row.env_s)
-    assert found.script(0, 0) == found.scripts[0], "over and over"
+    assert found.script(0, 0) == found.groups[0][0], "a prompt keeps its group"
+    assert found.script(len(rows), 0) == found.groups[0][0], "over and over"
 
 
 def test_a_resampled_replay_does_not_hang_on_the_order() -> None:
@@ -153,6 +154,23 @@ def test_a_resampled_replay_does_not_hang_on_the_order() -> None:
     forth = [one.script(p, 0) for p in range(30)]
     assert forth == [two.script(p, 0) for p in reversed(range(30))][::-1]
     assert len(set(forth)) > 10
+
+
+@given(st.booleans(), st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 9))
+def test_members_of_a_prompt_are_of_one_group(resample: bool, sizes: list[int], wanted: int) -> None:
+    rows = [
+        FinishedRow("d", 1, 10 + 10 * g + m, 1 + m, 0.0, 0.0, 1.0, 9 + 10 * g, group=f"g{g}", score=float(m))
+        for g, size in enumerate(sizes)
+        for m in range(size)
+    ]
+    found = replay(rows, seed=5, resample=resample)["d"]
+    assert [len(group) for group in found.groups] == sizes
+    for prompt in range(3):
+        members = [found.script(prompt, m) for m in range(wanted)]
+        first = next(g for g in found.groups if g[0] == members[0])
+        assert members[: len(first)] == list(first[:wanted]), "and of others once it is through"
+        assert members == [found.script(prompt, m) for m in range(wanted)]
+    assert {s.reward for group in found.groups for s in group} == {float(m) for m in range(max(sizes))}
 
 
 def test_nothing_to_replay_is_said() -> None:
