@@ -8,9 +8,10 @@ parts of a whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rollart.report.figures import PLAIN, estimate, figure
 from rollart.report.markup import Node, element
 
 __all__ = ["Bar", "Group", "Segment", "bars", "clipped", "legend", "nice_ticks", "series_paint"]
@@ -30,8 +31,6 @@ VALUES = 108.0
 SERIES = 8
 OVERSHOOT = 1.6
 """An interval may pass the longest bar by so much before it is cut: with two seeds it can be ten times the mean."""
-
-Show = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def series_paint(n: int) -> str:
     return f"s{n % SERIES}"
 
 
-def bars(title: str, groups: Sequence[Group], *, show: Show) -> Node:
+def bars(title: str, groups: Sequence[Group], *, unit: str = PLAIN) -> Node:
     """One row for each bar. Short labels stand beside bars that are alone in their group, others above."""
     longest = max((len(group.label) for group in groups), default=0)
     beside = longest <= LONGEST_BESIDE and all(len(group.bars) == 1 for group in groups)
@@ -92,11 +91,11 @@ def bars(title: str, groups: Sequence[Group], *, show: Show) -> Node:
             parts.append(_label(group.label, left + 4.0, y + 11.0, WIDTH - left, end=False))
         y += head
         for bar in group.bars:
-            parts.append(_bar(group, bar, plot, y, thick, show))
+            parts.append(_bar(group, bar, plot, y, thick, unit))
             y += thick + gap
         y += 0.0 if beside else 5.0
     height = y + 22.0
-    svg = element("svg", element("title", title), *_axis(plot, y, show), *parts,
+    svg = element("svg", element("title", title), *_axis(plot, y, unit), *parts,
                   viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", role="img", class_="chart")  # fmt: skip
     return svg
 
@@ -143,11 +142,13 @@ def _reach(groups: Sequence[Group]) -> float:
     return min(longest * OVERSHOOT, max(max(bar.end, bar.total + (bar.interval or 0.0)) for bar in every)) * 1.02
 
 
-def _axis(plot: _Plot, y: float, show: Show) -> Iterable[Node]:
+def _axis(plot: _Plot, y: float, unit: str) -> Iterable[Node]:
     for tick in nice_ticks(plot.most):
         x = plot.x(tick)
         yield element("line", x1=x, x2=x, y1=2.0, y2=y, class_="grid" if tick else "base")
-        yield element("text", show(tick), x=x, y=y + 15.0, class_="tick", text_anchor="middle" if tick else "start")
+        yield element(
+            "text", figure(tick, unit), x=x, y=y + 15.0, class_="tick", text_anchor="middle" if tick else "start"
+        )
 
 
 def _label(text: str, x: float, y: float, room: float, *, end: bool) -> Node:
@@ -156,7 +157,7 @@ def _label(text: str, x: float, y: float, room: float, *, end: bool) -> Node:
                    text_anchor="end" if end else None)  # fmt: skip
 
 
-def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, show: Show) -> Node:
+def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, unit: str) -> Node:
     parts: list[Node] = []
     at = 0.0
     for segment in bar.segments:
@@ -165,17 +166,13 @@ def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, show: Show
         if b > a:
             parts.append(element("rect", x=a, y=y, width=b - a, height=thick, class_=segment.paint))
     parts += _whisker(bar, plot, y + thick / 2, thick)
-    figure = with_interval(bar.total, bar.interval, show)
-    parts.append(element("text", figure, x=WIDTH - 2.0, y=y + thick / 2 + 4.0, class_="value", text_anchor="end"))
+    told = estimate(bar.total, bar.interval, unit)
+    parts.append(element("text", told, x=WIDTH - 2.0, y=y + thick / 2 + 4.0, class_="value", text_anchor="end"))
     name = group.label if bar.name == group.label else f"{group.label}: {bar.name}"
-    lines = [f"{name}: {figure}"]
+    lines = [f"{name}: {told}"]
     if len(bar.segments) > 1:
-        lines += [f"{s.name}: {with_interval(s.value, s.interval, show)}" for s in bar.segments]
+        lines += [f"{s.name}: {estimate(s.value, s.interval, unit)}" for s in bar.segments]
     return element("g", element("title", "\n".join(lines)), *parts, class_="bar")
-
-
-def with_interval(value: float, half: float | None, show: Show) -> str:
-    return show(value) if half is None or value == half == 0 else f"{show(value)} ± {show(half)}"
 
 
 def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[Node]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rollart.report.charts import Bar, Group, Segment, bars, legend
+from rollart.report.figures import DOLLARS
 from rollart.report.markup import Node, element
 from rollart.report.page import card, page
 from rollart.report.rows import Cell, Report, Table
@@ -47,7 +48,7 @@ def timeline_page(report: Report, found: Timeline) -> str:
 def _drawn(title: str, unit: str, groups: Sequence[Group], keys: Node | None = None) -> Iterable[Node]:
     """A chart; nothing where there is nothing to draw."""
     if any(bar.total > 0 for group in groups for bar in group.bars):
-        yield card(title, keys, bars(title, groups, show=_usd), under=unit)
+        yield card(title, keys, bars(title, groups, unit=DOLLARS), under=unit)
 
 
 def _by_role(table: Table) -> list[Group]:
@@ -76,9 +77,3 @@ def _without_sketches(table: Table) -> Table:
 
 def _number(cell: Cell) -> float:
     return float(cell) if isinstance(cell, int | float) else 0.0
-
-
-def _usd(value: float) -> str:
-    if value == 0 or abs(value) >= 100:
-        return f"${value:,.0f}"
-    return f"${value:,.2f}" if abs(value) >= 1 else f"${value:.3g}"

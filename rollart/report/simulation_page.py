@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollart.report.charts import Bar, Group, Segment, bars, legend, series_paint
+from rollart.report.figures import PERCENT, PLAIN, estimate
 from rollart.report.markup import Child, Node, element
 from rollart.report.page import card, document, folded, notes, table_of
 from rollart.report.rows import Cell, Report, Table
@@ -29,21 +30,18 @@ def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
     compared = element(
         "div",
         _step(figures),
-        _one("Throughput", "trained trajectories per second", figures, "trajectories_per_s", paints, _short),
-        _one("Cost", "USD per 1,000 trained trajectories", figures, "usd_per_1k", paints, _short),
-        _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, _lag, _percent),
-        _grouped(
-            "Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints, _cause, _short
-        ),
-        _grouped(
-            "Waiting by cause", "device-hours of what the plan uses", _used(tables["waits"]), paints, _cause, _short
-        ),
+        _one("Throughput", "trained trajectories per second", figures, "trajectories_per_s", paints),
+        _one("Cost", "USD per 1,000 trained trajectories", figures, "usd_per_1k", paints),
+        _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, _lag, PERCENT),
+        _grouped("Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints, _cause),
+        _grouped("Waiting by cause", "device-hours of what the plan uses", _used(tables["waits"]), paints, _cause),
         class_="cards",
     )
     parts = [
         card("Figures", table_of(_merged(tables["figures"])), under="mean ± half of the 95 % interval over seeds"),
         element("h2", "Comparisons"), compared, *_timelines(timelines), element("h2", "Tables"),
-        *(folded(_merged(tables[name])) for name in ("lags", "waste", "waits")), *notes(report.notes),
+        *(folded(_merged(table)) for table in report.tables if table.people and table.name != "figures"),
+        *notes(report.notes),
     ]  # fmt: skip
     return document(f"Simulation of {report.run}", "Schedules beside each other on virtual time.", parts)
 
@@ -69,17 +67,15 @@ def _step(figures: _Figures) -> Node:
         step, half = figures.of("step_s", n)
         groups.append(Group(schedule, (Bar(schedule, tuple(segments), half, step),)))
     keys = legend((name, paint) for _, name, paint in PARTS)
-    return card("Step time", keys, bars("Step time", groups, show=_short), under="seconds per training step")
+    return card("Step time", keys, bars("Step time", groups), under="seconds per training step")
 
 
-def _one(
-    title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str], show: Callable[[float], str]
-) -> Node:
+def _one(title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str]) -> Node:
     groups = []
     for n, schedule in enumerate(figures.schedules):
         value, half = figures.of(key, n)
         groups.append(Group(schedule, (Bar(schedule, (Segment(schedule, value, paints[schedule]),), half),)))
-    return card(title, bars(title, groups, show=show), under=unit)
+    return card(title, bars(title, groups), under=unit)
 
 
 def _grouped(
@@ -88,7 +84,7 @@ def _grouped(
     table: Table,
     paints: Mapping[str, str],
     name: Callable[[Cell], str],
-    show: Callable[[float], str],
+    kind: str = PLAIN,
 ) -> Node:
     """One group for each row, one bar for each schedule."""
     groups = []
@@ -102,7 +98,7 @@ def _grouped(
         return card(title, element("p", "nothing", class_="muted"), under=unit)
     left_out = len(table.rows) - len(groups)
     more = element("p", f"and {left_out} smaller ones in the table below", class_="sub") if left_out else None
-    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bars(title, groups, show=show), more]
+    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bars(title, groups, unit=kind), more]
     return card(title, *shown, under=unit)
 
 
@@ -143,26 +139,14 @@ def _told(row: Sequence[Cell], n: int, half: bool, table: Table) -> Cell:
     value = row[n]
     if isinstance(value, str) or value is None or not half:
         return value
-    share = table.columns[n].kind == "share" or "share" in row
-    show = _percent if share else _short
     spread = row[n + 1]
-    return show(value) if not isinstance(spread, int | float) else f"{show(value)} ± {show(spread)}"
+    unit = PERCENT if table.columns[n].kind == "share" or "share" in row else PLAIN
+    return estimate(value, spread if isinstance(spread, int | float) else None, unit)
 
 
 def _pair(cells: Sequence[Cell], n: int) -> tuple[float, float | None]:
     value, half = cells[2 * n], cells[2 * n + 1]
     return float(value or 0.0), None if half is None else float(half)
-
-
-def _short(value: float) -> str:
-    """Three digits; small ones are nothing to look at."""
-    if value == 0 or abs(value) < 1e-9:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g}%" if abs(value) > 1e-9 else "0%"
 
 
 def _lag(cell: Cell) -> str:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from rollart.report.figures import estimate
 from tests.cli.conftest import Result
 from tests.compose.test_simulate import CLUSTER, RUN
 
@@ -32,7 +33,7 @@ def test_a_page_beside_the_figures(rollart: Callable[..., Result], tmp_path: Pat
     assert {"Step time", "Throughput", "Cost", "Staleness", "sync, seed 0", "rollart, seed 0"} <= set(headings(page))
     assert "sync, seed 1" not in headings(page), "a timeline is one seed's"
     step = next(row for row in tables["figures"] if row["figure"] == "step_s")
-    assert f"{step['sync']:.3g} ± " in page
+    assert estimate(step["sync"], step["sync ±"]) in page
     assert "trainer-0 on " in page
     drawn = rollart("report", "timeline", "kept/sync-0", "-o", "html")
     assert drawn.code == 0, drawn.err

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from rollart.report.charts import Bar, Group, Segment, bars, nice_ticks
+from rollart.report.figures import DOLLARS, PERCENT, PLAIN, estimate
 from rollart.report.markup import element
 from rollart.report.page import page
 from rollart.report.render import render
@@ -96,18 +97,25 @@ def test_its_figures_are_those_of_the_json() -> None:
     assert (step["sync"], step["rollart"]) == (22.5, 11.0)
     assert step["sync ±"] == pytest.approx(12.7062 * 1.25, rel=1e-4), "Student's t of two seeds"
     titles = texts(parsed(simulation_page(report, [])), "title")
-    for row in tables["figures"]:
-        if row["figure"] in ("step_s", "usd_per_1k", "trajectories_per_s"):
-            for name in values:
-                shown = next(t for t in titles if re.match(rf"{name}: {short(row[name])}\b", t))
-                assert row[f"{name} ±"] == 0 or f"± {short(row[f'{name} ±'])}" in shown
-    for table in ("waste", "waits"):
+    for name in values:
+        drawn = [t for t in titles if t.startswith(f"{name}: ")]
+        for told, key in zip(drawn, ("step_s", "trajectories_per_s", "usd_per_1k"), strict=True):
+            row = next(row for row in tables["figures"] if row["figure"] == key)
+            mean, half = numbers(told)
+            assert mean == pytest.approx(row[name], rel=5e-3)
+            assert half == pytest.approx(row[f"{name} ±"], rel=0.05, abs=1e-9)
+    for n, table in enumerate(("waste", "waits")):
         for row in tables[table]:
-            assert any(t.startswith(f"{row['cause']}: sync: {short(row['sync'])}") for t in titles), row
+            told = [t for t in titles if t.startswith(f"{row['cause']}: sync: ")][
+                n if row["cause"] == "engine: idle" else 0
+            ]
+            assert numbers(told.removeprefix(f"{row['cause']}: "))[0] == pytest.approx(row["sync"], rel=5e-3)
 
 
-def short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def numbers(title: str) -> tuple[float, float]:
+    """Of `NAME: MEAN ± HALF`."""
+    mean, half = re.match(r"[^:]*: ([\d.,]+) ± ([\d.,]+)", title).groups()  # type: ignore[union-attr]
+    return float(mean.replace(",", "")), float(half.replace(",", ""))
 
 
 def test_the_json_is_keyed_and_has_every_simulation() -> None:
@@ -146,7 +154,7 @@ def test_nothing_to_draw() -> None:
 
 def test_an_interval_is_cut_before_it_hides_the_bars() -> None:
     """Two seeds far apart have an interval of many times their mean."""
-    svg = bars("t", [Group("a", (Bar("a", (Segment("a", 10.0, "s0"),), 1000.0),))], show=lambda v: f"{v:g}")
+    svg = bars("t", [Group("a", (Bar("a", (Segment("a", 10.0, "s0"),), 1000.0),))])
     (rect,) = ElementTree.fromstring(str(svg)).iter("rect")
     assert float(rect.get("width") or 0) > 200
 
@@ -165,3 +173,18 @@ def test_markup_is_escaped_by_construction() -> None:
     assert str(node) == '<text class="x&quot;y" data-n="1.5">a &lt; b &amp; c</text>'
     assert str(element("meta", charset="utf-8")) == '<meta charset="utf-8"/>'
     ElementTree.fromstring(str(element("p", "".join(map(chr, range(0x300))) + "\ud800\uffff")))
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "unit", "told"),
+    [
+        (1.0012, 0.0569, PLAIN, "1.001 ± 0.057"), (907.3, 27.13, PLAIN, "907 ± 27"),
+        (22.5, 15.88, PLAIN, "22.5 ± 15.9"),
+        (0.878, 0.00417, PERCENT, "87.80% ± 0.42%"), (156.1, 2e-12, PLAIN, "156 ± 0"), (0.0, 0.0, PLAIN, "0"),
+        (12345.6, 804.0, PLAIN, "12,346 ± 804"), (0.583, None, PLAIN, "0.583"), (3.2, None, DOLLARS, "$3.20"),
+        (0.0, 0.5, DOLLARS, "$0.00 ± $0.50"), (0.0012, None, DOLLARS, "$0.0012"), (0.125, None, PERCENT, "12.5%"),
+        (4310.2, None, DOLLARS, "$4,310"), (-3.14159, 0.02, PLAIN, "-3.142 ± 0.020"),
+    ],
+)  # fmt: skip
+def test_a_mean_has_the_digits_that_its_interval_bears(value: float, half: float | None, unit: str, told: str) -> None:
+    assert estimate(value, half, unit) == told
