@@ -53,46 +53,47 @@ class Attempts:
 
     async def member(self, run: GroupRun, member: int) -> None:
         """One member of a group: attempts until it is scored or its group is gone."""
+        attempt = 0
         try:
-            await self._attempts(run, member)
+            while not self.closed and self._groups.holds(run):
+                attempt += 1
+                live = self._live(run, member, attempt)
+                run.live[member] = live
+                try:
+                    sample = await self._attempt(live)
+                    run.live.pop(member, None)
+                    await self._keep(run, member, sample, live)
+                    return
+                except Aborted as aborted:
+                    # An environment may turn our cancellation into an error of its own: it was ours all the same.
+                    reason, detail = (aborted.reason, aborted.detail) if live.abort is None else (live.abort, "")
+                except asyncio.CancelledError:
+                    if live.abort is None:
+                        raise
+                    reason, detail = live.abort, ""
+                if live.abort is not None:
+                    _uncancel()
+                run.live.pop(member, None)
+                self._charge(live, str(reason), None)
+                if not self._again(run, member, live, reason, detail, attempt):
+                    return
         finally:
             self._groups.ended(run)
 
-    async def _attempts(self, run: GroupRun, member: int) -> None:
-        attempt = 0
-        while not self.closed and self._groups.holds(run):
-            attempt += 1
-            live = self._live(run, member, attempt)
-            run.live[member] = live
-            try:
-                sample = await self._attempt(live)
-                run.live.pop(member, None)
-                await self._keep(run, member, sample, live)
-                return
-            except Aborted as aborted:
-                # An environment may turn our cancellation into an error of its own: it was ours all the same.
-                reason, detail = (aborted.reason, aborted.detail) if live.abort is None else (live.abort, "")
-            except asyncio.CancelledError:
-                if live.abort is None:
-                    raise
-                reason, detail = live.abort, ""
-            if live.abort is not None:
-                _uncancel()
-            run.live.pop(member, None)
-            self._charge(live, str(reason), None)
-            if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
-                if reason is AbortReason.REDUNDANT:
-                    self._cancellations.cancelled(run, live)
-                return
-            self._redundant.ended(run.domain, reason)
-            self._faults.ended(reason, detail)
-            if reason is AbortReason.INFRA_FAULT:
-                self._event("infra_fault", live.id, detail=detail, attempt=attempt)
-                self._faults.check()
-            if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
-                return
-            if not self._groups.fail(run, member, reason, detail):
-                return
+    def _again(self, run: GroupRun, member: int, live: Live, reason: AbortReason, detail: str, attempt: int) -> bool:
+        """An attempt ended without a sample: whether there is to be another."""
+        if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
+            if reason is AbortReason.REDUNDANT:
+                self._cancellations.cancelled(run, live)
+            return False
+        self._redundant.ended(run.domain, reason)
+        self._faults.ended(reason, detail)
+        if reason is AbortReason.INFRA_FAULT:
+            self._event("infra_fault", live.id, detail=detail, attempt=attempt)
+            self._faults.check()
+        if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
+            return False
+        return self._groups.fail(run, member, reason, detail)
 
     async def _attempt(self, live: Live) -> TrainSample:
         self._stage.join()

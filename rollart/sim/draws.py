@@ -57,7 +57,10 @@ class LogNormal:
     high: float = math.inf
 
     def draw(self, rng: Random) -> float:
-        return min(self.high, max(self.low, self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))))
+        drawn = self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
+        if drawn < self.low:
+            return self.low
+        return drawn if drawn < self.high else self.high
 
     @staticmethod
     def of_quartiles(median: float, p75: float, *, high: float = math.inf) -> LogNormal:

@@ -25,6 +25,9 @@ __all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Wo
 
 _NONE = Constant(0.0)
 
+REMEMBERED = 4096
+"""Prompts whose draws are kept: a generator costs 10 us, and the members of a group are reset close to each other."""
+
 
 class Script(NamedTuple):
     """One trajectory from beginning to end. Of each turn: tokens shown, tokens answered, seconds of the step."""
@@ -88,13 +91,11 @@ class Generated:
     def __init__(self, shape: Shape, seed: int, *, name: str = "") -> None:
         self.shape = shape
         self._seed, self._name = seed, name
+        self._prompts: dict[int, tuple[float, bool, int]] = {}
 
     def script(self, prompt: int, member: int) -> Script:
         shape, a = self.shape, self.shape.answers
-        ours = generator(self._seed, self._name, prompt)
-        theirs = math.sqrt(a.prompt_share) * ours.gauss(0.0, 1.0)
-        runs_away = ours.random() < a.runaways
-        first = max(1, round(shape.first.draw(ours)))
+        theirs, runs_away, first = self._prompts.get(prompt) or self._prompt(prompt)
         rng = generator(self._seed, self._name, prompt, member)
         own = math.sqrt(1.0 - a.prompt_share)
         count = min(max(1, round(shape.turns.draw(rng))), shape.most_turns)
@@ -116,6 +117,18 @@ class Generated:
         steps = tuple(shape.step_s.draw(rng) for _ in answers)
         payload = round(shape.payload_bytes.draw(rng))
         return Script(tuple(shown), tuple(answers), shape.reset_s.draw(rng), steps, payload)
+
+    def _prompt(self, prompt: int) -> tuple[float, bool, int]:
+        """What the prompt's trajectories share, kept for its other members: how long its answers are, whether they run
+        away, and the tokens of the prompt."""
+        if len(self._prompts) >= REMEMBERED:
+            self._prompts.clear()
+        shape, a = self.shape, self.shape.answers
+        rng = generator(self._seed, self._name, prompt)
+        theirs = math.sqrt(a.prompt_share) * rng.gauss(0.0, 1.0)
+        found = theirs, rng.random() < a.runaways, max(1, round(shape.first.draw(rng)))
+        self._prompts[prompt] = found
+        return found
 
 
 class Replayed:
