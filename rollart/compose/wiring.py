@@ -36,6 +36,7 @@ from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import RunEvent
+from rollart.runtime.buffer import Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
@@ -264,7 +265,9 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             filter=_filter(run.rollout.filter),
             prefetch=prefetching(run.rollout),
         ),
-        token_budget=run.batch.tokens,
+        token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
+        cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
+        due=None if run.batch.deadline_s is None else Due(run.batch.deadline_s, run.batch.least or 0.5),
         waits=WaitLimits(
             env_reset_s=leases.env_step_s,
             env_step_s=leases.env_step_s,

@@ -1,15 +1,39 @@
-"""The sample buffer: complete groups in any order in, whole batches out, each group exactly once (I3, I6)."""
+"""The sample buffer: complete groups in any order in, whole batches out, each group exactly once (I3, I6).
+
+It keeps a table of samples (`policy.table`): training is one of the tasks that consume its rows, and takes groups
+whole; others may be declared, and read the same rows at their own speed. Which rows training takes is a sampler's
+choice.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rollart.model import Group, GroupId
 from rollart.policy.batching import ReadyGroup, select_batch
+from rollart.policy.samplers import Deadline
 from rollart.policy.staleness import StalenessBound
+from rollart.policy.table import Pick, Ready, Row, Sampler, SampleTable, Selection
 
-__all__ = ["SampleBuffer"]
+__all__ = ["COLUMNS", "Due", "SampleBuffer"]
+
+COLUMNS = ("trajectory", "reward")
+"""What is written of a sample before it is here; what trains reads both."""
+
+TRAINING = "training"
+ROOM = 2**62
+"""Rows: admission bounds them, by samples that wait, run or train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A batch is what is there after `seconds` of waiting, if that is at least the share `least` of every domain's."""
+
+    seconds: float
+    least: float = 0.5
 
 
 class SampleBuffer:
@@ -26,10 +50,14 @@ class SampleBuffer:
         *,
         bound: StalenessBound,
         token_budget: int | None = None,
+        due: Due | None = None,
         measure: Callable[[Sequence[int]], int] = len,
     ) -> None:
         """`measure`: how many tokens ids stand for, which the budget is in."""
         self._measure = measure
+        self._due = due
+        self.table = SampleTable(COLUMNS, capacity=ROOM)
+        self.table.declare(TRAINING, COLUMNS, whole_groups=True)
         self._quotas = dict(quotas)
         self._bound = bound
         self._token_budget = token_budget
@@ -44,16 +72,21 @@ class SampleBuffer:
             raise ValueError(f"group {group.id} is in the buffer already")
         self._seen += 1
         self._held[group.domain] += len(group.samples)
-        tokens = sum(self._measure(s.token_ids) for s in group.samples)
+        size, tokens = len(group.samples), 0
+        for sample in group.samples:
+            length = self._measure(sample.token_ids)
+            tokens += length
+            self.table.add(Row(sample.id, group.id, size, length, sample.v0), *COLUMNS)
         self._groups[group.id] = group
-        self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, len(group.samples), tokens, self._seen)
+        self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, size, tokens, self._seen)
         self._changed.set()
 
     def discard(self, group_id: GroupId) -> bool:
         """Remove a dropped group; whether it was here."""
         if group_id not in self._ready:
             return False
-        self._take_out(self._ready[group_id])
+        self.table.drop(group_id)
+        self._forget(group_id)
         return True
 
     def stale(self, version: int) -> list[Group]:
@@ -66,12 +99,21 @@ class SampleBuffer:
 
     async def take(self, version: int) -> tuple[Group, ...]:
         """The next batch for training from `version`."""
+        due = None if self._due is None else asyncio.get_running_loop().time() + self._due.seconds
+        late = False
         while True:
-            chosen = self._select(version) if self._may_suffice() else None
-            if chosen is not None:
-                return tuple(self._take_out(ready) for ready in chosen)
+            if self._due is not None:
+                chosen = self._take(lambda ready, late=late: self._by_deadline(ready, version, late))  # type: ignore[misc]
+            else:
+                chosen = self._take(self._of(self._select(version))) if self._may_suffice() else ()
+            if chosen:
+                return chosen
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout_at(None if late else due):
+                    await self._changed.wait()
+            except TimeoutError:
+                late = True
 
     async def grow(self, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
         """Groups for the batch that `taken` began, for training from `version`: all that are there and fit, at least
@@ -89,7 +131,7 @@ class SampleBuffer:
         while any(room.values()):
             chosen = self._fitting(version, room)
             if chosen:
-                return tuple(self._take_out(ready) for ready in chosen)
+                return self._take(self._of(chosen))
             self._changed.clear()
             await self._changed.wait()
         return ()
@@ -104,10 +146,46 @@ class SampleBuffer:
                 chosen.append(ready)
         return chosen
 
-    def _take_out(self, ready: ReadyGroup) -> Group:
-        del self._ready[ready.id]
+    def _take(self, sampler: Sampler) -> tuple[Group, ...]:
+        """What the sampler chooses, in its order; nothing if it waits."""
+        taken = self.table.take(TRAINING, sampler)
+        if taken is None:
+            return ()
+        rows = (pick.row.group for batch in taken.batches for pick in batch)
+        return tuple(self._forget(GroupId(group)) for group in dict.fromkeys(rows))
+
+    def _of(self, chosen: Sequence[ReadyGroup] | None) -> Sampler:
+        """These groups, or nothing yet."""
+
+        def sampler(ready: Ready) -> Selection | None:
+            if chosen is None:
+                return None
+            return Selection.of(ready.rows[s.id] for group in chosen for s in self._groups[group.id].samples)
+
+        return sampler
+
+    def _by_deadline(self, ready: Ready, version: int, late: bool) -> Selection | None:
+        """Of every domain its quota, or what there is when it is late."""
+        assert self._due is not None
+        by_domain: dict[str, dict[str, Row]] = {name: {} for name in self._quotas}
+        for row in ready.rows.values():
+            group = self._ready[row.group]
+            if not self._bound.stale(group.v0, version):
+                by_domain[group.domain][row.id] = row
+        picks: list[Pick] = []
+        for domain, quota in self._quotas.items():
+            least = max(1, math.ceil(self._due.least * quota - 1e-9))
+            sampler = Deadline(quota, least, version, due=late, whole_groups=True)
+            found = sampler(Ready(by_domain[domain], ready.missing))
+            if found is None:
+                return None
+            picks += found.batches[0]
+        return Selection((tuple(picks),), tuple(p.row.id for p in picks))
+
+    def _forget(self, group_id: GroupId) -> Group:
+        ready = self._ready.pop(group_id)
         self._held[ready.domain] -= ready.samples
-        return self._groups.pop(ready.id)
+        return self._groups.pop(group_id)
 
     def _select(self, version: int) -> tuple[ReadyGroup, ...] | None:
         return select_batch(

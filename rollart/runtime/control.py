@@ -15,7 +15,8 @@ from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
-from rollart.runtime.buffer import SampleBuffer
+from rollart.runtime.buffer import Due, SampleBuffer
+from rollart.runtime.cutting import Cut, whole
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
@@ -45,6 +46,9 @@ class ControlSettings:
 
     schedule: SchedulerSettings
     token_budget: int | None = None
+    cut_tokens: int | None = None
+    """Tokens of a batch that are trained (`cutting.Cut`); None: all."""
+    due: Due | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
@@ -139,6 +143,7 @@ class ControlPlane:
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
+            samples=whole if settings.cut_tokens is None else Cut(settings.cut_tokens, settings.measure),
             overlap=settings.overlap and not rules.training_blocks_rollout,
         )  # fmt: skip
         self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
@@ -211,7 +216,9 @@ def _buffer(domains: Sequence[Domain], settings: ControlSettings) -> SampleBuffe
     rules = settings.schedule.rules
     bound = rules.bound if rules.drops_stale else StalenessBound(ANY_AGE)
     quotas = {d.name: d.quota for d in domains}
-    return SampleBuffer(quotas, bound=bound, token_budget=settings.token_budget, measure=settings.measure)
+    return SampleBuffer(
+        quotas, bound=bound, token_budget=settings.token_budget, due=settings.due, measure=settings.measure
+    )
 
 
 def _prefetch(

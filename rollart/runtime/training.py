@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from rollart.errors import LeaseExpired, PartDied, RunFailed, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
-from rollart.model import Group, TrainReport
+from rollart.model import Group, TrainReport, TrainSample
 from rollart.policy.lease import Expiry
 from rollart.ports import Trainer
 from rollart.runtime.buffer import SampleBuffer
+from rollart.runtime.cutting import whole
 from rollart.runtime.leases import Leases
 from rollart.runtime.publish import Publisher
 
@@ -107,7 +108,9 @@ class Training:
         on_taken: Callable[[Sequence[Group]], None] = lambda _: None,
         attempts: int = 3,
         overlap: bool = False,
+        samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = whole,
     ) -> None:
+        """`samples`: what of a batch is trained in which step."""
         self._trainer = trainer
         self._buffer = buffer
         self._publisher = publisher
@@ -120,6 +123,7 @@ class Training:
         self._on_taken = on_taken
         self._attempts = attempts
         self._overlap = overlap
+        self._samples = samples
         self._tasks: asyncio.TaskGroup | None = None
         self._behind: _Behind | None = None
         self._later: Sequence[Group] = ()
@@ -231,7 +235,7 @@ class Training:
         return self._leases.hold("training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART)
 
     async def _step(self, groups: Sequence[Group], version: int, step: int, began: float) -> None:
-        samples = [s for g in groups for s in g.samples]
+        samples = self._samples(groups, step)
         for attempt in range(1, self._attempts + 1):
             try:
                 async with self._lease(step):
@@ -342,7 +346,7 @@ class Training:
         """Train what was trained and went with the trainer, and publish it before anything else."""
         try:
             async with self._lease(done.step):
-                report = await self._trainer.train([s for g in done.groups for s in g.samples], done.version - 1)
+                report = await self._trainer.train(self._samples(done.groups, done.step), done.version - 1)
         except TrainerRefused as error:
             raise RunFailed(f"the trainer refuses step {done.step}, which it had trained: {error}") from None
         self._clock.enter(State.SYNC)

@@ -19,6 +19,7 @@ from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.policy.updates import UpdatePolicy
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
+from rollart.runtime.buffer import Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
@@ -64,6 +65,8 @@ class SimulatedRun:
     max_attempts: int = 3
     max_fault_rate: float = 1.0
     token_budget: int | None = None
+    cut_tokens: int | None = None
+    due: Due | None = None
     overlap: bool = False
     updates: UpdatePolicy | None = None
     redundancy: Redundancy = field(default_factory=Redundancy)
@@ -143,6 +146,8 @@ class SimulatedRun:
         return ControlSettings(
             schedule,
             token_budget=self.token_budget,
+            cut_tokens=self.cut_tokens,
+            due=self.due,
             overlap=self.overlap,
             updates=self.updates,
             waits=self.waits,

@@ -9,6 +9,7 @@ from typing import Protocol
 from placement.hardware import canonical, catalogue
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
+from rollart.spec.flow_rules import flow_problems
 from rollart.spec.prices import PriceList
 from rollart.spec.problem import Problem
 from rollart.spec.rollout_rules import rollout_problems
@@ -31,7 +32,7 @@ def run_problems(run: RunSpec) -> list[Problem]:
         *_unique("domains", run.domains), *_unique("functions", run.functions), *_functions(run),
         *_rewards(run), *_turns(run), *_profiles(run),
         *_quota_rules(run), *_warm_start(run), *_temperatures(run), *_affinity(run), *_objective(run),
-        *_stream(run), *_weights(run),
+        *_stream(run), *flow_problems(run),
     ]  # fmt: skip
     if not problems:
         try:
@@ -285,29 +286,6 @@ def _stream(run: RunSpec) -> Iterable[Problem]:
                 ("domains", i, "advantage", "baseline"),
                 f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch "
                 "(rule: group or none with training.stream)",
-            )
-
-
-def _weights(run: RunSpec) -> Iterable[Problem]:
-    """Engines may differ in version where trajectories of different versions are trained together."""
-    weights, place = run.weights, ("weights", "update")
-    if weights.update != "all":
-        if run.schedule in LAG:
-            yield Problem(
-                place,
-                f"weights.update is {weights.update} under `schedule: {run.schedule}` (rule: all, or a schedule with a "
-                "window of groups: rollart, areal, roll_flash)",
-            )
-        elif run.staleness == 0:
-            yield Problem(
-                place,
-                f"weights.update is {weights.update} with staleness 0 (rule: all, or staleness of at least 1: no "
-                "engine may serve an old version)",
-            )
-    for key, update in (("longest_s", "delayed"), ("fraction", "staggered")):
-        if getattr(weights, key) is not None and weights.update != update:
-            yield Problem(
-                ("weights", key), f"weights.{key} is given with update '{weights.update}' (rule: only with {update})"
             )
 
 

@@ -63,6 +63,21 @@ class BatchSpec(Entry):
         le=1_000_000_000_000,
         description="Optional bound on the tokens of one batch; groups stay whole.",
     )
+    sampler: Literal["fifo", "token_budget", "deadline"] = Field(
+        default="fifo",
+        description="What a step trains of the complete groups, oldest version first. fifo: the batch; token_budget: "
+        "of the batch exactly `tokens` tokens, drawn sample by sample and cut at the edge; deadline: the batch, or "
+        "after `deadline_s` what is there.",
+    )
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=1e6, description="Longest wait for a whole batch, seconds (deadline)."
+    )
+    least: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of every domain's part of the batch without which no step starts (deadline), there 0.5.",
+    )
 
 
 class AdvantageSpec(Entry):

@@ -1,4 +1,4 @@
-"""What a run may ask of its weights' way to the engines."""
+"""What a run may ask of the ways to the trainer and to the engines."""
 
 from __future__ import annotations
 
@@ -26,11 +26,22 @@ def test_all_engines_at_once_and_nothing_beside_by_default(write: Write) -> None
         ("weights: {update: staggered, fraction: 0}", "weights.fraction is 0 (rule: greater than 0"),
         ("weights: {update: staggered, longest_s: 5}", "longest_s is given with update 'staggered' (rule: only with"),
         ("schedule: one_off\nweights: {update: delayed}", "weights.update is delayed under `schedule: one_off`"),
+        ("BATCH sampler: token_budget", "batch.sampler is token_budget (rule: with batch.tokens)"),
+        ("BATCH sampler: deadline", "batch.sampler is deadline (rule: with batch.deadline_s)"),
+        ("BATCH deadline_s: 4", "batch.deadline_s is given with sampler 'fifo' (rule: only with deadline)"),
+        ("schedule: sync\nBATCH {sampler: deadline, deadline_s: 4}", "deadline under `schedule: sync` (rule: a"),
         ("staleness: 0\nweights: {update: staggered}", "staggered with staleness 0 (rule: all, or staleness of at"),
     ],
 )
 def test_what_cannot_be_is_refused_at_its_place(write: Write, text: str, problem: str) -> None:
     with pytest.raises(SpecError) as caught:
-        load_run(write(RUN.replace("staleness: 1\n", "") + text + "\n"))
+        load_run(write(spec_with(text)))
     assert problem in caught.value.message
-    assert "run.yaml:1" in caught.value.message, "the line of it"
+    assert "run.yaml:" in caught.value.message, "the line of it"
+
+
+def spec_with(text: str) -> str:
+    """`BATCH key: value`, or a mapping, goes into the batch."""
+    top, _, batch = text.partition("BATCH ")
+    more = "".join(f"  {entry}\n" for entry in batch.strip("{}").split(", ") if entry)
+    return RUN.replace("  trajectories: 16\n", f"  trajectories: 16\n{more}") + top.rstrip("\n") + "\n"

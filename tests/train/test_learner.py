@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from rollart.errors import TrainerError, UsageError
-from rollart.model import TrainSample
+from rollart.model import Group, GroupId, TrainSample
+from rollart.runtime.cutting import Cut
 from rollart.train.learner import Learner
 from tests.train.trainkit import VOCAB, batch, config, sample
 
@@ -255,3 +257,12 @@ def test_the_learning_rate_falls_by_version() -> None:
     samples = on_policy(learner, mixed())
     rates = [learner.train(batch(samples), version).metrics["lr"] for version in (0, 5, 10, 30)]
     assert rates == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
+
+
+def test_it_trains_a_batch_that_was_cut_to_a_budget(tmp_path: Path) -> None:
+    samples = [sample(str(i), turns=[(2, 2), (3, 1 + i % 3)]) for i in range(6)]
+    groups = [Group(GroupId(f"c{i}"), "a", (s,)) for i, s in enumerate(samples)]
+    cut = Cut(25)(groups, 1)
+    assert sum(len(s.token_ids) for s in cut) in (24, 25)
+    report = Learner(config(tmp_path)).train(batch(cut), 0)
+    assert report.trained_tokens == sum(sum(s.loss_mask) for s in cut) < sum(sum(s.loss_mask) for s in samples)

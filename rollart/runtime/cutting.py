@@ -1,0 +1,63 @@
+"""What of a batch is trained: all of it, or exactly so many tokens (Ring-lite's C3PO, arXiv:2506.14731)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from rollart.model import Group, TrainSample
+from rollart.policy.samplers import TokenBudget
+from rollart.policy.table import Ready, Row
+
+__all__ = ["Cut", "whole"]
+
+
+def whole(groups: Sequence[Group], step: int) -> list[TrainSample]:
+    """Every sample as it is."""
+    return [s for g in groups for s in g.samples]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """At most `tokens` tokens of a batch, so that every step takes the same time: whole samples in an order drawn by
+    step and id, the one at the edge up to where the budget ends, the rest left out. A batch with fewer stays whole.
+
+    Each sample is as likely as another to be left out, long ones no more than short ones. What a cut sample was paid
+    after the edge is paid at its last token that is kept, so that its return stays what it was.
+    """
+
+    tokens: int
+    measure: Callable[[Sequence[int]], int] = len
+
+    def __call__(self, groups: Sequence[Group], step: int) -> list[TrainSample]:
+        samples = whole(groups, step)
+        rows: dict[str, Row] = {
+            s.id: Row(s.id, g.id, len(g.samples), self.measure(s.token_ids), s.v0) for g in groups for s in g.samples
+        }
+        if sum(row.tokens for row in rows.values()) <= self.tokens:
+            return samples
+        chosen = TokenBudget(self.tokens, str(step))(Ready(rows, lambda _: 0))
+        assert chosen is not None, "there are more tokens than the budget's"
+        kept = {p.row.id: p.tokens for p in chosen.batches[0]}
+        cut = [self._cut(s, kept[s.id], rows[s.id].tokens) for s in samples if s.id in kept]
+        return [s for s in cut if any(s.loss_mask)]
+
+    def _cut(self, sample: TrainSample, tokens: int, of: int) -> TrainSample:
+        if tokens == of:
+            return sample
+        end, used = 0, 0
+        for token in sample.token_ids:
+            used += self.measure((token,))
+            if used > tokens:
+                break
+            end += 1
+        last = max((i for i in range(end) if sample.loss_mask[i]), default=None)
+        rewards = list(sample.rewards[:end])
+        if last is not None:
+            rewards[last] += sum(sample.rewards[end:])
+        return dataclasses.replace(
+            sample,
+            token_ids=sample.token_ids[:end], loss_mask=sample.loss_mask[:end], logprobs=sample.logprobs[:end],
+            versions=sample.versions[:end], turn=sample.turn[:end], rewards=tuple(rewards),
+            allowed=sample.allowed[:end],
+        )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Rules of what flows to the trainer and back: batches and weights. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollart.spec.problem import Problem
+from rollart.spec.run import LAG, RunSpec
+
+__all__ = ["flow_problems"]
+
+
+def flow_problems(run: RunSpec) -> list[Problem]:
+    """Every broken rule, in the order of the spec's parts."""
+    return [*_sampler(run), *_weights(run)]
+
+
+def _weights(run: RunSpec) -> Iterable[Problem]:
+    """Engines may differ in version where trajectories of different versions are trained together."""
+    weights, place = run.weights, ("weights", "update")
+    if weights.update != "all":
+        if run.schedule in LAG:
+            yield Problem(
+                place,
+                f"weights.update is {weights.update} under `schedule: {run.schedule}` (rule: all, or a schedule with a "
+                "window of groups: rollart, areal, roll_flash)",
+            )
+        elif run.staleness == 0:
+            yield Problem(
+                place,
+                f"weights.update is {weights.update} with staleness 0 (rule: all, or staleness of at least 1: no "
+                "engine may serve an old version)",
+            )
+    for key, update in (("longest_s", "delayed"), ("fraction", "staggered")):
+        if getattr(weights, key) is not None and weights.update != update:
+            yield Problem(
+                ("weights", key), f"weights.{key} is given with update '{weights.update}' (rule: only with {update})"
+            )
+
+
+def _sampler(run: RunSpec) -> Iterable[Problem]:
+    """Each sampler has what it needs, and nothing of another's."""
+    batch, place = run.batch, ("batch", "sampler")
+    needed = {"token_budget": "tokens", "deadline": "deadline_s"}.get(batch.sampler)
+    if needed is not None and getattr(batch, needed) is None:
+        yield Problem(place, f"batch.sampler is {batch.sampler} (rule: with batch.{needed})")
+    if batch.sampler != "fifo" and run.training.stream:
+        yield Problem(place, f"batch.sampler is {batch.sampler} with training.stream (rule: fifo)")
+    if batch.sampler == "deadline":
+        if run.schedule in LAG:
+            yield Problem(
+                place,
+                f"batch.sampler is deadline under `schedule: {run.schedule}` (rule: a schedule with a window of "
+                "groups: rollart, areal, roll_flash)",
+            )
+        if batch.tokens is not None:
+            yield Problem(("batch", "tokens"), "batch.tokens is given with sampler 'deadline' (rule: one of them)")
+        return
+    for key in ("deadline_s", "least"):
+        if getattr(batch, key) is not None:
+            yield Problem(
+                ("batch", key), f"batch.{key} is given with sampler '{batch.sampler}' (rule: only with deadline)"
+            )

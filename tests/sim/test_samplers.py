@@ -1,0 +1,24 @@
+"""Samplers over modelled engines: what they do to steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollart.compose.simulate import simulate
+from tests.compose.test_simulate import Make, made, specs  # noqa: F401
+
+
+def test_a_deadline_trains_what_is_there(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    resolved = made("batch.sampler=deadline", "batch.deadline_s=0.5", "batch.least=0.25")
+    done = simulate(resolved, tmp_path / "run", steps=4)
+    assert all(4 <= s.trajectories <= 16 for s in done.steps)
+    assert min(s.trajectories for s in done.steps) < 16
+
+
+def test_a_token_budget_evens_steps_out(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    def spread(name: str, *overrides: str) -> float:
+        seconds = [s.train_s for s in simulate(made(*overrides), tmp_path / name, steps=4).steps]
+        return max(seconds) / min(seconds)
+
+    whole, cut = spread("whole"), spread("cut", "batch.sampler=token_budget", "batch.tokens=9000")
+    assert cut - 1 < 0.5 * (whole - 1), "what remains is attention, which grows with lengths"
