@@ -124,6 +124,7 @@ def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path |
     page = simulation_page(report, timelines) if output == "html" or html is not None else ""
     if html is not None:
         html.write_text(page, encoding="utf-8")
+        click.echo(f"page: {html}", err=True)
     click.echo(page if output == "html" else render(report, output, width=width(), colour=colour()), nl=False)
 
 

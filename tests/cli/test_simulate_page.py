@@ -28,6 +28,7 @@ def test_a_page_beside_the_figures(rollart: Callable[..., Result], tmp_path: Pat
     done = rollart(*common, "--policies", "sync,rollart", "--seeds", "2", "--html", "pages/a.html", "-o", "json",
                    "--keep", "kept")  # fmt: skip
     assert done.code == 0, done.err
+    assert done.err.endswith("page: pages/a.html\n")
     tables = json.loads(done.out)["tables"]
     page = Path("pages/a.html").read_text()
     assert {"Step time", "Throughput", "Cost", "Staleness", "sync, seed 0", "rollart, seed 0"} <= set(headings(page))
