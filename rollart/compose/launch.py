@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollart.compose.adopted import Start, start_from
+from rollart.compose.parallelism import refuse_lending
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
 from rollart.compose.wiring import Parts, wire
@@ -75,6 +76,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
     check(resolved)
+    refuse_lending(resolved)
     async with wire(start, directory, progress) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background:

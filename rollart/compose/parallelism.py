@@ -10,13 +10,15 @@ from placement.performance import Performance
 from placement.types import Pool
 from rollart.compose.planner import rebalance_settings
 from rollart.compose.routing import SERVING
+from rollart.errors import SpecError
 from rollart.fleet import EngineKind
 from rollart.policy.parallelism import TensorParallelRule
+from rollart.runtime.lending import LendingSettings
 from rollart.runtime.resharding import ReshardSettings
 from rollart.spec.resolve import Resolved
 from rollart.spec.rollout import ParallelismSpec
 
-__all__ = ["elastic", "embedded_settings", "reshard_settings"]
+__all__ = ["elastic", "embedded_settings", "lending_settings", "refuse_lending", "reshard_settings"]
 
 SIZES = (1, 2, 4, 8)
 
@@ -74,6 +76,27 @@ def embedded_settings(resolved: Resolved) -> ReshardSettings | None:
         return settings.refuses(kind)
 
     return replace(settings, refuses=refuses)
+
+
+def lending_settings(resolved: Resolved) -> LendingSettings | None:
+    """Followed where the trainer can borrow devices."""
+    run = resolved.run
+    if (spec := run.rollout.lending) is None:
+        return None
+    size = 1.0 if resolved.problem is None else resolved.problem.performance.shape.kv_bytes(1.0)
+    return LendingSettings(
+        setup_s=spec.setup_s, headroom=spec.headroom, move_s=run.leases.publish_s, context_tokens=run.model.context,
+        bytes_per_token=size,
+    )  # fmt: skip
+
+
+def refuse_lending(resolved: Resolved) -> None:
+    """SpecError for a run whose trainer has no use for other devices."""
+    if resolved.run.rollout.lending is not None:
+        raise SpecError(
+            "rollout.lending is given, and the embedded trainer takes no other devices (rule: in simulations)",
+            remedy="leave rollout.lending out, or see what it would gain with `rollart simulate`",
+        )
 
 
 def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from rollart.compose.routing import SERVING, PlannedTurns, seat
 from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, troubled
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
-from rollart.fleet import EngineKind
+from rollart.fleet import EngineKind, Seat
 from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
 from rollart.runtime.control import ControlSettings
@@ -140,6 +140,7 @@ async def _main(
                 unused=() if elastic(resolved) else world.unused(),
                 site=world.site(ledger) if elastic(resolved) else None,
                 on_step=on_step,
+                help=world.help,
                 beside=trouble.beside,
                 restart_s=resolved.run.leases.engine_start_s,
             )
@@ -235,6 +236,11 @@ class _Cluster:
             seconds_per_step=spec.seconds_per_step,
         )
         return ModelledTrainer(speed, transfer=self.transfer, streams=self._resolved.run.training.stream)
+
+    def help(self, seat: Seat) -> float:
+        """How fast an engine's devices train beside the trainer's."""
+        own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
+        return (self._devices[seat.pool].tflops_bf16 or 0.0) * seat.tp / own if own else 0.0
 
     def trained_by(self) -> Billed:
         return self._billed(self._train)

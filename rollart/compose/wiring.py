@@ -17,7 +17,7 @@ from rollart.compose.actors import nodes, part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
-from rollart.compose.parallelism import embedded_settings
+from rollart.compose.parallelism import embedded_settings, lending_settings
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
@@ -293,6 +293,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         rebalance=rebalance_settings(resolved),
         concurrency=concurrency(resolved),
         reshard=embedded_settings(resolved),
+        lending=lending_settings(resolved),
     )
 
 

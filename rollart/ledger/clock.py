@@ -36,6 +36,8 @@ class ResourceClock:
         self._state, self._cause = str(state), cause
         self._since = self._opened = clock()
         self._closed = False
+        self.beside: tuple[ResourceClock, ...] = ()
+        """Resources that do what this one does, for a while."""
         self._event(RESOURCE_OPENED)
 
     @property
@@ -48,10 +50,18 @@ class ResourceClock:
 
     def enter(self, state: str, cause: str = "") -> None:
         """From now on the resource is in `state`. Nothing happens if it already was, or after `close`."""
+        for other in self.beside:
+            other.enter(state, cause)
         if (state == self._state and cause == self._cause) or self._closed:
             return
         self.flush()
         self._state, self._cause = str(state), cause
+
+    def assign(self, role: str) -> None:
+        """From now on its time is another role's: devices that engines lend to training."""
+        if role != self._role:
+            self.flush()
+            self._role = role
 
     def flush(self) -> None:
         """Emit the open interval up to now and stay in its state, so that a report of a live run is current."""
@@ -97,6 +107,11 @@ class EngineShares:
         self._held = False
         self.busy_seconds = 0.0
         """Seconds with at least one request in flight, held time left out."""
+
+    @property
+    def requests(self) -> list[str]:
+        """Those in flight."""
+        return list(self._entered)
 
     @property
     def in_flight(self) -> int:

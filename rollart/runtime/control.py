@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollart.fleet import Seat
 from rollart.ledger.clock import ResourceClock
+from rollart.ledger.intervals import State
 from rollart.model import EngineId, Group, PauseMode
 from rollart.policy.routing import Router
 from rollart.policy.schedules import InFlight, Schedule, Turns
@@ -22,6 +24,7 @@ from rollart.runtime.entrance import ConcurrencySettings
 from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.lending import Lender, LendingSettings
 from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
@@ -65,6 +68,8 @@ class ControlSettings:
     concurrency: ConcurrencySettings | None = None
     """How many trajectories an engine takes. Not followed where turns are in lockstep: all would wait for those that
     wait for them."""
+    lending: LendingSettings | None = None
+    """Engines help training while a rollout ends, where the trainer can borrow their devices."""
     reshard: ReshardSettings | None = None
     """Tensor parallelism follows preemption, where a fleet can start engines."""
     measure: Callable[[Sequence[int]], int] = len
@@ -78,6 +83,8 @@ class Hooks:
     recover_trainer: Callable[[], Awaitable[None]]
     suspect: Callable[[EngineId], None]
     versions_in_use: Callable[[], Iterable[int]] = tuple
+    borrow: Callable[[Sequence[EngineId]], None] | None = None
+    """The trainer's devices, besides its own: those of these engines. None: it can have no others."""
     version: Callable[[int], None] = lambda _: None
     step: Callable[[StepDone], None] = lambda _: None
     evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
@@ -123,6 +130,7 @@ class ControlPlane:
         )  # fmt: skip
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
         self.resharder = self._resharding(runner, leases, recorder)
+        self.lender = self._lending(recorder, trainer_clock)
         buffer = _buffer(domains, settings)
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(
@@ -132,7 +140,7 @@ class ControlPlane:
             trainer, self.gateway, journal, weights, leases,
             publish_s=settings.publish_s,
             on_version=self._published,
-            drained=self.scheduler.drained,
+            drained=self._drained,
             in_use=self._versions_in_use,
         )  # fmt: skip
         self._training = Training(
@@ -165,8 +173,18 @@ class ControlPlane:
             plan=self._settings.evaluation,
             on_evaluation=self._hooks.evaluation,
             rebalancer=self.rebalancer,
-            beside={} if self.resharder is None else {"parallelism": self.resharder.run},
+            beside=self._beside(),
         )
+
+    def _beside(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """Tasks that run as long as the run does."""
+        found: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        if self.resharder is not None:
+            found["parallelism"] = self.resharder.run
+        if self.lender is not None:
+            self.scheduler.rolling.watch = self.lender
+            found["lending"] = self.lender.run
+        return found
 
     def move_by(self, fleet: Fleet) -> None:
         """Engines can come and go: the fleet was made over this control plane's gateway."""
@@ -198,6 +216,20 @@ class ControlPlane:
         updates = self.gateway.updates
         return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading())]
 
+    def _lending(self, recorder: Recorder, trainer: ResourceClock) -> Lender | None:
+        settings, borrow = self._settings.lending, self._hooks.borrow
+        if settings is None or borrow is None:
+            return None
+        lender = Lender(self.gateway, recorder, borrow, settings=settings, behind=lambda: trainer.state == State.BUSY)
+        self.gateway.on_lost = lender.lost
+        return lender
+
+    async def _drained(self) -> None:
+        """Weights may change: no trajectory is under way, where the schedule wants it so, and no engine is lent."""
+        await self.scheduler.drained()
+        if self.lender is not None:
+            self.lender.give_back()
+
     def _resharding(self, runner: TrajectoryRunner, leases: Leases, recorder: Recorder) -> Resharder | None:
         if (settings := self._settings.reshard) is None:
             return None
@@ -208,6 +240,8 @@ class ControlPlane:
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         if self.resharder is not None:
             self.resharder.published()
+        if self.lender is not None:
+            self.lender.published()
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
 

@@ -71,6 +71,8 @@ class Gateway:
             leases, limits, self._roster, router or Router(), version, self._doubt, self._event, concurrency
         )
         self._requests = 0
+        self.on_lost: Callable[[EngineId], None] = lambda _: None
+        """Told of an engine that serves no more."""
         self.updates = None if updates is None else Updates(
             updates, self._turns, self._roster, leases, limits=limits, pause=pause, suspect=self._suspect,
             tell=self._event,
@@ -151,6 +153,7 @@ class Gateway:
         member.healthy = False
         member.shares.hold(State.DOWN, cause)
         self._turns.unhome(member)
+        self.on_lost(engine_id)
         if self.updates is not None:
             self._turns.notify()
 
@@ -203,6 +206,30 @@ class Gateway:
         member = self._roster.members[engine_id]
         async with self._leases.hold("rebalance", f"{engine_id} to drain", seconds, Expiry.RETRY):
             await self._turns.quiet(member)
+
+    async def lend(self, engine_id: EngineId, *, seconds: float) -> None:
+        """The engine serves nobody until `take_back`: turns under way there go on elsewhere with the tokens they have.
+        Returns when they left; `EngineError` or, after `seconds`, `LeaseExpired`."""
+        member = self._roster.members[engine_id]
+        member.away = True
+        self.retire(engine_id)
+        async with self._leases.hold("lending", f"{engine_id} to be left", seconds, Expiry.RETRY):
+            await member.engine.abort(member.shares.requests)
+            await self._turns.quiet(member)
+        member.shares.hold(State.IDLE, "lent")
+
+    def take_back(self, engine_id: EngineId) -> None:
+        """A lent engine serves again, if it is still there."""
+        member = self._roster.members.get(engine_id)
+        if member is not None and member.away:
+            member.away = member.draining = False
+            if member.healthy:
+                member.shares.release()
+            self._turns.notify()
+
+    def homes(self) -> Mapping[str, EngineId]:
+        """Where trajectories live, of those that have a home."""
+        return {session: m.engine.id for m in self._roster.members.values() for session in m.sessions}
 
     def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
         """The engine will not come back: nothing is expected of it, and nothing more is counted on it. Turns that it

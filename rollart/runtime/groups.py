@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.grouping import GroupDecision, GroupState
@@ -62,6 +63,16 @@ class GroupRun:
                 self.tasks[member].cancel()
 
 
+class RollingWatch(Protocol):
+    """Told of trajectories as they begin, end their last turn, and leave, however they ended. None of it waits."""
+
+    def began(self, live: Live) -> None: ...
+
+    def rolled(self, live: Live) -> None: ...
+
+    def left(self, live: Live) -> None: ...
+
+
 class Rolling:
     """Trajectories that roll out and have not asked for their reward: what functions are about to be called for.
 
@@ -72,17 +83,24 @@ class Rolling:
     def __init__(self) -> None:
         self._began: dict[str, dict[TrajectoryId, float]] = {}
         self._ended: deque[tuple[str, float]] = deque(maxlen=4096)
+        self.watch: RollingWatch | None = None
 
     def begin(self, live: Live) -> None:
+        if self.watch is not None:
+            self.watch.began(live)
         self._began.setdefault(live.domain.name, {})[live.id] = live.started
 
     def ask(self, live: Live, now: float) -> None:
         """It asks for its reward now."""
+        if self.watch is not None:
+            self.watch.rolled(live)
         self._ended.append((live.domain.name, now - live.started))
         self.leave(live)
 
     def leave(self, live: Live) -> None:
         """It rolls out no more, however it ended. Idempotent."""
+        if self.watch is not None:
+            self.watch.left(live)
         self._began[live.domain.name].pop(live.id, None)
 
     def began(self) -> dict[str, list[float]]:

@@ -39,6 +39,8 @@ class Member:
     doubted: bool = False
     doubted_at: float = 0.0
     draining: bool = False
+    away: bool = False
+    """Its devices train for a while: turns that it had begun go on elsewhere with the tokens they have."""
     updating: bool = False
     """New weights load, while other engines serve."""
     delaying: bool = False

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollart.model import Sampling
+from rollart.model import Completion, Sampling, VersionSpan
 
 __all__ = ["Again", "Failed", "GatewayLimits", "Turn"]
+
+
+ODD = 6364136223846793005
+"""Knuth's multiplier: seeds that follow each other have nothing in common."""
 
 
 class Failed(Exception):
@@ -61,3 +66,33 @@ class Turn:
     sends: int = 0
     told: int | None = None
     spent: float = 0.0
+    kept: Completion | None = None
+    """What an engine that was lent meanwhile had generated of it."""
+
+    def keep(self, part: Completion) -> None:
+        """It goes on elsewhere: what is there already becomes part of the prompt, which is prefilled again."""
+        if not part.sampled:
+            return
+        self.kept = self.whole(part)
+        self.token_ids += part.token_ids
+        self.length += part.sampled
+        left, seed = self.sampling.max_tokens - part.sampled, self.sampling.seed
+        # Of the same seed the rest would be drawn with the numbers that drew the beginning.
+        fresh = None if seed is None else (seed * ODD + 1) & (2**63 - 1)
+        self.sampling = dataclasses.replace(self.sampling, max_tokens=left, seed=fresh)
+
+    def whole(self, rest: Completion) -> Completion:
+        """The answer in one piece; what was prefilled anew counts."""
+        if (kept := self.kept) is None:
+            return rest
+        n = len(kept.token_ids)
+        spans = kept.spans + tuple(VersionSpan(s.version, s.start + n, s.end + n) for s in rest.spans)
+        return dataclasses.replace(
+            rest,
+            token_ids=kept.token_ids + rest.token_ids,
+            logprobs=kept.logprobs + rest.logprobs,
+            spans=spans,
+            prompt_tokens=kept.prompt_tokens + rest.prompt_tokens,
+            cached_tokens=kept.cached_tokens + rest.cached_tokens,
+            output_tokens=kept.sampled + rest.sampled,
+        )

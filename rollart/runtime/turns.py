@@ -115,6 +115,9 @@ class Turns(Ways):
         finally:
             if self.entrance is not None:
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
+        if completion.finish is FinishReason.ABORT and home.away:
+            turn.keep(completion)
+            raise Again
         moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
         if completion.finish is FinishReason.ABORT and moved:
             raise Again  # ended by a weight update: generated again from its history
@@ -124,7 +127,7 @@ class Turns(Ways):
             source.breaker.succeeded()
         if self._special:
             self._generated(turn, kv, home, completion, source is not None)
-        return completion
+        return completion if turn.kept is None else turn.whole(completion)
 
     async def _unanswered(
         self,

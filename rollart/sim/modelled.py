@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
@@ -105,14 +106,19 @@ class ModelledRun:
     _leases: Leases = field(init=False)
     supervisor: EngineSupervisor | None = None
     fleet: EngineFleet | None = None
+    help: Callable[[Seat], float] | None = None
+    """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
+    _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
     _looked_at: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
     _tasks: asyncio.TaskGroup | None = None
+    _trainer_clock: ResourceClock = field(init=False)
 
     async def run(self) -> None:
         now = asyncio.get_running_loop().time
         clocks = [self.trained_by.clock(self.ledger), *(b.clock(self.ledger, cause="not_in_plan") for b in self.unused)]
         self._leases = Leases(self.ledger)
+        self._trainer_clock = clocks[0]
         self.control = ControlPlane(
             self.domains,
             tokenizer=MassTokenizer(),
@@ -125,7 +131,9 @@ class ModelledRun:
             trainer_clock=clocks[0],
             version=0,
             settings=self.settings,
-            hooks=Hooks(self._recover, self._suspect, step=self._stepped),
+            hooks=Hooks(
+                self._recover, self._suspect, step=self._stepped, borrow=None if self.help is None else self._borrow
+            ),
         )
         parts = await self._populate(clocks)
         try:
@@ -148,7 +156,7 @@ class ModelledRun:
         gateway, now = self.control.gateway, asyncio.get_running_loop().time
         if self.site is None:
             for place in self.places:
-                clock = place.billed.clock(self.ledger)
+                clock = self._clocks[place.engine.id] = place.billed.clock(self.ledger)
                 clocks.append(clock)
                 shares = self._shares[place.engine.id] = EngineShares(clock, clock=now)
                 gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
@@ -165,6 +173,19 @@ class ModelledRun:
         for part, place in zip(parts, self.places, strict=True):
             await self.supervisor.start(part, place.seat)
         return parts
+
+    def _borrow(self, engines: Sequence[EngineId]) -> None:
+        """The trainer works on these engines' devices too, and their time is its."""
+        assert self.help is not None
+        seats = {p.engine.id: p.seat for p in self.places}
+        self.trainer.borrow(sum(self.help(seats[e]) for e in engines))
+        own = self._trainer_clock
+        for clock in own.beside:
+            clock.assign("engine")
+        own.beside = tuple(self._clocks[e] for e in engines)
+        for clock in own.beside:
+            clock.assign(self.trained_by.role)
+            clock.enter(own.state)
 
     def _gone(self, engine_id: EngineId, cause: str) -> None:
         assert self.fleet is not None

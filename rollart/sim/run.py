@@ -25,6 +25,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.lending import LendingSettings
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.resharding import ReshardSettings
@@ -84,6 +85,10 @@ class SimulatedRun:
     drain_s: float = 30.0
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     reshard: ReshardSettings | None = None
+    lending: LendingSettings | None = None
+    borrow: Callable[[Sequence[EngineId]], None] | None = None
+    clocks: dict[str, ResourceClock] = field(default_factory=dict)
+    """Of `engines`, by name."""
     on_step: Callable[[StepDone], None] = lambda _: None
     tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     published: list[int] = field(default_factory=list)
@@ -98,6 +103,7 @@ class SimulatedRun:
         clocks = []
         trainer_clock = ResourceClock(role="train", resource="trainer", recorder=self.recorder, clock=loop.time)
         clocks.append(trainer_clock)
+        self.trainer_clock = trainer_clock
         self.control = ControlPlane(
             self.domains,
             tokenizer=self.tokenizer,
@@ -110,7 +116,9 @@ class SimulatedRun:
             trainer_clock=trainer_clock,
             version=version,
             settings=self.settings(),
-            hooks=Hooks(self._recover, self._suspect, version=self.published.append, step=self.on_step),
+            hooks=Hooks(
+                self._recover, self._suspect, version=self.published.append, step=self.on_step, borrow=self.borrow
+            ),
             planner=self.planner,
             fleet=self.fleet,
         )
@@ -120,6 +128,7 @@ class SimulatedRun:
         for engine in () if self.site is not None else self.engines:
             clock = ResourceClock(role="rollout", resource=engine.id, recorder=self.recorder, clock=loop.time)
             clocks.append(clock)
+            self.clocks[engine.id] = clock
             self.shares[engine.id] = EngineShares(clock, clock=loop.time)
             self.control.gateway.join(engine, version=version, shares=self.shares[engine.id])
         try:
@@ -156,6 +165,7 @@ class SimulatedRun:
             seats=self.seats,
             rebalance=self.rebalance,
             reshard=self.reshard,
+            lending=self.lending,
         )
 
     async def _populate(self, site: SimulatedSite) -> list[EnginePart]:

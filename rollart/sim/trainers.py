@@ -114,6 +114,8 @@ class ModelledTrainer:
         self._open: list[TrainSample] | None = None
         self._staged: set[int] = set()
         self._under_way: asyncio.Future[None] | None = None
+        self._passing: _Work | None = None
+        self.help = 0.0
         self.busy_s = 0.0
         self.trained_tokens = 0
         """Real tokens with loss."""
@@ -133,7 +135,7 @@ class ModelledTrainer:
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
         """The pass over these; the step's own time is `finish`'s."""
         held = self._begun()
-        await self._work(self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
+        await self._work(self.speed.pass_s([mass_of(s.token_ids) for s in samples]), shared=True)
         held.extend(samples)
 
     async def finish(self) -> TrainReport:
@@ -203,15 +205,48 @@ class ModelledTrainer:
             raise TrainerError("no step was begun")
         return self._open
 
-    async def _work(self, seconds: float) -> None:
+    def borrow(self, share: float) -> None:
+        """From now on other devices compute passes too, `share` times as fast as its own; 0: they went back."""
+        if self._passing is not None:
+            self._passing.repaced(1.0 + self.help, 1.0 + share)
+        self.help = share
+
+    async def _work(self, seconds: float, *, shared: bool = False) -> None:
+        """`shared`: lent devices have a part in it."""
         if self._dead:
             raise TrainerError("the trainer is down")
         loop = asyncio.get_running_loop()
         began = loop.time()
         over = self._under_way = loop.create_future()
-        timer = loop.call_later(seconds, lambda: None if over.done() else over.set_result(None))
+        work = _Work(over, seconds)
+        work.start(1.0 + self.help if shared else 1.0)
+        self._passing = work if shared else None
         try:
             await over
         finally:
-            timer.cancel()
+            work.stop()
+            self._passing = None
             self.busy_s += loop.time() - began
+
+
+class _Work:
+    """Seconds of work at pace 1, done at a pace that may change."""
+
+    def __init__(self, over: asyncio.Future[None], seconds: float) -> None:
+        self._over, self._left = over, seconds
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, pace: float) -> None:
+        loop, over = self._over.get_loop(), self._over
+        self._since = loop.time()
+        self._timer = loop.call_later(self._left / pace, lambda: None if over.done() else over.set_result(None))
+
+    def repaced(self, before: float, pace: float) -> None:
+        self.stop()
+        self._left = max(self._left - (self._over.get_loop().time() - self._since) * before, 0.0)
+        self.start(pace)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -133,6 +133,23 @@ class ParallelismSpec(Entry):
     )
 
 
+class LendingSpec(Entry):
+    """Rollout engines whose devices train while a rollout ends: half of them, once what is left fits on the others."""
+
+    setup_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=86_400,
+        description="Seconds until lent devices train: the trainer's state comes there.",
+    )
+    headroom: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of an engine's KV memory into which the projected peak of what it will hold must fit.",
+    )
+
+
 class RolloutSpec(Entry):
     """What rollout starts beyond what a step needs, to wait for no straggler, and how much of it runs at a time."""
 
@@ -164,4 +181,9 @@ class RolloutSpec(Entry):
         default=None,
         description="Engines are drained and started with other numbers of devices as KV memory is short or not, where "
         "that pays within `placement.rebalance.horizon_s`; rebalancing then moves none.",
+    )
+    lending: LendingSpec | None = Field(
+        default=None,
+        description="Devices of rollout engines help training while a rollout ends. Under `sync_plus` with "
+        "`training.stream`, in simulations: the embedded trainer takes no other devices.",
     )

@@ -12,7 +12,7 @@ __all__ = ["rollout_problems"]
 
 def rollout_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of `rollout`."""
-    return [*_beyond(run), *_filter(run), *_concurrency(run)]
+    return [*_beyond(run), *_filter(run), *_concurrency(run), *_lending(run)]
 
 
 def _beyond(run: RunSpec) -> Iterable[Problem]:
@@ -100,3 +100,19 @@ def _concurrency(run: RunSpec) -> Iterable[Problem]:
             f"rollout.concurrency.settle_s is {spec.settle_s:g} (rule: at least interval_s, {spec.interval_s:g}: a "
             "fall takes longer to show than a rise)",
         )
+
+
+def _lending(run: RunSpec) -> Iterable[Problem]:
+    """Lent devices train on what is finished, in a rollout that ends."""
+    if run.rollout.lending is None:
+        return
+    place = ("rollout", "lending")
+    if run.schedule != "sync_plus" or not run.training.stream:
+        yield Problem(
+            place,
+            f"rollout.lending is given under `schedule: {run.schedule}` with training.stream "
+            f"{str(run.training.stream).lower()} (rule: sync_plus, and true: what is finished is trained while the "
+            "rest is rolled out)",
+        )
+    if run.rollout.parallelism is not None:
+        yield Problem(place, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)")

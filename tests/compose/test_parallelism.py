@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollart.compose.parallelism import embedded_settings, reshard_settings
+from rollart.compose.parallelism import embedded_settings, refuse_lending, reshard_settings
 from rollart.compose.simulate import simulate
+from rollart.errors import SpecError
 from rollart.fleet import EngineKind, EngineRole
 from rollart.ledger.reader import Reader
 from rollart.spec.resolve import Resolved, forecast, read_specs
@@ -100,3 +101,34 @@ def test_larger_engines_are_faster_where_they_hold_more(resolved: Make) -> None:
     assert settings is not None
     one, two = (settings.speed(EngineKind("big", EngineRole.ENGINE, tp), 5000.0) for tp in (1, 2))
     assert 0.5 < two / one < 2.0
+
+
+LENDING = (
+    RUN.replace("rollout: {parallelism: {rise: 1.0, quiet_steps: 2}}", "rollout: {lending: {setup_s: 1}}")
+    .replace("train: {pool: big, devices: 2}", "train: {pool: big, devices: 2, mfu: 0.003}, utilisation: 0.01")
+    .replace("{mean: 9000, p90: 14000}", "{mean: 900, p90: 2000}")
+    .replace("max_tokens: 16000", "max_tokens: 4000")
+    .replace("trajectories: 112", "trajectories: 32")
+    .replace("context: 16384", "context: 5000")
+    + "training: {stream: true}\n"
+)
+
+
+def test_lent_seconds_are_training_and_every_device_is_billed_once(resolved: Make, tmp_path: Path) -> None:
+    done = simulate(resolved(LENDING), tmp_path / "sim", steps=4)
+    with Reader(done.directory) as reader:
+        lent, back = reader.events("engines_lent"), reader.events("engines_returned")
+        intervals = reader.intervals()
+    assert lent
+    assert len(back) >= len(lent)
+    trained = sum((i.t1 - i.t0) * i.units for i in intervals if i.role == "trainer" and i.resource != "trainer-0")
+    assert trained > 0
+    devices = ("engine", "trainer", "unused")
+    seconds = sum((i.t1 - i.t0) * i.units for i in intervals if i.role in devices)
+    assert seconds == pytest.approx(6 * done.seconds, rel=1e-6)
+
+
+def test_a_real_trainer_takes_no_other_devices(resolved: Make) -> None:
+    with pytest.raises(SpecError, match="the embedded trainer takes no other devices"):
+        refuse_lending(resolved(LENDING))
+    refuse_lending(resolved())

@@ -32,6 +32,15 @@ def test_an_empty_mapping_asks_for_tail_batching_as_published(write: Write) -> N
         ("rollout: {redundancy: {size: 0.5}}", "rollout.redundancy.size is 0.5 (rule: greater than or equal to 1"),
         ("rollout: {redundancy: {groups: 9}}", "rollout.redundancy.groups is 9 (rule: less than or equal to 4"),
         ("rollout: {redundancy: {size: 1.1}}", "rollout.redundancy.size is 1.1 (rule: at least 1.125 with groups of 8"),
+        (
+            "rollout: {lending: {}}",
+            "rollout.lending is given under `schedule: async` with training.stream false (rule: sync",
+        ),
+        (
+            "rollout: {parallelism: {quiet_steps: 0}}",
+            "rollout.parallelism.quiet_steps is 0 (rule: greater than or equal",
+        ),
+        ("rollout: {prefetch: -1}", "rollout.prefetch"),
         ("rollout: {tail_batching: {eta: 2}}", "unknown key 'eta' in rollout.tail_batching"),
         ("rollout: {tail_batching: {}}", "given under `schedule: async` (rule: under sync or sync_plus"),
         ("schedule: one_off\nrollout: {tail_batching: {}}", "given under `schedule: one_off`"),

@@ -1,0 +1,187 @@
+"""Rollout engines lent to training while a rollout ends (RollPacker §3.4).
+
+What is left goes on, with the tokens it has, on fewer engines; the others' devices train on the groups that are
+finished, and are back before the next rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollart.errors import EngineError, LeaseExpired
+from rollart.fleet import EngineRole
+from rollart.model import EngineId, EngineStats, Purpose, TrajectoryId
+from rollart.policy.parallelism import Kept, KeptReason, Lent, RolloutInstance, RolloutRequest, lend
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.gateway import Gateway
+from rollart.runtime.trajectory import Live
+
+__all__ = ["Lender", "LendingSettings"]
+
+HISTORY = 2000
+"""Lengths of finished trajectories that are kept per domain: enough for a quantile of the longest percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingSettings:
+    """`setup_s` until lent devices train: the trainer's state has to come to them. The projected
+    peak of KV must fit into `headroom` times the memory of each engine that stays. Turns that do not leave an engine
+    within `move_s` end the attempt. `context_tokens` bounds a trajectory."""
+
+    setup_s: float = 10.0
+    headroom: float = 1.0
+    move_s: float = 60.0
+    context_tokens: int = 4096
+    bytes_per_token: float = 1.0
+    """Of KV."""
+
+
+class Lender:
+    """A task of the run: `run` never returns. It waits for trajectories to finish (`rolled`, unblocked by any), for the
+    counters of engines, and for turns to leave an engine that is lent. `give_back` may be called by anybody at any time
+    and takes effect at once: by a publish before weights move, and when an engine is lost, since those that stay are
+    then too few. `borrow` is told which engines' devices train, all of them each time; it never waits.
+
+    Invariant: an engine is lent only where what is left fits on those that stay, and none while weights move.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        recorder: Recorder,
+        borrow: Callable[[Sequence[EngineId]], None],
+        *,
+        settings: LendingSettings,
+        behind: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`behind`: whether the trainer has work now; one that waits for samples has no use for more devices."""
+        self._behind = behind
+        self._gateway = gateway
+        self._recorder = recorder
+        self._borrow = borrow
+        self._settings = settings
+        self._live: dict[TrajectoryId, Live] = {}
+        self._lengths: dict[str, list[float]] = {}
+        self._recent: dict[str, deque[float]] = {}
+        self._fresh: list[tuple[str, float]] = []
+        self._done = self._checked = 0
+        self._stirred = asyncio.Event()
+        self._epoch = 0
+        """Counts what makes a look, or a lending under way, out of date."""
+        self.lent: tuple[EngineId, ...] = ()
+
+    def began(self, live: Live) -> None:
+        if live.purpose is Purpose.TRAIN:
+            self._live[live.id] = live
+
+    def rolled(self, live: Live) -> None:
+        """Its last turn is over."""
+        self._live.pop(live.id, None)
+        self._done += 1
+        name, length = live.domain.name, float(live.length)
+        self._fresh.append((name, length))
+        self._stirred.set()
+
+    def left(self, live: Live) -> None:
+        """It ended, however."""
+        self._live.pop(live.id, None)
+
+    def lost(self, engine: EngineId) -> None:
+        """An engine is gone or in doubt: what was to fit may not fit any more."""
+        self.give_back(f"{engine} is in doubt")
+
+    def give_back(self, why: str = "the rollout is over") -> None:
+        """Every lent engine serves again."""
+        self._epoch += 1
+        lent, self.lent = self.lent, ()
+        if lent:
+            self._borrow(())
+            for engine in lent:
+                self._gateway.take_back(engine)
+            self._event("engines_returned", why, engines=" ".join(lent))
+
+    def published(self) -> None:
+        """The next rollout begins. What has ended by now is history: while a rollout goes on, those that ended are the
+        short ones."""
+        self._done = self._checked = 0
+        for name, length in self._fresh:
+            recent, ascending = self._recent.setdefault(name, deque()), self._lengths.setdefault(name, [])
+            recent.append(length)
+            insort(ascending, length)
+            if len(recent) > HISTORY:
+                ascending.remove(recent.popleft())
+        self._fresh.clear()
+
+    async def run(self) -> None:
+        while True:
+            await self._stirred.wait()
+            self._stirred.clear()
+            if not self.lent:
+                await self._look()
+
+    async def _look(self) -> None:
+        epoch = self._epoch
+        total = self._done + len(self._live)
+        if 100 * self._done < 20 * total or 100 * self._done > 50 * total or not self._behind():
+            return  # as `lend` would say, before anybody is asked
+        seats = self._gateway.seats()
+        stats = {e: s for e, s in (await self._gateway.stats()).items() if s.kv_tokens}
+        if epoch != self._epoch or any(s.role is not EngineRole.ENGINE for s in seats.values()):
+            return
+        size = self._settings.bytes_per_token
+        instances = [RolloutInstance(e, seats[e].tp, size * (s.kv_tokens or 0)) for e, s in stats.items() if e in seats]
+        decision = lend(
+            self._done, instances, self._requests(stats), self._lengths, size,
+            checked=self._checked, headroom=self._settings.headroom,
+        )  # fmt: skip
+        if isinstance(decision, Lent):
+            await self._lend(decision)
+            return
+        self._checked = decision.checked
+        self._tell(decision)
+
+    def _requests(self, stats: dict[EngineId, EngineStats]) -> list[RolloutRequest]:
+        """Trajectories under way, where they live. How far a turn is nobody says: each is taken to hold the mean of its
+        engine, if that is more than it began with."""
+        homes = self._gateway.homes()
+        mean = {e: s.kv_used * (s.kv_tokens or 0) / s.running for e, s in stats.items() if s.running}
+        found = []
+        for live in self._live.values():
+            home = homes.get(live.id)
+            context = live.length if home is None else max(live.length, int(mean.get(home, 0.0)))
+            most = self._settings.context_tokens
+            context = min(context, most)
+            found.append(RolloutRequest(live.id, home, live.domain.name, context, context, most))
+        return found
+
+    async def _lend(self, decision: Lent) -> None:
+        epoch = self._epoch
+        self.lent = tuple(EngineId(e) for e in decision.instances)
+        try:
+            for engine in self.lent:
+                await self._gateway.lend(engine, seconds=self._settings.move_s)
+                if epoch != self._epoch:  # given back meanwhile: that one may have come after it
+                    self._gateway.take_back(engine)
+                    return
+        except (EngineError, LeaseExpired) as error:
+            self.give_back(str(error))
+            return
+        await asyncio.sleep(self._settings.setup_s)
+        if epoch != self._epoch:
+            return
+        self._borrow(self.lent)
+        self._event(
+            "engines_lent", " ".join(self.lent), devices=decision.devices, moved=len(decision.migrations),
+            recomputed_tokens=sum(m.recompute for m in decision.migrations), done=self._done, left=len(self._live),
+        )  # fmt: skip
+
+    def _tell(self, kept: Kept) -> None:
+        if kept.reason in (KeptReason.KV, KeptReason.WHOLE):
+            self._event("engines_kept", kept.reason.value, why=kept.detail)
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
