@@ -15,7 +15,11 @@ __all__ = [
     "Quantity",
     "RewardCost",
     "Train",
+    "log_normal",
 ]
+
+Z90 = 1.2816
+"""Standard deviations from the median of a normal distribution to its 90th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,21 @@ class Quantity:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value} (rule: a finite number, at least 0)")
+
+
+def log_normal(quantity: Quantity) -> tuple[float, float]:
+    """A quantity as a log-normal: median and sigma. Of mean and 90th percentile alone: the smaller sigma that has both;
+    none if there is none."""
+    mean, p50, p90 = quantity.mean, quantity.p50, quantity.p90
+    if p50 is not None and p50 > 0:
+        if p90 is not None and p90 > p50:
+            return p50, math.log(p90 / p50) / Z90
+        return p50, math.sqrt(max(0.0, 2.0 * math.log(mean / p50))) if mean > 0 else 0.0
+    if p90 is not None and p90 > mean > 0:
+        spread = Z90**2 - 2.0 * math.log(p90 / mean)
+        sigma = Z90 - math.sqrt(spread) if spread > 0 else Z90
+        return mean * math.exp(-(sigma**2) / 2.0), sigma
+    return mean, 0.0
 
 
 @dataclass(frozen=True, slots=True)

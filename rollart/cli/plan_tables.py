@@ -12,6 +12,8 @@ from placement.explain import NOTHING, Explanation, Marginal, explain
 from placement.problem import Problem
 from placement.solve import solve
 from placement.types import Infeasible, Objective, Placement, Pool, Role
+from placement.window import Held
+from rollart.compose.window import sustained
 from rollart.report.rows import Cell, Column, Report, Table
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
@@ -33,7 +35,9 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         tables.insert(0, _parts(resolved))
         notes.append(f"binds: {resolved.plan.binds}")
     else:
-        tables = [_totals(found), *tables, _deployments(found), _flows(found)]
+        held = sustained(resolved)
+        tables = [_totals(found), *tables, _deployments(found), _flows(found), *_window(held)]
+        notes += _out_of_reach(held, found)
         if problem is not None:
             others = () if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
@@ -64,6 +68,28 @@ def compared(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
         notes.append(f"binds {label}: {_binds(resolved)}")
     notes += dict.fromkeys((*old.notes, *new.notes))
     return Report("plan", new.run.name, tuple(tables), tuple(notes))
+
+
+def _window(held: Sequence[Held]) -> Iterator[Table]:
+    """Seconds that slots are held, and what that leaves of the rate."""
+    if held:
+        columns = (
+            Column("domain"), Column("seconds", "number"), Column("longest_of_group_s", "number"),
+            Column("training_s", "number"), Column("publish_s", "number"), Column("slots", "count"),
+            Column("trajectories_per_s", "number"),
+        )  # fmt: skip
+        rows = tuple((h.domain, h.seconds, h.longest_s, h.train_s, h.publish_s, round(h.slots), h.rate) for h in held)
+        yield Table("window", "What the window sustains (a slot is held until its group is published)", columns, rows)
+
+
+def _out_of_reach(held: Sequence[Held], found: Placement) -> list[str]:
+    least = min(held, key=lambda h: h.rate, default=None)
+    if least is None or least.rate >= found.rate:
+        return []
+    return [
+        f"the window sustains {least.rate:.3g} of the {found.rate:.3g} trajectories/s: a slot of {least.domain} is "
+        f"held {least.held_s:.0f} s, so that more needs a higher `staleness`, a larger batch or a faster publish"
+    ]
 
 
 _SIDE = (Column("what"), Column("now", "count"), Column("what_if", "count"), Column("change"))

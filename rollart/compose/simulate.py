@@ -16,7 +16,7 @@ from pathlib import Path
 from placement.architecture import Shape as ModelShape
 from placement.roofline import Roofline
 from placement.types import Assignment, Role
-from placement.workload import DomainProfile, Quantity
+from placement.workload import DomainProfile, Quantity, log_normal
 from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
 from rollart.compose.parallelism import elastic, reshard_settings
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
@@ -47,9 +47,6 @@ from rollart.spec.faults import LINK, FaultPlanSpec
 from rollart.spec.resolve import Resolved
 
 __all__ = ["Replay", "Simulated", "simulate"]
-
-Z90 = 1.2816
-"""Standard deviations from the median of a normal distribution to its 90th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +326,7 @@ def shape_of(profile: DomainProfile, context: int) -> Shape:
     """A profile as distributions: log-normal through the median and 90th percentile where these are known, else the
     mean for all."""
     output = profile.output_tokens
-    median, sigma = _log_normal(output)
+    median, sigma = log_normal(output)
     return Shape(
         turns=_distribution(profile.turns, low=1.0),
         first=_distribution(profile.prompt, low=1.0),
@@ -342,19 +339,5 @@ def shape_of(profile: DomainProfile, context: int) -> Shape:
 
 
 def _distribution(quantity: Quantity, *, low: float) -> Distribution:
-    median, sigma = _log_normal(quantity)
+    median, sigma = log_normal(quantity)
     return LogNormal(median, sigma, low=low) if sigma else Constant(max(low, median))
-
-
-def _log_normal(quantity: Quantity) -> tuple[float, float]:
-    """Median and sigma. Of mean and 90th percentile alone: the smaller sigma that has both; none if there is none."""
-    mean, p50, p90 = quantity.mean, quantity.p50, quantity.p90
-    if p50 is not None and p50 > 0:
-        if p90 is not None and p90 > p50:
-            return p50, math.log(p90 / p50) / Z90
-        return p50, math.sqrt(max(0.0, 2.0 * math.log(mean / p50))) if mean > 0 else 0.0
-    if p90 is not None and p90 > mean > 0:
-        spread = Z90**2 - 2.0 * math.log(p90 / mean)
-        sigma = Z90 - math.sqrt(spread) if spread > 0 else Z90
-        return mean * math.exp(-(sigma**2) / 2.0), sigma
-    return mean, 0.0
