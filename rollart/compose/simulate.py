@@ -178,6 +178,7 @@ class _Cluster:
             shape.weight_bytes / 1e9,
             push=SharedLink(PUSH if elsewhere else RDMA),
             pull=lambda engine: self._pulls.setdefault(engine, SharedLink(RDMA)),
+            prefetch=resolved.run.weights.update != "on_divergence",
         )
 
     def links(self) -> dict[str, SharedLink]:

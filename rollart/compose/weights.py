@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
+from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.spec.resolve import Resolved
 
 __all__ = ["patience_s", "update_policy"]
@@ -19,6 +19,9 @@ def update_policy(resolved: Resolved) -> UpdatePolicy | None:
             return Delayed(LONGEST_S if weights.longest_s is None else weights.longest_s)
         case "staggered":
             return Staggered() if weights.fraction is None else Staggered(weights.fraction)
+        case "on_divergence":
+            assert weights.threshold is not None, "a rule of the spec"
+            return OnDivergence(Probe(-1, "", {}), weights.threshold)
         case "all":
             return None
 

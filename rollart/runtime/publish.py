@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from rollart.errors import LeaseExpired, StorageFailed
-from rollart.model import Group
+from rollart.model import Group, TrainSample
+from rollart.policy.divergence import mean_kl
 from rollart.policy.lease import Expiry
 from rollart.ports import Journal, Trainer, WeightStore
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.leases import Leases
 
 __all__ = ["Publisher"]
+
+PROBED = 32
+"""Samples of a batch that a probe looks at, about: a forward pass over so many is little beside a step."""
 
 
 class Publisher:
@@ -44,6 +48,25 @@ class Publisher:
         self._on_version = on_version
         self._drained = drained
         self._in_use = in_use
+
+    async def probe(self, version: int, samples: Sequence[TrainSample]) -> None:
+        """Where engines ask how far they are behind before they load: the trainer, which has just made `version`, says
+        so, on what was sampled of late."""
+        updates = self._gateway.updates
+        if updates is None or not updates.probes:
+            return
+        some = samples[:: max(1, len(samples) // PROBED)]
+        async with self._leases.hold("publish", f"a probe of v{version}", self._publish_s, Expiry.RESTART_PART):
+            found = await self._trainer.logprobs(some)
+        updates.measured(
+            version,
+            mean_kl(
+                (v, then, now)
+                for sample, current in zip(some, found, strict=True)
+                for v, then, now, acts in zip(sample.versions, sample.logprobs, current, sample.loss_mask, strict=True)
+                if acts
+            ),
+        )
 
     async def stage(self, version: int) -> None:
         """Returns when the trainer may go on: what is published as `version` is aside."""

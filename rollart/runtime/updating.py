@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rollart.errors import EngineError, LeaseExpired
@@ -17,7 +18,16 @@ from rollart.fleet import EngineRole
 from rollart.ledger.intervals import State
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.policy.lease import Expiry
-from rollart.policy.updates import AllAtOnce, Delayed, EngineState, Reason, UpdatePolicy, may_publish
+from rollart.policy.updates import (
+    AllAtOnce,
+    Delayed,
+    EngineState,
+    OnDivergence,
+    Probe,
+    Reason,
+    UpdatePolicy,
+    may_publish,
+)
 from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster
@@ -100,6 +110,17 @@ class Updates:
                         await changed.wait()
                 self._plan()
 
+    @property
+    def probes(self) -> bool:
+        """Whether it matters how far a version is from those before."""
+        return isinstance(self._policy, OnDivergence)
+
+    def measured(self, version: int, divergence: Mapping[int, float]) -> None:
+        """How far the version that is about to be current is from earlier ones, mean KL in nats per token."""
+        if isinstance(self._policy, OnDivergence):
+            self._policy = dataclasses.replace(self._policy, probe=Probe(version, "", divergence))
+            self._tell("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
+
     async def ready(self, version: int) -> None:
         """Returns when `version` may become current: somebody may serve then, or nobody will by waiting."""
         with self._leases.note("publish", f"an engine that serves beside v{version}"):
@@ -170,8 +191,11 @@ class Updates:
         """Start what is to be updated now, and say what may serve meanwhile."""
         if self._weights is None or self._tasks is None:
             return
-        policy: UpdatePolicy = AllAtOnce() if self._settling else self._policy
         version, members = self._turns.version, self._roster.members
+        if isinstance(self._policy, OnDivergence) and self._policy.probe.version != version:
+            # Not measured: as good as far away.
+            self._policy = dataclasses.replace(self._policy, probe=Probe(version, "", {}))
+        policy: UpdatePolicy = AllAtOnce() if self._settling else self._policy
         waits = False
         for prefill in (False, True):
             states = self._states(prefill=prefill)

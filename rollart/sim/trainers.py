@@ -7,6 +7,7 @@ share of the devices' peak, and a part of every step that does not depend on the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,9 @@ from rollart.sim.mass import mass_of, sampled_mass
 from rollart.sim.weights import WeightTransfer
 
 __all__ = ["MeasuredSpeed", "ModelledTrainer", "Speed", "TrainerSpeed"]
+
+DRIFT = 0.001
+"""KL between a version and the next, nats per token: of the order that clipped losses keep to. Assumed, not fitted."""
 
 FORWARD_SHARE = 1 / 3
 """Of a training pass: the backward pass takes twice the forward one."""
@@ -57,6 +61,11 @@ class MeasuredSpeed:
 
     def step_s(self, lengths: Sequence[int]) -> float:
         return self.seconds_per_step + self.seconds_per_token * sum(lengths)
+
+
+def drifted(versions: int, drift: float) -> float:
+    """What a token's log-probability falls by over so many versions if each moves the policy by `drift` nats."""
+    return math.sqrt(2.0 * drift * max(versions, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,9 @@ class ModelledTrainer:
         transfer: WeightTransfer | None = None,
         publish_s: float = 0.0,
         streams: bool = False,
+        drift: float = DRIFT,
     ) -> None:
+        """`drift`: KL from a version to the next; over n of them it is n times that."""
         if streams and speed.epochs > 1:
             raise ValueError(f"{speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
         self.speed = speed
@@ -113,6 +124,8 @@ class ModelledTrainer:
         self.streams = streams
         self._open: list[TrainSample] | None = None
         self._staged: set[int] = set()
+        self._drift = drift
+        self._version = 0
         self._under_way: asyncio.Future[None] | None = None
         self._passing: _Work | None = None
         self.help = 0.0
@@ -127,10 +140,12 @@ class ModelledTrainer:
         tokens = sum(map(sampled_mass, samples))
         self.trained_tokens += tokens
         self.steps += 1
+        self._version = version + 1
         return TrainReport(tokens, seconds, {})
 
     async def begin(self, version: int) -> None:
         self._open = []
+        self._version = version
 
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
         """The pass over these; the step's own time is `finish`'s."""
@@ -142,6 +157,7 @@ class ModelledTrainer:
         samples = self._begun()
         await self._work(self.speed.seconds_per_step)
         self._open = None
+        self._version += 1
         tokens = sum(map(sampled_mass, samples))
         self.trained_tokens += tokens
         self.steps += 1
@@ -154,7 +170,13 @@ class ModelledTrainer:
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
-        return [s.logprobs for s in samples]
+        now = self._version
+        return [
+            tuple(
+                p - drifted(now - v, self._drift) if v >= 0 else p for p, v in zip(s.logprobs, s.versions, strict=True)
+            )
+            for s in samples
+        ]
 
     async def stage(self, version: int) -> None:
         await self._work(self._publish_s)

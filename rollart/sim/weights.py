@@ -27,6 +27,8 @@ class Moved:
     push_s: float = math.nan
     pull_s: dict[str, float] = field(default_factory=dict)
     exposed_s: dict[str, float] = field(default_factory=dict)
+    pulled_gb: float = 0.0
+    """By all engines."""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,9 @@ class WeightTransfer:
     def _arrived(self, engine: str, pull: _Pull) -> None:
         pull.moving = False
         pull.arrived += 1
-        seconds = self.moved.setdefault(pull.version, Moved(pull.version)).pull_s
+        moved = self.moved.setdefault(pull.version, Moved(pull.version))
+        moved.pulled_gb += self._bucket_gb
+        seconds = moved.pull_s
         seconds[engine] = seconds.get(engine, 0.0) + asyncio.get_running_loop().time() - pull.began
         if pull.arrived == self.buckets:
             pull.complete.set()

@@ -7,6 +7,7 @@ invariants are tested with. Every draw comes from a `random.Random` of the entit
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -244,6 +245,8 @@ class SimulatedTrainer:
     seconds: Callable[[random.Random], float] | None = None
     fail_steps: frozenset[int] = frozenset()
     refuse_steps: frozenset[int] = frozenset()
+    drift: float = 0.0
+    """KL between a version and the next, nats per token."""
     push_s: Callable[[random.Random], float] | None = None
     fail_pushes: frozenset[int] = frozenset()
     batches: list[tuple[int, tuple[TrainSample, ...]]] = field(default_factory=list)
@@ -301,7 +304,14 @@ class SimulatedTrainer:
         return TrainReport(0, 0.0, {})
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        return [s.logprobs for s in samples]
+        now = self.batches[-1][0] + 1 if self.batches else 0
+        return [
+            tuple(
+                p - math.sqrt(2.0 * self.drift * max(now - v, 0)) if v >= 0 else p
+                for p, v in zip(s.logprobs, s.versions, strict=True)
+            )
+            for s in samples
+        ]
 
     async def stage(self, version: int) -> None:
         if self._open is not None:

@@ -31,7 +31,15 @@ def _weights(run: RunSpec) -> Iterable[Problem]:
                 f"weights.update is {weights.update} with staleness 0 (rule: all, or staleness of at least 1: no "
                 "engine may serve an old version)",
             )
-    for key, update in (("longest_s", "delayed"), ("fraction", "staggered")):
+        elif run.staleness == 1 and weights.update == "on_divergence":
+            yield Problem(
+                place,
+                "weights.update is on_divergence with staleness 1 (rule: staleness of at least 2: with 1 every engine "
+                "has to load every version)",
+            )
+    if weights.update == "on_divergence" and weights.threshold is None:
+        yield Problem(place, "weights.update is on_divergence (rule: with weights.threshold)")
+    for key, update in (("longest_s", "delayed"), ("fraction", "staggered"), ("threshold", "on_divergence")):
         if getattr(weights, key) is not None and weights.update != update:
             yield Problem(
                 ("weights", key), f"weights.{key} is given with update '{weights.update}' (rule: only with {update})"

@@ -38,3 +38,22 @@ def test_engines_follow_one_by_one(home: Home, update: str, dies: bool) -> None:
         (evaluated,) = db.execute("SELECT count(*) FROM trajectories WHERE purpose = 'eval'").fetchone()
         (trained,) = db.execute("SELECT count(*) FROM samples WHERE state = 1").fetchone()
     assert (evaluated, trained) == (2, 4 * BATCH)
+
+
+def test_engines_load_what_has_moved_away_from_theirs(home: Home) -> None:
+    """The trainer measures it; where nothing moves far, alpha makes engines load."""
+    spec = tiny(
+        domains__0__environment_args={"turn_s": 0.05, "spread_s": 0.05}, steps=8, staleness=2,
+        weights={"update": "on_divergence", "threshold": 50.0},
+    )  # fmt: skip
+    run = home.launch(spec, cluster=THREE)
+    run.finished()
+    probes = events(home.directory, "weights_probe")
+    assert len(probes) == 8
+    assert all(v >= 0 for p in probes for k, v in p.items() if k.startswith("kl_v"))
+    updated = events(home.directory, "engine_updated")
+    assert {e["reason"] for e in updated} <= {"alpha", "diverged"}, "diverged: a version that no sample of a batch had"
+    assert 0 < len(updated) <= 2 * 8
+    with ledger(home.directory) as db:
+        lags = {n for (n,) in db.execute("SELECT version - 1 - v0 FROM samples WHERE state = 1")}
+    assert lags <= {0, 1, 2}

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.model import Completion, GenerateRequest, PauseMode
-from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
+from rollart.model import Completion, GenerateRequest, PauseMode, WeightsRef
+from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun as World
 from rollart.sim.run import make
@@ -24,6 +24,8 @@ POLICIES: dict[str, Callable[[], UpdatePolicy]] = {
     "patient": lambda: Delayed(1e6),
     "staggered": lambda: Staggered(0.3),
     "half": lambda: Staggered(0.5),
+    "near": lambda: OnDivergence(Probe(-1, "", {}), 0.0015),
+    "far": lambda: OnDivergence(Probe(-1, "", {}), 1.0),
 }
 
 
@@ -86,6 +88,8 @@ def worlds(draw: st.DrawFn, policies: tuple[str, ...] = tuple(POLICIES)) -> tupl
         updates=POLICIES[draw(st.sampled_from(policies))](),
         overlap=draw(st.booleans()),
     )
+    world.trainer.drift = 0.001
+    world.trainer.streams = draw(st.booleans())
     seen = Seen(world, alpha, schedule == "rollart")
     for engine in world.engines:
         seen.watch(engine)
@@ -214,3 +218,36 @@ def test_the_end_of_the_run_needs_no_engine_to_be_current() -> None:
     world.limits = type(world.limits)(sync_s=1e6)
     loop.run(world.run(), seed=rng.randrange(100))
     assert len(world.trainer.batches) == 3
+
+
+def loads(alpha: int, threshold: float | None, steps: int = 12) -> int:
+    """Loads of weights by all three engines, of versions 1.00e-3 nats apart."""
+    updates = None if threshold is None else OnDivergence(Probe(-1, "", {}), threshold)
+    world = make(
+        quotas={"a": (8, 2)}, alpha=alpha, steps=steps, engines=3, turns=2, engine_s=lambda r: r.expovariate(2.0),
+        env_s=lambda r: r.expovariate(2.0), train_s=lambda r: 0.5, updates=updates,
+    )  # fmt: skip
+    world.trainer.drift = 0.001
+    count = 0
+    for engine in world.engines:
+
+        def counted(weights: WeightsRef, update=engine.update_weights) -> object:  # type: ignore[no-untyped-def]
+            nonlocal count
+            count += 1
+            return update(weights)
+
+        engine.update_weights = counted  # type: ignore[method-assign, assignment]
+    loop.run(world.run(), seed=4)
+    sound(world)
+    return count
+
+
+def test_weights_that_are_close_are_not_sent_and_alpha_still_bounds() -> None:
+    every = loads(3, None)
+    assert every == 3 * 12
+    by_threshold = [loads(3, threshold) for threshold in (0.0, 0.0015, 0.0025, 1.0)]
+    assert by_threshold[0] >= 0.9 * every, "nothing is close enough"
+    assert by_threshold[0] > by_threshold[1] > by_threshold[2], "the further they may be, the fewer"
+    assert by_threshold[-1] <= by_threshold[2]
+    assert by_threshold[-1] >= every / 4, "alpha asks for them all the same"
+    assert loads(1, 1.0) == pytest.approx(every, rel=0.1), "at alpha 1 every version is needed"

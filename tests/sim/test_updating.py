@@ -54,3 +54,14 @@ def test_a_schedule_of_whole_batches_updates_all_at_once(made: Make, tmp_path: P
     assert updates(done.directory) == []
     with Reader(done.directory) as reader:
         assert collect(reader, "run").facts.trained_samples == 32
+
+
+def test_fewer_bytes_are_pulled_where_versions_are_close(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    def pulled(name: str, *overrides: str) -> float:
+        done = simulate(made("staleness=3", *overrides), tmp_path / name, steps=8)
+        assert max(lag for s in done.steps for lag in s.lags) <= 3
+        return sum(m.pulled_gb for m in done.moved)
+
+    every = pulled("all")
+    near, far = (pulled(f"t{t}", "weights.update=on_divergence", f"weights.threshold={t}") for t in (0.0015, 0.0035))
+    assert far < near < 0.9 * every

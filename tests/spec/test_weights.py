@@ -22,9 +22,11 @@ def test_all_engines_at_once_and_nothing_beside_by_default(write: Write) -> None
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("weights: {update: later}", "weights.update is 'later' (rule: 'all', 'delayed' or 'staggered')"),
+        ("weights: {update: later}", "weights.update is 'later' (rule: 'all', 'delayed', 'staggered' or"),
         ("weights: {update: staggered, fraction: 0}", "weights.fraction is 0 (rule: greater than 0"),
         ("weights: {update: staggered, longest_s: 5}", "longest_s is given with update 'staggered' (rule: only with"),
+        ("weights: {update: on_divergence, threshold: 0.1}", "with staleness 1 (rule: staleness of at least 2"),
+        ("staleness: 2\nweights: {update: on_divergence}", "is on_divergence (rule: with weights.threshold)"),
         ("schedule: one_off\nweights: {update: delayed}", "weights.update is delayed under `schedule: one_off`"),
         ("BATCH sampler: token_budget", "batch.sampler is token_budget (rule: with batch.tokens)"),
         ("BATCH sampler: deadline", "batch.sampler is deadline (rule: with batch.deadline_s)"),
