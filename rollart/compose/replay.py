@@ -103,7 +103,7 @@ def replayed(resolved: Resolved, recording: Recording, *, resample: bool = False
     for domain in resolved.run.domains:
         if domain.name not in recording.scripts:
             raise UsageError(
-                f"domain '{domain.name}' has no trajectory in {recording.name} (rule: one of {', '.join(known)}"
+                f"domain '{domain.name}' has no trajectory in {recording.name} (rule: a recorded domain"
                 f"{did_you_mean(domain.name, known)})",
                 remedy="replay a run of the same domains",
             )

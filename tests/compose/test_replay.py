@@ -259,7 +259,7 @@ def test_what_cannot_be_replayed_is_told(recorded: Path, tmp_path: Path, capsys:
         return capsys.readouterr().err
 
     (tmp_path / "other.yaml").write_text(RUN.replace("name: chat", "name: chats"))
-    assert "'chats' has no trajectory in small-1 (rule: one of chat; did you mean 'chat'?" in told(
+    assert "'chats' has no trajectory in small-1 (rule: a recorded domain; did you mean 'chat'?" in told(
         str(tmp_path / "other.yaml"), "--replay", str(recorded)
     )
     assert "no run" in told(str(tmp_path))
