@@ -37,10 +37,9 @@ class _Pull:
 
     version: int
     arrived: int = 0
-    moving: bool = False
+    moving: int = 0
     wanted: bool = False
     """The engine stands still and waits for it."""
-    began: float = 0.0
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -63,7 +62,13 @@ class WeightTransfer:
         streams: int = 1,
         load_gb_per_s: float = RDMA.gb_per_s,
         prefetch: bool = True,
+        in_flight: int = 1,
     ) -> None:
+        """`in_flight`: buckets on their way to an engine at a time, as `policy.pipeline.weight_buckets_in_flight` says
+        for a way with latency, or one whose streams are slower than it is."""
+        if in_flight < 1:
+            raise ValueError(f"{in_flight} weight buckets in flight (rule: at least 1)")
+        self._in_flight = in_flight
         if not (gb > 0 and bucket_gb > 0 and load_gb_per_s > 0):
             raise ValueError(f"{gb} GB in buckets of {bucket_gb}, {load_gb_per_s} GB/s (rule: all above 0)")
         self.gb = gb
@@ -124,7 +129,7 @@ class WeightTransfer:
         report.exposed_s[engine] = loop.time() - began
 
     def _fetch(self, engine: str, version: int) -> None:
-        """The next bucket that the engine lacks, if it is in the store and nothing else is under way."""
+        """The next buckets that the engine lacks, those that are in the store and as many as may be under way."""
         pulls = self._pulls.get(engine)
         if pulls is None or (version not in pulls and any(v > version for v in pulls)):
             return
@@ -133,18 +138,22 @@ class WeightTransfer:
             for old in [v for v, p in pulls.items() if v < newest and (not p.wanted or p.complete.is_set())]:
                 del pulls[old]
         pull = pulls.setdefault(version, _Pull(version))
-        if pull.moving or pull.arrived >= self._stored[version] or not (self._prefetch or pull.wanted):
-            return
-        pull.moving, pull.began = True, asyncio.get_running_loop().time()
-        self._pull(engine).send(self._bucket_gb, lambda: self._arrived(engine, pull), self._streams)
+        now = asyncio.get_running_loop().time()
+        while (
+            pull.moving < self._in_flight
+            and pull.arrived + pull.moving < self._stored[version]
+            and (self._prefetch or pull.wanted)
+        ):
+            pull.moving += 1
+            self._pull(engine).send(self._bucket_gb, lambda: self._arrived(engine, pull, now), self._streams)
 
-    def _arrived(self, engine: str, pull: _Pull) -> None:
-        pull.moving = False
+    def _arrived(self, engine: str, pull: _Pull, began: float) -> None:
+        pull.moving -= 1
         pull.arrived += 1
         moved = self.moved.setdefault(pull.version, Moved(pull.version))
         moved.pulled_gb += self._bucket_gb
         seconds = moved.pull_s
-        seconds[engine] = seconds.get(engine, 0.0) + asyncio.get_running_loop().time() - pull.began
+        seconds[engine] = seconds.get(engine, 0.0) + asyncio.get_running_loop().time() - began
         if pull.arrived == self.buckets:
             pull.complete.set()
         elif self._pulls.get(engine, {}).get(pull.version) is pull:
