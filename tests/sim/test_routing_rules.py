@@ -87,7 +87,9 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
         """A trajectory that is under way when the clock starts: its KV is at home."""
         home = f"d{index % DECODES}"
         engines[home]._kv[session] = tokens
-        gateway._turns._sessions[session] = SessionKv(0, home, {home: tokens}, (home,), {"tokens": tokens})
+        gateway._turns._sessions[session] = SessionKv(
+            0, home=home, cached={home: tokens}, held=(home,), returned={"tokens": tokens}
+        )
         gateway._turns._roster.members[home].sessions.add(session)
 
     async def agentic(index: int) -> None:
