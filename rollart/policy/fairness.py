@@ -8,60 +8,18 @@ and learning (asynchronous multi-model federated learning schedules by energy an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Apportionment", "DomainShare", "DriftQuota", "bounded_shares"]
+from rollart.shares import DomainShare, bounded_shares
+
+__all__ = ["DOMAIN_SHARE", "Apportionment", "DomainShare", "DriftQuota", "FairBatches", "Follow", "bounded_shares"]
+
+DOMAIN_SHARE = "domain_share"
+"""Event of a run at each publish, one per domain: what it was to have of the batches so far, and what it had."""
 
 _SLACK = 1e-9
 """Rounding noise of sums of fractions: 0.1 + 0.2 is not a broken rule."""
-
-
-@dataclass(frozen=True, slots=True)
-class DomainShare:
-    """`weight` > 0 is relative; `floor` and `cap` are fractions of every step."""
-
-    domain: str
-    weight: float
-    floor: float = 0.0
-    cap: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise ValueError(f"domain {self.domain}: weight {self.weight} must be positive and finite")
-        if not 0.0 <= self.floor <= self.cap <= 1.0:
-            raise ValueError(f"domain {self.domain}: 0 <= floor {self.floor} <= cap {self.cap} <= 1 does not hold")
-
-
-def bounded_shares(domains: Sequence[DomainShare], weights: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Fractions that sum to 1, proportional to the weights wherever no floor or cap binds.
-
-    `weights` replaces those of the domains. The shares are clip(lambda * w, floor, cap) for the one lambda at which
-    they sum to 1. ValueError if no fractions can hold all floors and caps.
-    """
-    if not domains:
-        raise ValueError("no domains to share between")
-    lowest, highest = sum(d.floor for d in domains), sum(d.cap for d in domains)
-    if lowest > 1.0 + _SLACK or highest < 1.0 - _SLACK:
-        raise ValueError(f"floors sum to {lowest:g} and caps to {highest:g}: 1 must lie between them")
-    want = {d.domain: (d.weight if weights is None else weights[d.domain]) for d in domains}
-    fixed: dict[str, float] = {}
-    while len(fixed) < len(domains):
-        open_ = [d for d in domains if d.domain not in fixed]
-        rest, total = 1.0 - sum(fixed.values()), sum(want[d.domain] for d in open_)
-        raw = {d.domain: max(rest, 0.0) * want[d.domain] / total for d in open_}
-        over = {d.domain: d.cap for d in open_ if raw[d.domain] > d.cap}
-        under = {d.domain: d.floor for d in open_ if raw[d.domain] < d.floor}
-        if not over and not under:
-            return {d.domain: fixed.get(d.domain, raw.get(d.domain, 0.0)) for d in domains}
-        # The side with the larger violation is settled first: fixing it moves lambda towards the other side only.
-        too_much = sum(raw[n] - cap for n, cap in over.items())
-        too_little = sum(floor - raw[n] for n, floor in under.items())
-        if too_much >= too_little:
-            fixed.update(over)
-        if too_little >= too_much:
-            fixed.update(under)
-    return {d.domain: fixed[d.domain] for d in domains}
 
 
 @dataclass(slots=True)
@@ -158,3 +116,157 @@ class DriftQuota:
             moved = max(g / drift, 1e-3) if drift > 0 else 1.0
             factors[name] = (moved * cost / c) ** self.sensitivity
         return {n: w * factors.get(n, 1.0) for n, w in base.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """How shares follow what is measured: see `DriftQuota`."""
+
+    sensitivity: float = 1.0
+    memory: float = 10.0
+    max_step: float = 0.05
+
+
+@dataclass(slots=True)
+class FairBatches:
+    """How many groups of each domain the next batch takes, and which domain starts a group next.
+
+    A batch has `units` groups. Each domain is due its share of every batch; what rounding, or a batch that took what
+    was ready, gave or took from it is its debt, and made good later. A batch takes of each domain its exact part, or,
+    with a `slack` of some groups, at least `low` and at most `high`: those within its floor and cap that leave a debt
+    of no more than the slack. So a batch need not wait for a domain that is late, yet served counts follow the shares:
+
+        |served - due| <= (slack + 1) x domains    after every batch, for every domain
+
+    Each batch has at least floor(floor x units) and at most ceil(cap x units) groups of a domain. Ties go to the
+    earlier domain. A batch that was taken and is not trained is given back by `untake`.
+    """
+
+    domains: tuple[DomainShare, ...]
+    units: int
+    slack: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
+    due: dict[str, float] = field(default_factory=dict)
+    served: dict[str, int] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    """Largest |served - due| after any batch so far."""
+
+    def __post_init__(self) -> None:
+        if self.units < 1 or self.slack < 0:
+            raise ValueError(f"units {self.units} must be positive and slack {self.slack} not negative")
+        self.shares = self.shares or bounded_shares(self.domains)
+        for d in self.domains:
+            self.due.setdefault(d.domain, 0.0)
+            self.served.setdefault(d.domain, 0)
+            self.worst.setdefault(d.domain, 0.0)
+
+    def planned(self, batches: int = 1) -> dict[str, int]:
+        """Groups per domain of the next `batches`, if each takes its exact part."""
+        plan = Apportionment(self.domains, self._debt())
+        total = dict.fromkeys(self.due, 0)
+        for _ in range(batches):
+            for name, count in plan.step(self.units, self.shares).items():
+                total[name] += count
+        return total
+
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """(low, high) of each domain in the next batch: between them lies its exact part."""
+        base, debt = self.planned(), self._debt()
+        found = {}
+        for d in self.domains:
+            owed = debt[d.domain] + self.shares[d.domain] * self.units
+            low = max(math.floor(d.floor * self.units + _SLACK), math.ceil(owed - self.slack - _SLACK))
+            high = min(math.ceil(d.cap * self.units - _SLACK), math.floor(owed + self.slack + _SLACK))
+            found[d.domain] = (min(base[d.domain], low), max(base[d.domain], high))
+        return found
+
+    def choose(self, ready: Mapping[str, int], taken: Mapping[str, int] | None = None) -> dict[str, int] | None:
+        """How many of the `ready` groups the next batch takes, or None while it has to wait for some domain. `taken` =
+        groups that it has already (a batch that grows)."""
+        have = dict.fromkeys(self.due, 0) | dict(taken or {})
+        bounds, base = self.bounds(), self.planned()
+        room = {n: have[n] + ready.get(n, 0) for n in have}
+        if any(room[n] < low for n, (low, _) in bounds.items()):
+            return None
+        count = {n: max(have[n], min(base[n], room[n])) for n in have}
+        missing = self.units - sum(count.values())
+        while missing > 0:
+            open_ = [n for n, (_, high) in bounds.items() if count[n] < min(high, room[n])]
+            if not open_:
+                return None
+            name = max(open_, key=lambda n: base[n] - count[n])
+            count[name], missing = count[name] + 1, missing - 1
+        while missing < 0:  # it grew beyond the exact part of some domain
+            name = max((n for n in count if count[n] > max(have[n], bounds[n][0])), key=lambda n: count[n] - base[n])
+            count[name], missing = count[name] - 1, missing + 1
+        return {n: count[n] - have[n] for n in count}
+
+    def grow(self, ready: Mapping[str, int], taken: Mapping[str, int]) -> dict[str, int]:
+        """How many of the `ready` groups a batch that grows may take now, whatever comes later: the rest of it always
+        suffices for every domain's lower bound."""
+        bounds = self.bounds()
+        have = dict.fromkeys(self.due, 0) | dict(taken)
+        more = dict.fromkeys(have, 0)
+        while True:
+            left = self.units - sum(have.values()) - 1
+            short = {n: max(0, low - have[n]) for n, (low, _) in bounds.items()}
+            open_ = [
+                n for n in have
+                if more[n] < ready.get(n, 0) and have[n] < bounds[n][1]
+                and left >= sum(short.values()) - (short[n] > 0)
+            ]  # fmt: skip
+            if left < 0 or not open_:
+                return more
+            name = max(open_, key=lambda n: bounds[n][0] - have[n])
+            have[name], more[name] = have[name] + 1, more[name] + 1
+
+    def next_domain(
+        self, ahead: Mapping[str, int], *, window: int, batches: int, extra: Mapping[str, int] | None = None
+    ) -> str | None:
+        """The domain that should start a group now, or None.
+
+        `ahead` = groups that wait or run for batches to come; at most `window` batches of them may, and `batches` are
+        still to be taken; `extra` = redundant groups by domain. A domain starts its exact part of these batches; beyond
+        its part of the next one only while room is left for those of the others: so whatever ends, the next batch can
+        be formed (no slot is held for ever by a domain that has enough). Picks the lowest share of its part in use.
+        """
+        batches = min(window, batches)
+        if batches <= 0:
+            return None
+        beyond = extra or {}
+        spare, total = sum(beyond.values()), sum(ahead.get(n, 0) for n in self.due)
+        hard, limit = window * self.units + spare, batches * self.units + spare
+        base, plan = self.planned(), self.planned(batches)
+        reserved = {n: max(ahead.get(n, 0), base[n]) for n in base}
+        found: list[tuple[float, int, str]] = []
+        for order, d in enumerate(self.domains):
+            name, used, most = d.domain, ahead.get(d.domain, 0), plan[d.domain] + beyond.get(d.domain, 0)
+            needed = used < base[name]
+            fits = used < most and total < limit and sum(reserved.values()) - reserved[name] + used + 1 <= hard
+            if total < hard and (needed or fits):
+                found.append((used / most if most else 0.0, order, name))
+        return min(found)[2] if found else None
+
+    def take(self, counts: Mapping[str, int]) -> None:
+        """A batch of these groups goes to training."""
+        self._serve(counts, 1)
+
+    def untake(self, counts: Mapping[str, int], shares: Mapping[str, float]) -> None:
+        """It is not trained after all. `shares` = those that it was taken under."""
+        now, self.shares = self.shares, dict(shares)
+        self._serve(counts, -1)
+        self.shares = now
+
+    def debt(self) -> dict[str, float]:
+        """Groups that each domain is owed (negative: has had too many)."""
+        return self._debt()
+
+    def _serve(self, counts: Mapping[str, int], sign: int) -> None:
+        for name in self.due:
+            self.due[name] += sign * self.shares[name] * self.units
+            self.served[name] += sign * counts.get(name, 0)
+            if sign > 0:
+                self.worst[name] = max(self.worst[name], abs(self.due[name] - self.served[name]))
+
+    def _debt(self) -> dict[str, float]:
+        return {n: self.due[n] - self.served[n] for n in self.due}

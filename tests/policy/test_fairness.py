@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.fairness import Apportionment, DomainShare, DriftQuota, bounded_shares
+from rollart.policy.fairness import Apportionment, DomainShare, DriftQuota, FairBatches, bounded_shares
 
 NAMES = "abcde"
 
@@ -131,3 +132,102 @@ def test_figures_that_mean_nothing_are_refused() -> None:
         quota.observe("a", cost=0.0, drift=1.0)
     with pytest.raises(ValueError, match="max_step 0"):
         DriftQuota((DomainShare("a", 1.0),), max_step=0)
+
+
+@st.composite
+def fair(draw: st.DrawFn) -> FairBatches:
+    return FairBatches(draw(domains()), draw(st.integers(1, 12)), draw(st.integers(0, 4)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(fair(), st.data())
+def test_batches_of_what_is_ready_follow_the_weights_within_floors_and_caps(plan: FairBatches, data: Any) -> None:
+    """Domains that are ready at any pace: after every batch, served counts are near the shares', bounds hold."""
+    names = [d.domain for d in plan.domains]
+    bound = (plan.slack + 1) * len(names)
+    ready = dict.fromkeys(names, 0)
+    for batch in range(1, 25):
+        while (counts := plan.choose(ready)) is None:
+            slow = data.draw(st.sampled_from(names))
+            fast = data.draw(st.sampled_from(names))
+            for name in (slow, *(n for n in names if n != slow or n == fast)):
+                ready[name] += 1
+        assert sum(counts.values()) == plan.units
+        plan.take(counts)
+        for d in plan.domains:
+            assert 0 <= counts[d.domain] <= ready[d.domain]
+            assert counts[d.domain] >= int(d.floor * plan.units + 1e-9), "its floor, in every batch"
+            assert counts[d.domain] <= -int(-(d.cap * plan.units - 1e-9) // 1), "its cap, in every batch"
+            assert abs(plan.served[d.domain] - plan.shares[d.domain] * plan.units * batch) <= bound
+            ready[d.domain] -= counts[d.domain]
+
+
+@settings(max_examples=100, deadline=None)
+@given(fair(), st.data())
+def test_a_batch_that_grows_is_one_that_could_have_been_chosen(plan: FairBatches, data: Any) -> None:
+    names = [d.domain for d in plan.domains]
+    for _ in range(6):
+        bounds = plan.bounds()
+        taken = dict.fromkeys(names, 0)
+        for _ in range(200):
+            if sum(taken.values()) == plan.units:
+                break
+            ready = {n: data.draw(st.integers(0, 2)) for n in names}
+            for name, count in plan.grow(ready, taken).items():
+                assert 0 <= count <= ready[name]
+                taken[name] += count
+        else:
+            more = plan.grow(dict.fromkeys(names, plan.units), taken)
+            taken = {n: taken[n] + more[n] for n in names}
+        assert sum(taken.values()) == plan.units
+        assert all(low <= taken[n] <= high for n, (low, high) in bounds.items())
+        plan.take(taken)
+
+
+@settings(max_examples=150, deadline=None)
+@given(fair(), st.integers(1, 4), st.integers(1, 12), st.data())
+def test_admission_never_wedges_and_never_exceeds_the_window(
+    plan: FairBatches, window: int, steps: int, data: Any
+) -> None:
+    """Whatever ends in whatever order, fails, or is begun again: once nothing more may start and all has ended, a batch
+    can be formed."""
+    names = [d.domain for d in plan.domains]
+    extra = {n: data.draw(st.integers(0, 2)) for n in names}
+    ready, running = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    taken = training = 0
+    while taken < steps:
+        held = {n: ready[n] + running[n] for n in names}
+        name = plan.next_domain(held, window=window - training, batches=steps - taken, extra=extra)
+        assert sum(held.values()) + training * plan.units <= window * plan.units + sum(extra.values())
+        live = [n for n in names if running[n]]
+        counts = plan.choose(ready)
+        moves = [m for m, can in (("end", live), ("lose", live), ("start", name), ("take", counts), ("train", training))
+                 if can]  # fmt: skip
+        assert moves, "wedged"
+        match data.draw(st.sampled_from([m for m in moves if m != "lose"] * 4 + moves)):
+            case "start":
+                assert name is not None
+                running[name] += 1
+            case "end":
+                one = data.draw(st.sampled_from(live))
+                running[one], ready[one] = running[one] - 1, ready[one] + 1
+            case "lose" if live:
+                running[data.draw(st.sampled_from(live))] -= 1
+            case "train":
+                training -= 1
+            case "take" if counts is not None:
+                plan.take(counts)
+                taken, training = taken + 1, training + 1
+                ready = {n: ready[n] - counts[n] for n in names}
+
+
+def test_what_is_given_back_is_as_if_it_had_not_been_taken() -> None:
+    plan = FairBatches((DomainShare("a", 1.0), DomainShare("b", 2.0)), 5, 1)
+    plan.take({"a": 2, "b": 3})
+    before = plan.debt()
+    shares = dict(plan.shares)
+    plan.take({"a": 3, "b": 2})
+    plan.shares = {"a": 0.5, "b": 0.5}
+    plan.untake({"a": 3, "b": 2}, shares)
+    assert plan.debt() == pytest.approx(before)
+    assert plan.shares == {"a": 0.5, "b": 0.5}

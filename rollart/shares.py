@@ -1,0 +1,59 @@
+"""Shares of several domains by weight, within floors and caps. Pure; for specs, policies and plans alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["DomainShare", "bounded_shares"]
+
+_SLACK = 1e-9
+"""Rounding noise of sums of fractions: 0.1 + 0.2 is not a broken rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainShare:
+    """`weight` > 0 is relative; `floor` and `cap` are fractions of every step."""
+
+    domain: str
+    weight: float
+    floor: float = 0.0
+    cap: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise ValueError(f"domain {self.domain}: weight {self.weight} must be positive and finite")
+        if not 0.0 <= self.floor <= self.cap <= 1.0:
+            raise ValueError(f"domain {self.domain}: 0 <= floor {self.floor} <= cap {self.cap} <= 1 does not hold")
+
+
+def bounded_shares(domains: Sequence[DomainShare], weights: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Fractions that sum to 1, proportional to the weights wherever no floor or cap binds.
+
+    `weights` replaces those of the domains. The shares are clip(lambda * w, floor, cap) for the one lambda at which
+    they sum to 1. ValueError if no fractions can hold all floors and caps.
+    """
+    if not domains:
+        raise ValueError("no domains to share between")
+    lowest, highest = sum(d.floor for d in domains), sum(d.cap for d in domains)
+    if lowest > 1.0 + _SLACK or highest < 1.0 - _SLACK:
+        raise ValueError(f"floors sum to {lowest:g} and caps to {highest:g}: 1 must lie between them")
+    want = {d.domain: (d.weight if weights is None else weights[d.domain]) for d in domains}
+    fixed: dict[str, float] = {}
+    while len(fixed) < len(domains):
+        open_ = [d for d in domains if d.domain not in fixed]
+        rest, total = 1.0 - sum(fixed.values()), sum(want[d.domain] for d in open_)
+        raw = {d.domain: max(rest, 0.0) * want[d.domain] / total for d in open_}
+        over = {d.domain: d.cap for d in open_ if raw[d.domain] > d.cap}
+        under = {d.domain: d.floor for d in open_ if raw[d.domain] < d.floor}
+        if not over and not under:
+            return {d.domain: fixed.get(d.domain, raw.get(d.domain, 0.0)) for d in domains}
+        # The side with the larger violation is settled first: fixing it moves lambda towards the other side only.
+        too_much = sum(raw[n] - cap for n, cap in over.items())
+        too_little = sum(floor - raw[n] for n, floor in under.items())
+        if too_much >= too_little:
+            fixed.update(over)
+        if too_little >= too_much:
+            fixed.update(under)
+    return {d.domain: fixed[d.domain] for d in domains}
