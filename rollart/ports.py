@@ -264,6 +264,8 @@ class Recovered:
     pending: tuple[tuple[str, str, int], ...]
     seeds_drawn: Mapping[str, int]
     clock: float
+    consumed: Mapping[str, int] = field(default_factory=dict)
+    """Groups trained so far, by domain."""
 
 
 class Journal(Protocol):

@@ -16,7 +16,7 @@ from rollart.ledger.codec import decode_sample
 from rollart.ledger.intervals import State
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.segments import Segments
-from rollart.ledger.tables import LIVE, SCHEMA, SCHEMA_VERSION, UPGRADES, Rows, insert
+from rollart.ledger.tables import CONSUMED, LIVE, SCHEMA, SCHEMA_VERSION, UPGRADES, Rows, insert
 from rollart.model import TrainSample
 from rollart.ports import Recovered
 from serverless.meter import WorkerState
@@ -115,6 +115,9 @@ class Database:
         self.segments.keep({segment for _, segment, _ in rows if segment is not None})
         pending = self.connection.execute(f"SELECT id, domain, seed FROM groups WHERE state = {LIVE} ORDER BY rowid")
         drawn = self.connection.execute("SELECT domain, count(*) FROM groups GROUP BY domain ORDER BY min(rowid)")
+        consumed = self.connection.execute(
+            f"SELECT domain, count(*) FROM groups WHERE state = {CONSUMED} GROUP BY domain"
+        )
         return Recovered(
             version=last[0],
             step=last[1],
@@ -122,6 +125,7 @@ class Database:
             pending=tuple((g, d, s) for g, d, s in pending.fetchall()),
             seeds_drawn=dict(drawn.fetchall()),
             clock=self._clock,
+            consumed=dict(consumed.fetchall()),
         )
 
     def _sweep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -147,4 +148,5 @@ class MemoryRecorder:
             pending=tuple((name, g.domain, g.seed) for name, g in self._groups.items() if g.state == "live"),
             seeds_drawn=drawn,
             clock=max(times, default=0.0),
+            consumed=Counter(g.domain for g in self._groups.values() if g.state == "consumed"),
         )

@@ -221,14 +221,22 @@ class FairBatches:
             have[name], more[name] = have[name] + 1, more[name] + 1
 
     def next_domain(
-        self, ahead: Mapping[str, int], *, window: int, batches: int, extra: Mapping[str, int] | None = None
+        self,
+        ahead: Mapping[str, int],
+        *,
+        window: int,
+        batches: int,
+        extra: Mapping[str, int] | None = None,
+        idle: bool = False,
     ) -> str | None:
         """The domain that should start a group now, or None.
 
         `ahead` = groups that wait or run for batches to come; at most `window` batches of them may, and `batches` are
         still to be taken; `extra` = redundant groups by domain. A domain starts its exact part of these batches; beyond
         its part of the next one only while room is left for those of the others: so whatever ends, the next batch can
-        be formed (no slot is held for ever by a domain that has enough). Picks the lowest share of its part in use.
+        be formed (no slot is held for ever by a domain that has enough). `idle` = no batch is in training: what the
+        next one needs starts even where a resume found the window full of what other shares had asked for. Picks the
+        lowest share of its part in use.
         """
         batches = min(window, batches)
         if batches <= 0:
@@ -243,7 +251,8 @@ class FairBatches:
             name, used, most = d.domain, ahead.get(d.domain, 0), plan[d.domain] + beyond.get(d.domain, 0)
             needed = used < base[name]
             fits = used < most and total < limit and sum(reserved.values()) - reserved[name] + used + 1 <= hard
-            if total < hard and (needed or fits):
+            crowded = idle and needed and sum(reserved.values()) > hard
+            if crowded or (total < hard and (needed or fits)):
                 found.append((used / most if most else 0.0, order, name))
         return min(found)[2] if found else None
 

@@ -14,6 +14,7 @@ from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain, training_seed
 from rollart.runtime.redundant import Redundant
 from rollart.runtime.rounds import Launch, Prompt, Rounds
+from rollart.runtime.sharing import Shares
 
 __all__ = ["Admitting"]
 
@@ -36,6 +37,7 @@ class Admitting:
         redundancy: Redundancy,
         additional: Mapping[str, int],
         tail: TailSettings | None,
+        shares: Shares | None = None,
     ) -> None:
         self._domains = {d.name: d for d in domains}
         self._rules = rules
@@ -44,6 +46,7 @@ class Admitting:
         self._steps = steps
         quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
         self._window = AdmissionWindow(quotas, rules.alpha if rules.windowed else 0)
+        self._shares = shares
         self.slots = SlotLedger()
         self.redundant = Redundant(domains, redundancy, additional)
         self.rounds = None if tail is None else Rounds(self._domains, tail, self.draw)
@@ -54,26 +57,41 @@ class Admitting:
         """Take slots for every group that may start now."""
         if self.rounds is not None:
             return self._next_round(self.rounds)
-        extra = self.redundant.slots(self.slots.ready, self._domains, batches=not self._rules.windowed)
         fresh = []
-        while (name := self._window.next_domain(self.slots.ahead, self.remaining(extra), extra)) is not None:
+        while (name := self._next_domain()) is not None:
             domain = self._domains[name]
             (prompt,) = self.draw(domain, 1)
             self.slots.admit(prompt.group, name, domain.group_size)
             fresh.append(Launch(prompt, self.members(domain)))
         return fresh
 
+    def _next_domain(self) -> str | None:
+        batches = not self._rules.windowed
+        if self._shares is not None:
+            full = batches and self._shares.quotas(self._shares.ready) is not None
+            extra = {} if full else self.redundant.slots({}, self._domains, batches=False)
+            return self._shares.next_domain(self.slots.outstanding, extra)
+        extra = self.redundant.slots(self.slots.ready, self._domains, batches=batches)
+        return self._window.next_domain(self.slots.ahead, self.remaining(extra), extra)
+
     def members(self, domain: Domain) -> int:
         """Members that a group of the domain starts with."""
         return domain.group_size + self.redundant.extra(domain).members
 
-    def full(self, domain: Domain) -> bool:
-        """Whether the domain's part of a whole batch is complete. In a window of groups nothing is ever surplus."""
-        return not self._rules.windowed and self.slots.ready[domain.name] >= domain.quota
+    def full(self, domain: Domain) -> Sequence[Domain]:
+        """Of which domains a whole batch needs no more, now that a group of this one is complete. In a window of groups
+        nothing is ever surplus."""
+        if self._rules.windowed:
+            return ()
+        if self._shares is not None:
+            return () if self._shares.quotas(self._shares.ready) is None else tuple(self._domains.values())
+        return (domain,) if self.slots.ready[domain.name] >= domain.quota else ()
 
     def remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
         """Samples per domain that the run may still start: the last step needs no more than its batch, and what is
         redundant there."""
+        if self._shares is not None:
+            return self._shares.remaining(self.slots.outstanding)
         found = dict.fromkeys(self._domains, 0)
         for name, domain in self._domains.items():
             needed = self._steps * domain.quota - self.consumed[name]

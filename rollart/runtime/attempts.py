@@ -11,6 +11,7 @@ from rollart.runtime.faults import FaultMeter
 from rollart.runtime.groups import GroupRun, GroupTable, Rolling
 from rollart.runtime.redundant import Cancellations, Redundant
 from rollart.runtime.rewarding import Rewarding
+from rollart.runtime.sharing import Shares
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
 
 __all__ = ["Attempts", "charge"]
@@ -36,7 +37,9 @@ class Attempts:
         faults: FaultMeter,
         redundant: Redundant,
         cancellations: Cancellations,
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares
         self._groups = groups
         self._runner = runner
         self._rewarding = rewarding
@@ -152,6 +155,8 @@ class Attempts:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
     def _charge(self, live: Live, outcome: str, sample: TrainSample | None) -> None:
+        if self._shares is not None:
+            self._shares.spent(live.domain, live.engine_seconds)
         if sample is None:
             charge(self._recorder, live, outcome, None, None)
         else:

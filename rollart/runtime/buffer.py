@@ -17,6 +17,7 @@ from rollart.policy.batching import ReadyGroup, select_batch
 from rollart.policy.samplers import Deadline
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.table import Pick, Ready, Row, Sampler, SampleTable, Selection
+from rollart.runtime.sharing import Shares
 
 __all__ = ["COLUMNS", "Due", "SampleBuffer"]
 
@@ -36,6 +37,10 @@ class Due:
     least: float = 0.5
 
 
+NEVER = 2**31
+"""A bound that no group exceeds."""
+
+
 class SampleBuffer:
     """Owns the complete groups that no batch has taken. Admission bounds it: it holds at most (alpha + 1) batches.
 
@@ -52,8 +57,10 @@ class SampleBuffer:
         token_budget: int | None = None,
         due: Due | None = None,
         measure: Callable[[Sequence[int]], int] = len,
+        shares: Shares | None = None,
     ) -> None:
-        """`measure`: how many tokens ids stand for, which the budget is in."""
+        """`measure`: how many tokens ids stand for, which the budget is in. `shares`: say what a batch takes of each
+        domain, instead of the quotas."""
         self._measure = measure
         self._due = due
         self.table = SampleTable(COLUMNS, capacity=ROOM)
@@ -64,6 +71,9 @@ class SampleBuffer:
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, ReadyGroup] = {}
         self._held = dict.fromkeys(self._quotas, 0)
+        self._shares = shares
+        if shares is not None:
+            shares.ready = self._held
         self._seen = 0
         self._changed = asyncio.Event()
 
@@ -107,6 +117,8 @@ class SampleBuffer:
             else:
                 chosen = self._take(self._of(self._select(version))) if self._may_suffice() else ()
             if chosen:
+                if self._shares is not None:
+                    self._shares.take(chosen)
                 return chosen
             self._changed.clear()
             try:
@@ -125,6 +137,8 @@ class SampleBuffer:
         """
         if self._token_budget is not None:
             return () if taken else await self.take(version)
+        if self._shares is not None:
+            return await self._grow_fairly(self._shares, version, taken)
         room = dict(self._quotas)
         for group in taken:
             room[group.domain] -= len(group.samples)
@@ -135,6 +149,34 @@ class SampleBuffer:
             self._changed.clear()
             await self._changed.wait()
         return ()
+
+    def beyond(self) -> list[Group]:
+        """Groups that the next batch, which is whole, leaves here."""
+        quotas = None if self._shares is None else self._shares.quotas(self._held)
+        if quotas is None:
+            return []
+        ready = list(self._ready.values())
+        chosen = {r.id for r in select_batch(ready, quotas, version=0, bound=StalenessBound(NEVER)) or ()}
+        return [self._groups[r.id] for r in ready if r.id not in chosen]
+
+    async def _grow_fairly(self, shares: Shares, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
+        while (room := shares.room(self._fresh(version), taken)) is not None:
+            if any(room.values()):
+                chosen = self._fitting(version, room)
+                shares.growing.update(ready.domain for ready in chosen)
+                return self._take(self._of(chosen))
+            self._changed.clear()
+            await self._changed.wait()
+        shares.take(taken)
+        return ()
+
+    def _fresh(self, version: int) -> dict[str, int]:
+        """Samples by domain that a batch may take."""
+        found = dict.fromkeys(self._quotas, 0)
+        for ready in self._ready.values():
+            if not self._bound.stale(ready.v0, version):
+                found[ready.domain] += ready.samples
+        return found
 
     def _fitting(self, version: int, room: Mapping[str, int]) -> list[ReadyGroup]:
         left = dict(room)
@@ -188,9 +230,12 @@ class SampleBuffer:
         return self._groups.pop(group_id)
 
     def _select(self, version: int) -> tuple[ReadyGroup, ...] | None:
+        quotas = self._quotas if self._shares is None else self._shares.quotas(self._fresh(version))
+        if quotas is None:
+            return None
         return select_batch(
             list(self._ready.values()),
-            self._quotas,
+            quotas,
             version=version,
             bound=self._bound,
             token_budget=self._token_budget,
@@ -200,4 +245,6 @@ class SampleBuffer:
         """Cheap and necessary: without a token budget every domain must hold its quota. Asked at each added group."""
         if self._token_budget is not None:
             return True
+        if self._shares is not None:
+            return self._shares.quotas(self._held) is not None
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())

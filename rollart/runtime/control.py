@@ -11,7 +11,7 @@ from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import EngineId, Group, PauseMode
 from rollart.policy.routing import Router
-from rollart.policy.schedules import InFlight, Schedule, Turns
+from rollart.policy.schedules import Admission, InFlight, Schedule, Turns
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
@@ -32,6 +32,7 @@ from rollart.runtime.resharding import Resharder, ReshardSettings
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.scheduler import Scheduler, SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
+from rollart.runtime.sharing import Shares
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone, Training
 from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
@@ -131,11 +132,13 @@ class ControlPlane:
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
         self.resharder = self._resharding(runner, leases, recorder)
         self.lender = self._lending(recorder, trainer_clock)
-        buffer = _buffer(domains, settings)
+        shares = _shares(domains, recorder, settings.schedule)
+        buffer = _buffer(domains, settings, shares)
         rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(
-            domains, runner, rewarding, buffer, journal, recorder, settings=settings.schedule, prefetch=prefetch
-        )
+            domains, runner, rewarding, buffer, journal, recorder,
+            settings=settings.schedule, prefetch=prefetch, shares=shares,
+        )  # fmt: skip
         publisher = Publisher(
             trainer, self.gateway, journal, weights, leases,
             publish_s=settings.publish_s,
@@ -246,12 +249,29 @@ class ControlPlane:
         self._hooks.version(version)
 
 
-def _buffer(domains: Sequence[Domain], settings: ControlSettings) -> SampleBuffer:
+def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> Shares | None:
+    if settings.fairness is None:
+        return None
+    rules = settings.rules
+    return Shares(
+        domains, settings.fairness, recorder,
+        steps=settings.steps,
+        window=rules.alpha + 1 if rules.windowed else 1,
+        apart=rules.admission is Admission.NEXT_BATCH,
+    )  # fmt: skip
+
+
+def _buffer(domains: Sequence[Domain], settings: ControlSettings, shares: Shares | None) -> SampleBuffer:
     rules = settings.schedule.rules
     bound = rules.bound if rules.drops_stale else StalenessBound(ANY_AGE)
     quotas = {d.name: d.quota for d in domains}
     return SampleBuffer(
-        quotas, bound=bound, token_budget=settings.token_budget, due=settings.due, measure=settings.measure
+        quotas,
+        bound=bound,
+        token_budget=settings.token_budget,
+        due=settings.due,
+        measure=settings.measure,
+        shares=shares,
     )
 
 

@@ -26,6 +26,7 @@ from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
 from rollart.runtime.redundant import Cancellations
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.rounds import AGAIN, Launch, Prompt, Rounds
+from rollart.runtime.sharing import Fairness, Shares
 from rollart.runtime.trajectory import TrajectoryRunner
 
 __all__ = ["Scheduler", "SchedulerSettings"]
@@ -47,6 +48,8 @@ class SchedulerSettings:
     tail: TailSettings | None = None
     """Tail batching, under a schedule of one batch at a time."""
     filter: FilterSettings = field(default_factory=FilterSettings)
+    fairness: Fairness | None = None
+    """Shares of domains instead of quotas."""
     prefetch: PrefetchSettings | None = None
     """Environments that are reset ahead of need."""
 
@@ -71,7 +74,9 @@ class Scheduler:
         *,
         settings: SchedulerSettings,
         prefetch: Prefetcher | None = None,
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares
         self._domains = {d.name: d for d in domains}
         self._buffer = buffer
         self._journal = journal
@@ -82,7 +87,7 @@ class Scheduler:
         self._admitting = Admitting(
             domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps,
             redundancy=settings.redundancy, additional=additional_prompts(domains, settings.filter.additional),
-            tail=settings.tail,
+            tail=settings.tail, shares=shares,
         )  # fmt: skip
         self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
         # Rewards as a stage of their own wait until every trajectory of the batch has ended.
@@ -107,7 +112,7 @@ class Scheduler:
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
         self._attempts = Attempts(
             self._groups, runner, rewarding, journal, recorder, seed=settings.seed, stage=stage, faults=self.faults,
-            redundant=self._redundant, cancellations=self._cancellations,
+            redundant=self._redundant, cancellations=self._cancellations, shares=shares,
         )  # fmt: skip
         self.rolling = self._attempts.rolling
 
@@ -150,6 +155,8 @@ class Scheduler:
         for group in consumed:
             self._admitting.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
+        if self._shares is not None:
+            self._shares.published(version, consumed)
         self._groups.published(version, self._rules.judged)
         self._evict(version)
         self._buffer.published()
@@ -161,11 +168,15 @@ class Scheduler:
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
         """The trainer will not train these: give them up, free their slots."""
+        if self._shares is not None:
+            self._shares.refused(groups)
         for group in groups:
             self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
 
     def taken(self, groups: Sequence[Group]) -> None:
         """They are in training: under a schedule of whole batches the next one may start."""
+        if self._shares is not None:
+            self._shares.told()
         if self._rules.admission is Admission.NEXT_BATCH:
             for group in groups:
                 self._slots.train(group.id)
@@ -229,6 +240,8 @@ class Scheduler:
     async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
         """Continue a crashed run: complete groups go to the buffer, incomplete ones run their missing members."""
         self._admitting.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
+        if self._shares is not None:
+            self._shares.resume(recovered.step, recovered.consumed)
         for name, domain in self._domains.items():
             self._admitting.consumed[name] = recovered.step * domain.quota
         by_group: dict[str, list[TrainSample]] = {}
@@ -273,9 +286,13 @@ class Scheduler:
             self._prefetch.forget(run.id)
         if self._rounds is not None:
             self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
-        elif self._redundant.by_groups and self._admitting.full(run.domain):
-            for group_id in self._slots.incomplete(run.domain.name):
-                self._surplus(GroupId(group_id), run.domain)
+        elif (self._redundant.by_groups or self._shares is not None) and (full := self._admitting.full(run.domain)):
+            for domain in full:
+                for group_id in self._slots.incomplete(domain.name):
+                    self._surplus(GroupId(group_id), domain)
+            for group in self._buffer.beyond():
+                self._buffer.discard(group.id)
+                self._surplus(group.id, self._domains[group.domain])
         self._attempts.quiet.set()
 
     def _surplus(self, group_id: GroupId, domain: Domain) -> None:

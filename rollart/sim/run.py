@@ -30,6 +30,7 @@ from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.resharding import ReshardSettings
 from rollart.runtime.scheduler import SchedulerSettings
+from rollart.runtime.sharing import Fairness
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
@@ -73,6 +74,7 @@ class SimulatedRun:
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
     filter: FilterSettings = field(default_factory=FilterSettings)
+    fairness: Fairness | None = None
     prefetch: PrefetchSettings | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
@@ -150,6 +152,7 @@ class SimulatedRun:
             redundancy=self.redundancy,
             tail=self.tail,
             filter=self.filter,
+            fairness=self.fairness,
             prefetch=self.prefetch,
         )
         return ControlSettings(

@@ -197,7 +197,8 @@ def test_admission_never_wedges_and_never_exceeds_the_window(
     taken = training = 0
     while taken < steps:
         held = {n: ready[n] + running[n] for n in names}
-        name = plan.next_domain(held, window=window - training, batches=steps - taken, extra=extra)
+        left = {"window": window - training, "batches": steps - taken}
+        name = plan.next_domain(held, **left, extra=extra, idle=not training)
         assert sum(held.values()) + training * plan.units <= window * plan.units + sum(extra.values())
         live = [n for n in names if running[n]]
         counts = plan.choose(ready)

@@ -1,0 +1,192 @@
+"""Shares of domains under way: what each batch takes of them, what is owed, and shares that follow what is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollart.model import Group
+from rollart.policy.fairness import DOMAIN_SHARE, DomainShare, DriftQuota, FairBatches, Follow
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.domain import Domain
+
+__all__ = ["Fairness", "Shares"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """What a run asks for: its domains' shares; `slack` = groups that a domain may be behind its share before a batch
+    waits for it; `follow`: shares move with measured cost and learning."""
+
+    domains: tuple[DomainShare, ...]
+    slack: int = 0
+    follow: Follow | None = None
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A batch on its way through training and publish."""
+
+    groups: frozenset[str]
+    counts: Mapping[str, int]
+    shares: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Shares:
+    """Owns what is due to each domain. Synchronous: the buffer asks what a batch takes and says what it took; the
+    scheduler asks which domain starts a group, and says what was published, refused and spent.
+
+    Counts are of groups, which all have the same size. Invariants: those of `policy.fairness.FairBatches`; a batch is
+    counted from the moment that it is taken, and given back if the trainer refuses it.
+    """
+
+    domains: Sequence[Domain]
+    settings: Fairness
+    recorder: Recorder
+    steps: int
+    window: int
+    """Batches that may be waited for, ended or in training at a time."""
+    apart: bool
+    """Whether a batch in training counts no longer once the scheduler was told of it."""
+    ready: Mapping[str, int] = field(default_factory=dict)
+    """Samples per domain in the buffer, which shows it here."""
+    growing: Counter[str] = field(default_factory=Counter)
+    """Groups of the batch that grows."""
+    _on_the_way: list[_Taken] = field(default_factory=list)
+    _told: int = 0
+    _batches: int = 0
+    _spent: dict[str, float] = field(default_factory=dict)
+    _size: int = field(init=False)
+    _fair: FairBatches = field(init=False)
+    _quota: DriftQuota | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._size = self.domains[0].group_size
+        units = sum(d.quota for d in self.domains) // self._size
+        self._fair = FairBatches(self.settings.domains, units, self.settings.slack)
+        follow = self.settings.follow
+        self._quota = (
+            None
+            if follow is None
+            else DriftQuota(
+                self.settings.domains, sensitivity=follow.sensitivity, memory=follow.memory, max_step=follow.max_step
+            )
+        )
+
+    def quotas(self, ready: Mapping[str, int]) -> dict[str, int] | None:
+        """Samples of each domain in a batch of what is `ready` (samples), or None while it waits."""
+        counts = self._fair.choose(self._groups(ready), self.growing)
+        return None if counts is None else {n: c * self._size for n, c in counts.items()}
+
+    def room(self, ready: Mapping[str, int], taken: Sequence[Group]) -> dict[str, int] | None:
+        """Samples of each domain by which a batch that grows may grow now; None once it is whole."""
+        self.growing = Counter(group.domain for group in taken)
+        if self.growing.total() == self._fair.units:
+            return None
+        return {n: c * self._size for n, c in self._fair.grow(self._groups(ready), self.growing).items()}
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """These are a batch."""
+        counts = Counter(group.domain for group in groups)
+        self._on_the_way.append(_Taken(frozenset(g.id for g in groups), counts, dict(self._fair.shares)))
+        self._fair.take(counts)
+        self._batches += 1
+        self.growing = Counter()
+
+    def told(self) -> None:
+        """The scheduler knows of the last batch."""
+        self._told += 1
+
+    def refused(self, groups: Sequence[Group]) -> None:
+        """The trainer will not train these: a batch with one of them is none, and what is left of it grows again."""
+        gone = {group.id: group.domain for group in groups}
+        if self._on_the_way and self._on_the_way[-1].groups & gone.keys():
+            batch = self._on_the_way.pop()
+            self._fair.untake(batch.counts, batch.shares)
+            self.growing = Counter(batch.counts)
+            self._batches -= 1
+            self._told = min(self._told, len(self._on_the_way))
+        self.growing -= Counter(gone.values())
+
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
+        """A batch is in the version: shares follow what it cost and taught."""
+        if self._on_the_way:
+            del self._on_the_way[0]
+            self._told = max(self._told - 1, 0)
+        if self._quota is not None:
+            self._observe(self._quota, consumed)
+        self._report(version)
+
+    def spent(self, domain: Domain, seconds: float) -> None:
+        """Engine seconds of an attempt, whatever became of it: what a domain loses makes its samples dearer."""
+        self._spent[domain.name] = self._spent.get(domain.name, 0.0) + seconds
+
+    def next_domain(self, outstanding: Mapping[str, int], extra: Mapping[str, int]) -> str | None:
+        """The domain that should start a group now. `outstanding` and `extra` as the scheduler counts them, in samples
+        that hold a slot and in those of redundant groups."""
+        waiting = len(self._on_the_way) - (self._told if self.apart else 0)
+        return self._fair.next_domain(
+            self._ahead(outstanding),
+            window=self.window - waiting,
+            batches=self.steps - self._batches,
+            extra=self._groups(extra),
+            idle=not self._on_the_way,
+        )
+
+    def remaining(self, outstanding: Mapping[str, int]) -> dict[str, int]:
+        """Samples per domain that the run will still start, for all that is known now."""
+        plan, ahead = self._fair.planned(max(self.steps - self._batches, 0)), self._ahead(outstanding)
+        return {n: max(plan[n] - ahead.get(n, 0), 0) * self._size for n in plan}
+
+    def resume(self, step: int, served: Mapping[str, int]) -> None:
+        """Go on from what a journal says was trained (groups per domain). What was due then is known only while weights
+        stay as they are: debts that no run can have are forgiven."""
+        fair, total = self._fair, sum(served.values())
+        self._batches = step
+        fair.served.update({n: served.get(n, 0) for n in fair.served})
+        fair.due.update({n: fair.shares[n] * total for n in fair.due})
+        most = (fair.slack + 1) * len(fair.due)
+        if self._quota is not None or any(abs(debt) > most for debt in fair.debt().values()):
+            fair.due.update({n: float(count) for n, count in fair.served.items()})
+
+    def _ahead(self, outstanding: Mapping[str, int]) -> dict[str, int]:
+        ahead = Counter(self._groups(outstanding))
+        for batch in self._on_the_way:
+            ahead.subtract(batch.counts)
+        return dict(ahead)
+
+    def _groups(self, samples: Mapping[str, int]) -> dict[str, int]:
+        return {name: count // self._size for name, count in samples.items()}
+
+    def _observe(self, quota: DriftQuota, consumed: Sequence[Group]) -> None:
+        """Cost = engine seconds per trained sample; drift = mean distance of a sample's reward from its group's."""
+        by: dict[str, list[Group]] = {}
+        for group in consumed:
+            by.setdefault(group.domain, []).append(group)
+        for name, groups in by.items():
+            cost = self._spent.pop(name, 0.0) / (len(groups) * self._size)
+            if cost > 0:
+                quota.observe(name, cost=cost, drift=math.fsum(map(_spread, groups)) / len(groups))
+        self._fair.shares = quota.step()
+
+    def _report(self, version: int) -> None:
+        now, total = asyncio.get_running_loop().time(), sum(self._fair.served.values())
+        for d in self.settings.domains:
+            n = d.domain
+            fields: dict[str, str | int | float | bool | None] = {
+                "version": version, "weight": d.weight, "floor": d.floor, "cap": d.cap,
+                "wanted": self._fair.shares[n], "served": self._fair.served[n], "due": self._fair.due[n],
+                "share": self._fair.served[n] / total if total else None, "worst": self._fair.worst[n],
+            }  # fmt: skip
+            self.recorder.event(RunEvent(now, DOMAIN_SHARE, n, fields))
+
+
+def _spread(group: Group) -> float:
+    """Mean absolute advantage before it is normalised."""
+    scores = [s.score for s in group.samples]
+    mean = math.fsum(scores) / len(scores)
+    return math.fsum(abs(s - mean) for s in scores) / len(scores)
