@@ -24,6 +24,7 @@ from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, tra
 from rollart.compose.progress import evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, ready, translated
 from rollart.compose.rewards import Rewards
+from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import SERVING, concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
 from rollart.compose.weights import patience_s, update_policy
@@ -32,7 +33,6 @@ from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.redundancy import Redundancy
-from rollart.policy.replication import FilterSettings
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import RunEvent
@@ -50,7 +50,7 @@ from rollart.runtime.supervise import EngineSupervisor, Watchdog
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
-from rollart.spec.rollout import FilterSpec, RolloutSpec
+from rollart.spec.rollout import RolloutSpec
 from rollart.spec.run_parts import LeasesSpec
 from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
@@ -262,7 +262,8 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             min_faults=run.faults.min_count,
             redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
             tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
-            filter=_filter(run.rollout.filter),
+            filter=filtering(run.rollout.filter),
+            fairness=fairness(run),
             prefetch=prefetching(run.rollout),
         ),
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
@@ -294,12 +295,6 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         concurrency=concurrency(resolved),
         reshard=embedded_settings(resolved),
         lending=lending_settings(resolved),
-    )
-
-
-def _filter(spec: FilterSpec) -> FilterSettings:
-    return FilterSettings(
-        spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"
     )
 
 

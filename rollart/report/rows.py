@@ -20,6 +20,7 @@ from rollart.ledger.reader import (
     WorkerSum,
 )
 from rollart.policy.concurrency import CONCURRENCY
+from rollart.policy.fairness import DOMAIN_SHARE
 from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT
 from rollart.policy.replication import FILTERED_AGAINST_KEPT
 from rollart.ports import RunEvent
@@ -98,6 +99,8 @@ class RunRows:
     """Trajectories cancelled as redundant against kept ones: an event per figure at each publish."""
     filtered: Sequence[RunEvent] = ()
     """Trajectories of filtered groups against kept ones, in the same way."""
+    shares: Sequence[RunEvent] = ()
+    """What domains were to have and had, at each publish."""
     concurrency: Sequence[RunEvent] = ()
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
     fault_threshold: float | None = None
@@ -123,6 +126,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         health=reader.events(FUNCTION_HEALTH),
         cancelled=reader.events(CANCELLED_AGAINST_KEPT),
         filtered=reader.events(FILTERED_AGAINST_KEPT),
+        shares=reader.events(DOMAIN_SHARE),
         concurrency=reader.events(CONCURRENCY),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rollart.ledger.intervals import State
 from rollart.report.faults import FaultCost, faults_table
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
+from rollart.report.shares import ShareSeen, compared, shares_seen
 from rollart.report.summarize import cost_lines, waste
 from rollart.report.timeline import Timeline
 
@@ -40,6 +41,7 @@ class Finding:
     lags: Mapping[int, int] = field(default_factory=dict)
     waste: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, ShareSeen] = field(default_factory=dict)
     faults: FaultCost | None = None
     """What a fault plan cost."""
     timeline: Timeline | None = None
@@ -96,6 +98,7 @@ def finding(
         lags=dict(sorted(lags.items())),
         waste={f"{role}: {cause}": usd for (role, cause), usd in lost.items()},
         waits=dict(sorted(waits.items(), key=lambda w: -w[1])),
+        shares=shares_seen(rows.shares),
     )
 
 
@@ -145,6 +148,8 @@ def simulation(run: str, found: Sequence[Finding], notes: Sequence[str] = ()) ->
     costs = {name: [f.faults for f in own if f.faults is not None] for name, own in by.items()}
     if all(costs.values()):
         tables = (*tables, faults_table(costs))
+    if any(f.shares for f in found):
+        tables = (*tables, compared({name: [f.shares for f in own] for name, own in by.items()}))
     return Report("simulate", run, tables, foot)
 
 

@@ -11,6 +11,7 @@ from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
+from rollart.report.shares import shares
 
 __all__ = ["utilization"]
 
@@ -18,7 +19,7 @@ __all__ = ["utilization"]
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
-              _filtered(rows), _concurrency(rows))  # fmt: skip
+              _filtered(rows), shares(rows), _concurrency(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 

@@ -8,7 +8,16 @@ from pydantic import Field
 
 from rollart.spec.base import Entry
 
-__all__ = ["MOST", "ConcurrencySpec", "FilterSpec", "RedundancySpec", "RolloutSpec", "TailBatchingSpec"]
+__all__ = [
+    "MOST",
+    "ConcurrencySpec",
+    "FairnessSpec",
+    "FilterSpec",
+    "FollowSpec",
+    "RedundancySpec",
+    "RolloutSpec",
+    "TailBatchingSpec",
+]
 
 MOST = 4.0
 """Largest factor: beyond it three quarters of the rollout are thrown away."""
@@ -150,6 +159,31 @@ class LendingSpec(Entry):
     )
 
 
+class FollowSpec(Entry):
+    """Shares that follow what domains cost and teach: weight × (learning / cost) ** sensitivity, within their bounds.
+
+    Cost is engine seconds per trained trajectory, lost ones included; learning the mean distance of a reward from its
+    group's mean.
+    """
+
+    sensitivity: float = Field(default=1.0, ge=0, le=10, description="Exponent; 0 leaves the weights as they are.")
+    memory: float = Field(default=10.0, ge=1, le=1e6, description="Steps that the averages look back on.")
+    max_step: float = Field(default=0.05, gt=0, le=1, description="Most that a share moves in one step.")
+
+
+class FairnessSpec(Entry):
+    """Shares of domains over the whole run instead of the same quotas at every step."""
+
+    slack: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="How far a domain may fall behind its share before a batch waits for it, as a share of a batch, "
+        "rounded down to whole groups. What it misses is made good later.",
+    )
+    follow: FollowSpec | None = Field(default=None, description="Shares move with measured cost and learning.")
+
+
 class RolloutSpec(Entry):
     """What rollout starts beyond what a step needs, to wait for no straggler, and how much of it runs at a time."""
 
@@ -168,6 +202,11 @@ class RolloutSpec(Entry):
     )
     concurrency: ConcurrencySpec = Field(
         default_factory=ConcurrencySpec, description="How many trajectories live on one engine at a time."
+    )
+    fairness: FairnessSpec | None = Field(
+        default=None,
+        description="Domains get their shares by weight, floor and cap over the run. On where a domain has a floor or "
+        "cap.",
     )
     filter: FilterSpec = Field(
         default_factory=FilterSpec, description="Groups that are left out of training, and what replaces them."

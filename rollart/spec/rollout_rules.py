@@ -12,7 +12,7 @@ __all__ = ["rollout_problems"]
 
 def rollout_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of `rollout`."""
-    return [*_beyond(run), *_filter(run), *_concurrency(run), *_lending(run)]
+    return [*_beyond(run), *_filter(run), *_concurrency(run), *_lending(run), *_fairness(run)]
 
 
 def _beyond(run: RunSpec) -> Iterable[Problem]:
@@ -116,3 +116,33 @@ def _lending(run: RunSpec) -> Iterable[Problem]:
         )
     if run.rollout.parallelism is not None:
         yield Problem(place, "rollout.lending is given beside rollout.parallelism (rule: one of them moves engines)")
+
+
+def _fairness(run: RunSpec) -> Iterable[Problem]:
+    """Shares of a run are counted in groups of one size, which batches take as they are owed."""
+    for i, domain in enumerate(run.domains):
+        if domain.floor > domain.cap:
+            yield Problem(
+                ("domains", i, "floor"),
+                f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})",
+            )
+            return
+    floors, caps = sum(d.floor for d in run.domains), sum(d.cap for d in run.domains)
+    if floors > 1 + 1e-9 or caps < 1 - 1e-9:
+        yield Problem(
+            ("domains",),
+            f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)",
+        )
+        return
+    if not run.fair:
+        return
+    sizes = sorted({d.group_size for d in run.domains})
+    tail, own = run.rollout.tail_batching, any(d.trajectories is not None for d in run.domains)
+    for broken, place, rule in (
+        (len(sizes) > 1, ("domains",), f"one group_size in all domains, where these have {sizes}"),
+        (own, ("domains",), "no `trajectories` of domains, but weights"),
+        (run.batch.tokens is not None, ("batch", "tokens"), "no token budget"),
+        (tail is not None, ("rollout", "tail_batching"), "no tail batching, whose rounds have quotas"),
+    ):
+        if broken:
+            yield Problem(place, f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})")

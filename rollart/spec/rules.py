@@ -8,6 +8,7 @@ from typing import Protocol
 
 from placement.hardware import canonical, catalogue
 from rollart.errors import SpecError
+from rollart.shares import DomainShare, bounded_shares
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.flow_rules import flow_problems
 from rollart.spec.prices import PriceList
@@ -70,8 +71,12 @@ def quotas(run: RunSpec) -> dict[str, int]:
     explicit = {d.name: d.trajectories for d in run.domains if d.trajectories is not None}
     if len(explicit) == len(run.domains):
         return explicit
-    batch, weight = run.batch.trajectories, sum(d.weight for d in run.domains)
-    share = {d.name: batch * d.weight / weight for d in run.domains}
+    batch = run.batch.trajectories
+    try:
+        shares = bounded_shares([DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains])
+    except ValueError as error:
+        raise SpecError(f"domains: {error}") from None
+    share = {name: batch * part for name, part in shares.items()}
     filled = {d.name: max(1, int(share[d.name] // d.group_size)) * d.group_size for d in run.domains}
     while (left := batch - sum(filled.values())) > 0:
         fitting = [d for d in run.domains if d.group_size <= left]

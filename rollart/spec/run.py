@@ -87,6 +87,11 @@ class RunSpec(Entry):
             return {**data, "staleness": LAG[data["schedule"]]}
         return data
 
+    @property
+    def fair(self) -> bool:
+        """Whether domains have shares of the run instead of quotas of a step."""
+        return self.rollout.fairness is not None or any(d.floor > 0 or d.cap < 1 for d in self.domains)
+
     def domain(self, name: str) -> DomainSpec:
         """The domain of that name; KeyError if there is none."""
         for entry in self.domains:

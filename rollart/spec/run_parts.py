@@ -113,6 +113,10 @@ class DomainSpec(Entry):
     weight: float = Field(
         default=1.0, ge=1e-9, le=1e9, description="Share of the batch, relative to the other domains."
     )
+    floor: float = Field(
+        default=0.0, ge=0, le=1, description="Least share of every batch, whatever the weights say (whole groups)."
+    )
+    cap: float = Field(default=1.0, gt=0, le=1, description="Largest share of every batch (whole groups).")
     trajectories: int | None = Field(
         default=None,
         ge=1,

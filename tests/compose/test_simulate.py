@@ -18,7 +18,9 @@ from rollart.errors import FaultRateExceeded, RunFailed, SpecError
 from rollart.ledger.reader import Reader
 from rollart.policy.schedules import SCHEDULES
 from rollart.report.rows import collect
+from rollart.report.simulation import simulation
 from rollart.report.summarize import cost_lines
+from rollart.report.utilization import utilization
 from rollart.sim.draws import LogNormal
 from rollart.spec.resolve import Resolved, forecast, read_specs
 
@@ -212,3 +214,23 @@ def test_a_push_beside_the_next_step_shortens_what_training_and_push_bind(made: 
     )
     assert beside.step_s < wait.step_s - 0.5 * wait.publish_s
     assert max(beside.lags) <= 3
+
+
+def test_shares_of_domains_and_their_drift_are_reported(specs: tuple[Path, Path], tmp_path: Path) -> None:
+    head, _, entry = RUN.partition("  - name: chat")
+    slow = entry.replace("wait_s: 1.0", "wait_s: 20.0").replace("    group_size", "    weight: 2\n    group_size", 1)
+    text = f"{head}  - name: chat{entry}  - name: slow{slow}rollout: {{fairness: {{slack: 0.25}}}}\n"
+    (tmp_path / "r.yaml").write_text(text)
+    resolved = forecast(read_specs(tmp_path / "r.yaml", specs[1], ()))
+    found = simulate_all([Task(resolved, "rollart", 0, steps=12, keep=tmp_path / "run")], workers=1)
+    seen = found[0].shares
+    assert sum(s.trained for s in seen.values()) == pytest.approx(1.0)
+    assert seen["slow"].wanted == pytest.approx(2 / 3)
+    for share in seen.values():
+        assert abs(share.drift) <= share.worst <= 2 * 2, "the slack is one of four groups"
+        assert share.trained == pytest.approx(share.wanted, abs=4 / (12 * 4) + 1e-9)
+    (shown,) = [t for t in simulation("r", found).tables if t.name == "shares"]
+    assert [row[0] for row in shown.rows] == ["chat", "slow"]
+    with Reader(tmp_path / "run") as reader:
+        table = next(t for t in utilization(collect(reader, "run")).tables if t.name == "shares")
+    assert [(row[0], row[3]) for row in table.rows] == [("chat", seen["chat"].wanted), ("slow", seen["slow"].wanted)]

@@ -9,6 +9,7 @@ import pytest
 
 from rollart.errors import SpecError
 from rollart.spec.load import load_run
+from rollart.spec.rules import quotas
 
 Write = Callable[..., Path]
 RUN = (Path(__file__).parent / "run.yaml").read_text()
@@ -80,3 +81,43 @@ def test_only_what_has_no_advantage_is_filtered(write: Write) -> None:
         load_run(write(text + "rollout: {filter: {zero_variance: true}}\n"))
     filtering = load_run(write(RUN + "rollout: {filter: {zero_variance: true}}\n")).rollout.filter
     assert (filtering.max_additional_running_prompts, filtering.max_refills, filtering.exhausted) == (0, 10.0, "fail")
+
+
+TWO = RUN.replace(
+    "functions:",
+    """  - name: sums
+    environment: tests.envs:Lake
+    group_size: 8
+    max_tokens: 4
+    weight: 3
+    rewards: [{function: exact}]
+functions:""",
+).replace("trajectories: 16", "trajectories: 64")
+
+
+def test_floors_and_caps_hold_in_the_quotas_that_a_plan_is_made_for(write: Write) -> None:
+    assert quotas(load_run(write(TWO))) == {"lake": 16, "sums": 48}
+    capped = load_run(write(TWO.replace("weight: 3", "weight: 3\n    cap: 0.5")))
+    assert quotas(capped) == {"lake": 32, "sums": 32}
+    assert capped.fair
+    assert not load_run(write(TWO)).fair
+    assert load_run(write(TWO + "rollout: {fairness: {}}\n")).fair
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("weight: 3", "floor: 0.7\n    cap: 0.5", "domain 'sums' has floor 0.7 (rule: at most its cap, 0.5)"),
+        ("max_tokens: 4", "max_tokens: 4\n    floor: 0.6", "floors add up to 1.2, their caps to 2 (rule: 1 lies"),
+        ("weight: 3", "group_size: 4\n    cap: 0.5", "(rule: one group_size in all domains, where these have [4, 8])"),
+        ("trajectories: 64", "trajectories: 64\n  tokens: 9000", "(rule: no token budget)"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(write: Write, old: str, new: str, problem: str) -> None:
+    text = TWO + "rollout: {fairness: {slack: 0.25}}\n"
+    if "group_size" in new:
+        head, tail = text.split("- name: sums")
+        text = head + "- name: sums" + tail.replace("    group_size: 8\n", "")
+    with pytest.raises(SpecError) as caught:
+        load_run(write(text.replace(old, new)))
+    assert problem in caught.value.message
