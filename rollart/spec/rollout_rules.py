@@ -142,6 +142,7 @@ def _fairness(run: RunSpec) -> Iterable[Problem]:
         (len(sizes) > 1, ("domains",), f"one group_size in all domains, where these have {sizes}"),
         (own, ("domains",), "no `trajectories` of domains, but weights"),
         (run.batch.tokens is not None, ("batch", "tokens"), "no token budget"),
+        (run.batch.sampler != "fifo", ("batch", "sampler"), "sampler fifo"),
         (tail is not None, ("rollout", "tail_batching"), "no tail batching, whose rounds have quotas"),
     ):
         if broken:
