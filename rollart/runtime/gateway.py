@@ -209,14 +209,15 @@ class Gateway:
 
     async def lend(self, engine_id: EngineId, *, seconds: float) -> None:
         """The engine serves nobody until `take_back`: turns under way there go on elsewhere with the tokens they have.
-        Returns when they left; `EngineError` or, after `seconds`, `LeaseExpired`."""
+        Returns when they left, or once it is taken back; `EngineError` or, after `seconds`, `LeaseExpired`."""
         member = self._roster.members[engine_id]
-        member.away = True
+        member.away, member.asked = True, frozenset(member.shares.requests)
         self.retire(engine_id)
         async with self._leases.hold("lending", f"{engine_id} to be left", seconds, Expiry.RETRY):
-            await member.engine.abort(member.shares.requests)
+            await member.engine.abort(sorted(member.asked))
             await self._turns.quiet(member)
-        member.shares.hold(State.IDLE, "lent")
+        if member.away:
+            member.shares.hold(State.IDLE, "lent")
 
     def take_back(self, engine_id: EngineId) -> None:
         """A lent engine serves again, if it is still there."""
@@ -368,7 +369,8 @@ class Gateway:
                 "publish", f"resume of {member.engine.id}", self._limits.sync_s, Expiry.RESTART_PART
             ):
                 await member.engine.resume()
-            member.shares.release()
+            if member.healthy:
+                member.shares.release()
         except (EngineError, LeaseExpired):
             self._suspect(member)
 

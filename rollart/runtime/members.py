@@ -41,6 +41,8 @@ class Member:
     draining: bool = False
     away: bool = False
     """Its devices train for a while: turns that it had begun go on elsewhere with the tokens they have."""
+    asked: frozenset[str] = frozenset()
+    """Requests that it was to end for that: they go on elsewhere even where it serves again before they end."""
     updating: bool = False
     """New weights load, while other engines serve."""
     delaying: bool = False

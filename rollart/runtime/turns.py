@@ -63,8 +63,8 @@ class Turns(Ways):
         return self._changed
 
     async def quiet(self, member: Member) -> None:
-        """Returns when nothing runs on the engine and nobody fetches KV from it."""
-        while member.running or member.lent:
+        """Returns when nothing runs on the engine that drains and nobody fetches KV from it, or it drains no more."""
+        while member.draining and (member.running or member.lent):
             await self._changed.wait()
 
     async def generate(self, turn: Turn) -> Completion:
@@ -115,7 +115,7 @@ class Turns(Ways):
         finally:
             if self.entrance is not None:
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
-        if completion.finish is FinishReason.ABORT and home.away:
+        if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
             turn.keep(completion)
             raise Again
         moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()

@@ -151,6 +151,33 @@ def test_what_is_lent_comes_back_where_the_others_die() -> None:
     assert any("is in doubt" in str(e["subject"]) for e in world.events("engines_returned"))
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_taken_back_while_its_turns_leave_loses_none_of_them(asked: bool) -> None:
+    """Weights move, or an engine dies, before (or after) those were asked to end that are to go elsewhere."""
+    world, given = Lent(), 0
+
+    for engine in world.engines:
+
+        async def aborted(requests: Sequence[str], abort=engine.abort) -> None:  # type: ignore[no-untyped-def]
+            nonlocal given
+            lender = world.run.control.lender
+            assert lender is not None
+            back = requests and lender.lent and given < 3
+            given += bool(back)
+            if back and not asked:
+                lender.give_back("weights move")
+            await abort(requests)
+            if back and asked:
+                lender.give_back("weights move")
+
+        engine.abort = aborted  # type: ignore[method-assign, assignment]
+    world.check(run(played(world.run)))
+    assert given
+    assert world.events("infra_fault") == []
+    assert world.events("lease_expired") == [], "nobody waits any more for what was taken back to be empty"
+    assert all(i.seconds <= 1.0 for i in world.recorder.intervals if i.cause == "lent"), "the setup, no more"
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 10_000),
