@@ -196,6 +196,10 @@ class Entrance:
             self._final[kv.domain] = kv.tokens if mean is None else mean + MEMORY * (kv.tokens - mean)
         self.pump()
 
+    def gave_up(self, session: str) -> None:
+        """The trajectory is over, and nothing was known of it yet: it waited while weights changed."""
+        self._came.pop(session, None)
+
     def joined(self, member: Member) -> None:
         """What fits is known of an engine that was here before."""
         if member.engine.id in self._facts:

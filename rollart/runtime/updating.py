@@ -91,6 +91,8 @@ class Updates:
         self._pause = pause
         self._suspect = suspect
         self._tell = tell
+        self._measured = Probe(-1, "", {})
+        """Of the version that is to be current next; the policy has that of the current one."""
         self._weights: WeightsRef | None = None
         self._since = 0.0
         self._iteration = _Iteration()
@@ -117,8 +119,8 @@ class Updates:
 
     def measured(self, version: int, divergence: Mapping[int, float]) -> None:
         """How far the version that is about to be current is from earlier ones, mean KL in nats per token."""
-        if isinstance(self._policy, OnDivergence):
-            self._policy = dataclasses.replace(self._policy, probe=Probe(version, "", divergence))
+        if self.probes:
+            self._measured = Probe(version, "", divergence)
             self._tell("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
 
     async def ready(self, version: int) -> None:
@@ -130,6 +132,11 @@ class Updates:
     def publish(self, weights: WeightsRef, on_version: Callable[[int], None]) -> None:
         """The version is current from now on."""
         self._weights, self._due = weights, None
+        if isinstance(self._policy, OnDivergence):
+            found = self._measured
+            if found.version != weights.version:  # not measured: as good as far away
+                found = Probe(weights.version, "", {})
+            self._policy = dataclasses.replace(self._policy, probe=found)
         self._since = asyncio.get_running_loop().time()
         self._iteration = _Iteration()
         for member in self._roster.members.values():
@@ -192,9 +199,6 @@ class Updates:
         if self._weights is None or self._tasks is None:
             return
         version, members = self._turns.version, self._roster.members
-        if isinstance(self._policy, OnDivergence) and self._policy.probe.version != version:
-            # Not measured: as good as far away.
-            self._policy = dataclasses.replace(self._policy, probe=Probe(version, "", {}))
         policy: UpdatePolicy = AllAtOnce() if self._settling else self._policy
         waits = False
         for prefill in (False, True):
@@ -213,13 +217,13 @@ class Updates:
     def _start(self, member: Member, weights: WeightsRef, why: Reason) -> None:
         assert self._tasks is not None, "planned while `run` runs"
         member.updating = True
+        member.shares.hold(State.SYNC)
         self._tasks.create_task(self._update(member, weights, why), name=f"sync {member.engine.id}")
 
     async def _update(self, member: Member, weights: WeightsRef, why: Reason) -> None:
         name, now = member.engine.id, asyncio.get_running_loop().time
         began = now()
         self._loading[name] = weights.version
-        member.shares.hold(State.SYNC)
         try:
             async with (
                 self.alone(name),
@@ -234,9 +238,10 @@ class Updates:
                 await member.engine.update_weights(weights)
                 member.version = weights.version
                 await member.engine.resume()
-            member.shares.release()
-            seconds = round(now() - began, 6)
-            self._tell("engine_updated", name, version=weights.version, reason=str(why), seconds=seconds)
+            if member.healthy:  # one that was lost meanwhile is down, whatever it answers
+                member.shares.release()
+                seconds = round(now() - began, 6)
+                self._tell("engine_updated", name, version=weights.version, reason=str(why), seconds=seconds)
         except (EngineError, LeaseExpired):
             self._suspect(member)
         finally:

@@ -61,6 +61,8 @@ class Ways:
         """The session is over: healthy engines that may hold KV of it."""
         kv = self._sessions.pop(session, None)
         if kv is None:
+            if self.entrance is not None:
+                self.entrance.gave_up(session)
             return []
         if kv.home is not None:
             home = self._roster.members.get(kv.home)

@@ -199,3 +199,25 @@ def test_nobody_is_lost_or_starved(
     entrance = drive.gateway.entrance
     assert entrance is not None
     assert not entrance._came
+
+
+def test_who_gives_up_while_weights_change_is_forgotten() -> None:
+    async def main() -> tuple[int, int]:
+        drive = Drive((100_000,), 0, ON)
+        await drive.run()
+        moving = asyncio.create_task(drive.gateway.update(WeightsRef(1, ""), lambda _: None))
+        drive.gateway._turns.gate.clear()
+        waiting = asyncio.create_task(
+            drive.gateway.generate("t", (PROMPT,), Sampling(OUTPUT), spend=lambda _: None, domain="d")
+        )
+        await asyncio.sleep(0.0)
+        entrance = drive.gateway.entrance
+        assert entrance is not None
+        before = len(entrance._came)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await drive.gateway.forget("t")
+        await moving
+        return before, len(entrance._came)
+
+    assert loop.run(main()) == (1, 0)

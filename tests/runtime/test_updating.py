@@ -1,0 +1,88 @@
+"""Updates of single engines: who is lost while it loads, and what was measured of a version that is not current yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.ledger.memory import MemoryRecorder
+from rollart.model import WeightsRef
+from rollart.policy.updates import OnDivergence, Probe, Staggered, UpdatePolicy
+from rollart.runtime.gateway import Gateway, GatewayLimits
+from rollart.runtime.leases import Leases
+from rollart.runtime.updating import UpdateRule
+from rollart.sim import loop
+from rollart.sim.world import SimulatedEngine
+
+LOAD_S = 5.0
+
+
+class Fleet:
+    """Two engines that load for five seconds, and their gateway."""
+
+    def __init__(self, updates: UpdatePolicy | None) -> None:
+        now = asyncio.get_running_loop().time
+        self.recorder = MemoryRecorder()
+        self.engines = [SimulatedEngine(f"e{n}", version=0, load_s=lambda _: LOAD_S) for n in range(2)]
+        self.gateway = Gateway(
+            Leases(self.recorder), limits=GatewayLimits(), version=0, on_suspect=lambda _: None,
+            recorder=self.recorder, updates=None if updates is None else UpdateRule(updates, 2),
+        )  # fmt: skip
+        self.clocks = [
+            ResourceClock(role="rollout", resource=e.id, recorder=self.recorder, clock=now) for e in self.engines
+        ]
+        for engine, clock in zip(self.engines, self.clocks, strict=True):
+            self.gateway.join(engine, version=0, shares=EngineShares(clock, clock=now))
+
+    async def publish(self, version: int) -> None:
+        await self.gateway.update(WeightsRef(version, ""), lambda _: None)
+
+
+@pytest.mark.parametrize("updates", [None, Staggered(0.5)])
+def test_an_engine_lost_while_it_loads_is_down_though_it_answers(updates: UpdatePolicy | None) -> None:
+    async def main() -> list[tuple[float, str]]:
+        fleet = Fleet(updates)
+        async with asyncio.TaskGroup() as tasks:
+            following = None if fleet.gateway.updates is None else tasks.create_task(fleet.gateway.updates.run())
+            await asyncio.sleep(0.0)
+            publish = tasks.create_task(fleet.publish(1))
+            await asyncio.sleep(1.0)
+            for engine in fleet.engines:
+                fleet.gateway.lose(engine.id)
+            await asyncio.sleep(2 * LOAD_S)
+            await publish
+            if following is not None:
+                following.cancel()
+        for clock in fleet.clocks:
+            clock.close()
+        return [(i.t0, i.state) for i in fleet.recorder.intervals if i.t1 > 1.0]
+
+    assert loop.run(main()) == [(1.0, "down"), (1.0, "down")]
+
+
+def test_what_was_measured_of_the_next_version_outlives_what_happens_before_it_is_current() -> None:
+    async def main() -> list[int]:
+        fleet = Fleet(OnDivergence(Probe(-1, "", {}), 0.1))
+        updates = fleet.gateway.updates
+        assert updates is not None
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(updates.run())
+            updates.measured(1, {0: 0.01})
+            await fleet.publish(1)
+            updates.measured(2, {0: 0.5, 1: 0.4})
+            fleet.gateway.trust(fleet.engines[0].id)  # routing is told of a change, and every engine looked at again
+            await asyncio.sleep(2 * LOAD_S)
+            assert [e.version for e in fleet.engines] == [0, 0], "close to the version that is current"
+            await fleet.publish(2)
+            await asyncio.sleep(2 * LOAD_S)
+            updates.measured(3, {2: 0.01})
+            fleet.gateway.trust(fleet.engines[0].id)
+            await asyncio.sleep(2 * LOAD_S)
+            await fleet.publish(3)
+            await asyncio.sleep(2 * LOAD_S)
+            following.cancel()
+        return [e.version for e in fleet.engines]
+
+    assert loop.run(main()) == [2, 2]
