@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "output_option",
     "run_argument",
     "runs_option",
+    "unused",
     "width",
     "writable",
 ]
@@ -148,7 +150,21 @@ def writable(path: Path) -> Path:
     """Creates the directory of a file that will be written, and the file. UsageError where that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
         path.touch()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}", remedy="name a file that you may write") from None
     return path
+
+
+def unused(directory: Path) -> Path:
+    """Creates the directory of a ledger that will be written. UsageError where that is not possible, or one is there
+    already: a run's ledger has one life."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{directory}: {error.strerror or error}", remedy="name a directory of your own") from None
+    if any(directory.iterdir()):
+        raise UsageError(f"{directory} holds something already (rule: one run each)", remedy="name another directory")
+    return directory

@@ -14,6 +14,7 @@ from rollart.cli.context import (
     native_output_to_stderr,
     output_option,
     runs_option,
+    unused,
     width,
     writable,
 )
@@ -84,7 +85,8 @@ def simulate(
     if check:
         if recorded is None:
             raise UsageError(f"--check of {run or 'the quickstart'} (rule: of a recorded run, its name or directory)")
-        if cluster or overrides or policies or replay or steps is not None or keep or html or faults:
+        more = cluster or policies or replay or keep or html or faults or steps is not None or fuzz is not None
+        if overrides or more or resample or seeds > 1:
             raise UsageError("--check simulates a recorded run as it was", remedy="leave everything but RUN out")
         return check_run(recorded, output)
     of = None if replay is None else find_run(replay, runs_dir)
@@ -104,6 +106,9 @@ def simulate(
         for name in ([resolved.run.schedule] if policies is None else _names(policies))
         for seed in range(resolved.run.seed, resolved.run.seed + seeds)
     ]  # fmt: skip
+    for task in tasks:
+        if task.keep is not None:
+            unused(task.keep)
     _play(tasks, note, workers=workers, html=html, output=output)
 
 
@@ -114,9 +119,8 @@ def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path |
     from rollart.report.simulation_page import simulation_page
 
     def done(one: Finding) -> None:
-        click.echo(
-            f"{one.schedule}, seed {one.seed}: {one.steps} steps in {one.seconds:,.0f} virtual seconds", err=True
-        )
+        seconds = f"{one.seconds:,.0f}" if one.seconds >= 10 else f"{one.seconds:.2g}"  # of a tiny model
+        click.echo(f"{one.schedule}, seed {one.seed}: {one.steps} steps in {seconds} virtual seconds", err=True)
 
     found = simulate_all(tasks, workers=workers, on_done=done)
     report = simulation(tasks[0].resolved.run.name, found, (note,))

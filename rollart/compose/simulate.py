@@ -44,7 +44,7 @@ from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import Moved, WeightTransfer
 from rollart.sim.workload import PRESETS, Answers, Generated, Replayed, Shape, Workload
 from rollart.spec.faults import LINK, FaultPlanSpec
-from rollart.spec.resolve import Resolved
+from rollart.spec.resolve import NO_PREDICTION, Resolved
 
 __all__ = ["Replay", "Simulated", "simulate"]
 
@@ -152,11 +152,7 @@ class _Cluster:
 
     def __init__(self, resolved: Resolved, replay: Replay | None = None) -> None:
         if resolved.problem is None:
-            raise SpecError(
-                "nothing says how fast this cluster is (rule: GPUs of the catalogue, or a calibration)",
-                remedy="rollart calibrate, and name its file in the cluster spec's `calibration`; or simulate the "
-                "directory of a run that it has done",
-            )
+            raise _unknown_speed(resolved)
         self._resolved = resolved
         self._seen = None if replay is None else replay.machine
         self._pace = 1.0 if replay is None else replay.pace
@@ -294,6 +290,16 @@ class _Cluster:
     def _billed(self, assignment: Assignment) -> Billed:
         usd = self._resolved.usd_per_device_hour[assignment.pool]
         return Billed(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
+
+
+def _unknown_speed(resolved: Resolved) -> SpecError:
+    said = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
+    why = said[0].removeprefix("no plan: ") if said else "nothing says how fast its devices are"
+    return SpecError(
+        f"cluster '{resolved.cluster.name}' cannot be simulated: {why}",
+        remedy="name another --cluster; or say how fast its CPUs are (devices: [{name: cpu, tflops_bf16: …, "
+        "memory_tb_per_s: …, source: …}]); or launch the run there, then `rollart simulate` what it recorded",
+    )
 
 
 def _domain(resolved: Resolved, number: int, seed: int, replay: Replay | None, trouble: Trouble) -> Domain:

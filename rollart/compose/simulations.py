@@ -130,4 +130,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group if ours is None else ours
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error if isinstance(error, RollartError) else RunFailed(f"the simulation failed: {error!r}")
+    if not isinstance(error, RollartError):
+        return RunFailed(f"the simulation failed: {error!r}")
+    error.remedy = error.remedy.replace("then rollart launch --resume", "then simulate again")
+    return error

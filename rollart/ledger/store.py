@@ -25,7 +25,7 @@ class Ledger:
     Recording is synchronous and buffered: it costs the caller about a microsecond and is durable within a few tens of
     milliseconds. Journal calls return when their transaction is durable; concurrent ones share it (group commit).
     Called from one event loop's thread. `inline=True` writes in the caller instead of in a thread
-    and leaves power cuts out, for virtual time.
+    and leaves power cuts out, for virtual time. `measure`: how many tokens ids stand for; simulated ones are many each.
 
     `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which go on where a
     resumed run stopped.
@@ -42,9 +42,11 @@ class Ledger:
         config: Mapping[str, Any] | None = None,
         prices: PriceBook | None = None,
         inline: bool = False,
+        measure: tables.Measure = len,
     ) -> None:
         database = Database(Path(directory), now=clock(), config=config, prices=prices, sync=not inline)
         self._database = database
+        self._measure = measure
         self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
         self.record = self._writer.record
 
@@ -86,13 +88,14 @@ class Ledger:
         await self._writer.run(lambda db: tables.admit(db.connection, group, domain, seed))
 
     async def finish(self, sample: TrainSample) -> None:
-        await self._writer.run(lambda db: tables.finish(db.connection, db.segments, sample))
+        await self._writer.run(lambda db: tables.finish(db.connection, db.segments, sample, self._measure))
 
     async def drop(self, group: str, reason: str) -> None:
         await self._writer.run(lambda db: tables.drop(db.connection, group, reason))
 
     async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
-        await self._writer.run(lambda db: tables.commit(db.connection, version, step, consumed, metrics))
+        measure = self._measure
+        await self._writer.run(lambda db: tables.commit(db.connection, version, step, consumed, metrics, measure))
 
     async def recover(self) -> Recovered | None:
         recovered: Recovered | None = await self._writer.run(Database.recover)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollart.errors import RunFailed
@@ -15,12 +16,16 @@ from rollart.ports import Interval, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
-__all__ = ["OLDER", "SCHEMA", "SCHEMA_VERSION", "UPGRADES", "Rows", "admit", "commit", "drop", "finish", "insert"]
+__all__ = ["OLDER", "SCHEMA", "SCHEMA_VERSION", "UPGRADES", "Measure", "Rows", "admit", "commit", "drop", "finish",
+           "insert"]  # fmt: skip
 
 SCHEMA_VERSION = 4
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
+
+Measure = Callable[[Sequence[int]], int]
+"""How many tokens ids stand for."""
 
 MINUTE_S = 60.0
 """Worker time is kept by the minute: a row per function and state, however many calls there are."""
@@ -158,7 +163,7 @@ def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) ->
         raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
 
 
-def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSample) -> None:
+def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSample, measure: Measure = len) -> None:
     """Keep a finished sample. One whose group is gone counts as dropped.
 
     The same id again replaces a live sample (a resumed run repeats what had gone stale) and never a consumed one.
@@ -176,8 +181,8 @@ def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSamp
         "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET grp = excluded.grp, "
         "v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, state = excluded.state, "
         f"payload = excluded.payload, segment = excluded.segment, offset = excluded.offset WHERE state = {LIVE}",
-        (sample.id, sample.group, sample.domain, sample.v0, len(sample.token_ids), sum(sample.loss_mask), state, None,
-         payload, segment, offset),
+        (sample.id, sample.group, sample.domain, sample.v0, measure(sample.token_ids), _with_loss(sample, measure),
+         state, None, payload, segment, offset),
     )  # fmt: skip
     if done.rowcount != 1:
         raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
@@ -196,8 +201,9 @@ def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:
 
 
 def commit(
-    connection: sqlite3.Connection, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]
-) -> None:
+    connection: sqlite3.Connection, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float],
+    measure: Measure = len,
+) -> None:  # fmt: skip
     """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is old."""
     last = connection.execute("SELECT max(version) FROM versions").fetchone()[0]
     if last is not None and version <= last:
@@ -212,8 +218,15 @@ def commit(
     )
     connection.execute(
         "INSERT INTO versions VALUES (?,?,?,?,?,?)",
-        (version, step, len(consumed), len(samples), sum(sum(s.loss_mask) for s in samples), json.dumps(dict(metrics))),
-    )
+        (version, step, len(consumed), len(samples), sum(_with_loss(s, measure) for s in samples),
+         json.dumps(dict(metrics))),
+    )  # fmt: skip
+
+
+def _with_loss(sample: TrainSample, measure: Measure) -> int:
+    if measure is len:
+        return sum(sample.loss_mask)
+    return measure(tuple(itertools.compress(sample.token_ids, sample.loss_mask)))
 
 
 def _consume(connection: sqlite3.Connection, table: str, ids: Sequence[str], version: int) -> None:

@@ -62,7 +62,7 @@ class Traced(Ledger):
     the same."""
 
     def __init__(self, directory: Path, *, clock: Clock, config: Mapping[str, Any]) -> None:
-        super().__init__(directory, clock=clock, config=config, inline=True)
+        super().__init__(directory, clock=clock, config=config, inline=True, measure=mass_of)
         self._hash = hashlib.blake2b(digest_size=12)
         write = self.record
 

@@ -26,6 +26,7 @@ from rollart.spec.run import RunSpec
 from serverless.spec import FunctionSpec
 
 __all__ = [
+    "NO_PREDICTION",
     "Measure",
     "Resolved",
     "Specs",
@@ -42,6 +43,9 @@ __all__ = [
 
 Measure = Callable[[Path], Sequence[DomainProfile]]
 """Reads the work of each domain from the directory of a finished run."""
+
+NO_PREDICTION = "no prediction: "
+"""How the note begins that says why a plan of given engines has no rate."""
 
 CLUSTER_PREFIX = "cluster."
 """Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
@@ -227,7 +231,7 @@ def _predicted(plan: Plan, specs: Specs) -> Planned:
         )
         found = answer(question)
     except SpecError as error:
-        return plan, None, (f"no prediction: {error.message.splitlines()[0]}",)
+        return plan, None, (f"{NO_PREDICTION}{error.message.splitlines()[0]}",)
     return replace(_with_placement(plan, found), binds=plan.binds), question.problem, question.notes
 
 

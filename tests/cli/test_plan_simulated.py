@@ -79,7 +79,8 @@ def test_a_plan_that_cannot_be_is_told_as_without(specs: Callable[..., Result]) 
 def test_a_cluster_of_unknown_speed_is_refused(rollart: Callable[..., Result]) -> None:
     done = rollart("plan", "--simulate")
     assert done.code == 2
-    assert "how fast this cluster is" in done.err
+    assert "cluster 'local' cannot be simulated" in done.err
+    assert "no bf16 figure for cpu" in done.err
     assert not done.out
 
 

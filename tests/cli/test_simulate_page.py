@@ -41,6 +41,25 @@ def test_a_page_beside_the_figures(rollart: Callable[..., Result], tmp_path: Pat
     assert "Who did what when" in headings(drawn.out)
     cost = rollart("report", "cost", "kept/sync-0", "-o", "html")
     assert "Total" in headings(cost.out)
+    again = rollart(*common, "--policies", "sync,rollart", "--keep", "kept")
+    assert again.code == 2
+    assert again.err.startswith("rollart: kept/sync-0 holds something already")
+    assert not again.out
+
+
+def test_reports_of_a_kept_ledger_count_tokens_not_pieces(rollart: Callable[..., Result]) -> None:
+    Path("run.yaml").write_text(RUN)
+    Path("c.yaml").write_text(CLUSTER)
+    done = rollart("simulate", "run.yaml", "--cluster", "c.yaml", "--steps", "2", "--keep", "kept", "-o", "json")
+    assert done.code == 0, done.err
+    (name,) = (path.name for path in Path("kept").iterdir())
+    report = json.loads(rollart("report", "cost", f"kept/{name}", "-o", "json").out)
+    total = {row["what"]: row["value"] for row in report["tables"]["total"] if row["unit"] in ("count", "USD")}
+    used = json.loads(rollart("report", "utilization", f"kept/{name}", "-o", "json").out)["tables"]
+    (sampled,) = (row["count"] for row in used["rates"] if row["what"] == "sampled tokens")
+    assert total["trajectories generated"] >= total["trajectories trained"] > 0
+    share = total["trained tokens"] / sampled
+    assert 0.2 < share <= 1.0, "what is trained was sampled, and most of what is sampled is trained"
 
 
 def test_a_page_that_cannot_be_written_is_told_before_the_work(rollart: Callable[..., Result]) -> None:
@@ -50,4 +69,19 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(rollart: Callable
     done = rollart("simulate", "run.yaml", "--cluster", "c.yaml", "--steps", "1", "--html", "file/a.html")
     assert done.code == 2
     assert done.err.startswith("rollart: file/a.html: ")
+    assert "steps in" not in done.err, "nothing was simulated"
+
+
+@pytest.mark.parametrize(
+    ("option", "told"), [("--html", "rollart: there: it is a directory"), ("--keep", "rollart: file/")]
+)
+def test_names_that_something_else_has(rollart: Callable[..., Result], option: str, told: str) -> None:
+    Path("run.yaml").write_text(RUN)
+    Path("c.yaml").write_text(CLUSTER)
+    Path("file").write_text("")
+    Path("there").mkdir()
+    name = "there" if option == "--html" else "file"
+    done = rollart("simulate", "run.yaml", "--cluster", "c.yaml", "--steps", "1", option, name)
+    assert done.code == 2
+    assert done.err.startswith(told)
     assert "steps in" not in done.err, "nothing was simulated"

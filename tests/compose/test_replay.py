@@ -267,6 +267,8 @@ def test_what_cannot_be_replayed_is_told(recorded: Path, tmp_path: Path, capsys:
     assert "--resample without a recorded run" in told("--resample")
     assert "of a recorded run" in told("--check")
     assert "as it was" in told(str(recorded), "--check", "--steps", "3")
+    assert "as it was" in told(str(recorded), "--check", "--seeds", "2")
+    assert "as it was" in told(str(recorded), "--check", "--resample")
     assert "one is replayed" in told(str(recorded), "--replay", str(recorded))
 
 
