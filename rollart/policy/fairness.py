@@ -235,7 +235,8 @@ class FairBatches:
         still to be taken; `extra` = redundant groups by domain. A domain starts its exact part of these batches; beyond
         its part of the next one only while room is left for those of the others: so whatever ends, the next batch can
         be formed (no slot is held for ever by a domain that has enough). `idle` = no batch is in training: what the
-        next one needs starts even where a resume found the window full of what other shares had asked for. Picks the
+        next one needs starts even where a resume found the window full of what other shares had asked for, and it
+        cannot be formed of that. Picks the
         lowest share of its part in use.
         """
         batches = min(window, batches)
@@ -246,13 +247,13 @@ class FairBatches:
         hard, limit = window * self.units + spare, batches * self.units + spare
         base, plan = self.planned(), self.planned(batches)
         reserved = {n: max(ahead.get(n, 0), base[n]) for n in base}
+        stuck = idle and sum(reserved.values()) > hard and self.choose(ahead) is None
         found: list[tuple[float, int, str]] = []
         for order, d in enumerate(self.domains):
             name, used, most = d.domain, ahead.get(d.domain, 0), plan[d.domain] + beyond.get(d.domain, 0)
             needed = used < base[name]
             fits = used < most and total < limit and sum(reserved.values()) - reserved[name] + used + 1 <= hard
-            crowded = idle and needed and sum(reserved.values()) > hard
-            if crowded or (total < hard and (needed or fits)):
+            if (stuck and needed) or (total < hard and (needed or fits)):
                 found.append((used / most if most else 0.0, order, name))
         return min(found)[2] if found else None
 

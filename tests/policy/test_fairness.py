@@ -232,3 +232,11 @@ def test_what_is_given_back_is_as_if_it_had_not_been_taken() -> None:
     plan.untake({"a": 3, "b": 2}, shares)
     assert plan.debt() == pytest.approx(before)
     assert plan.shares == {"a": 0.5, "b": 0.5}
+
+
+def test_nothing_starts_beside_what_the_next_batch_can_be_formed_of() -> None:
+    """Within the slack a batch is there without its exact part: another group would be of no batch."""
+    fair = FairBatches((DomainShare("a", 3.0), DomainShare("b", 1.0)), 5, slack=2)
+    assert fair.planned() == {"a": 4, "b": 1}
+    assert fair.next_domain({"a": 3, "b": 2}, window=1, batches=5, idle=True) is None
+    assert fair.next_domain({"a": 1, "b": 4}, window=1, batches=5, idle=True) == "a", "b is no part of it beyond 3"
