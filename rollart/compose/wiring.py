@@ -295,6 +295,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         concurrency=concurrency(resolved),
         reshard=embedded_settings(resolved),
         lending=lending_settings(resolved),
+        together=not run.rollout.replication,
     )
 
 

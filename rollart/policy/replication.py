@@ -1,99 +1,32 @@
-"""In what pieces prompts go to workers, and when enough of them qualify (ROLL Flash §2.1).
+"""Which groups teach something, and when enough of them do: dynamic filtering (ROLL Flash §2.1).
 
-Queue scheduling: every piece is a task of its own and goes to the next worker with a free slot, so no worker idles
-while a task waits. A prompt with n candidate responses is one piece on one worker (`PER_PROMPT`), or n pieces anywhere
-(`PER_RESPONSE`, prompt replication: `is_num_return_sequences_expand`). List scheduling bounds the time of Q responses
-on K slots by mean * Q / K + longest, for pieces of one response; pieces of n are n times as coarse.
-
-Dynamic filtering: a group whose rewards are all alike has no advantage and teaches nothing. Extra prompts run, and
-generation stops as soon as enough groups qualify.
+A group whose rewards are all alike has no advantage and teaches nothing. Extra prompts run, and generation stops as
+soon as enough groups qualify. Prompt replication itself is `rollout.replication` (`runtime.together` is what goes
+without it).
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
-    "FILTERED_AGAINST_KEPT", "Assignment", "DispatchQueue", "DynamicFilter", "FilterDecision", "FilterSettings",
-    "Piece", "Refills", "Unit", "Verdict", "judge",
-]  # fmt: skip
+    "FILTERED_AGAINST_KEPT",
+    "DynamicFilter",
+    "FilterDecision",
+    "FilterSettings",
+    "Refills",
+    "Verdict",
+    "judge",
+]
 
 FILTERED_AGAINST_KEPT = "filtered_against_kept"
 """Event of a run at each publish: trajectories of filtered groups beside those of kept ones, one per figure."""
 
 TOLERANCE = 1e-8
 """Rewards that differ by less are alike: noise of sums of floats, far below any reward that means something."""
-
-
-class Unit(enum.StrEnum):
-    """What one task is."""
-
-    PER_PROMPT = "per_prompt"
-    PER_RESPONSE = "per_response"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Responses `responses` (indices) of a prompt: what one worker gets at once."""
-
-    prompt: str
-    responses: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    worker: str
-    piece: Piece
-
-
-@dataclass(slots=True)
-class DispatchQueue:
-    """First come, first served: pieces never overtake one another, so every prompt starts.
-
-    A prompt's responses stay adjacent, so that its group completes early and its prefix is still cached. A piece
-    takes as many slots as it has responses; one that is wider than the worker starts on an idle worker. Of the
-    workers with room, the one with most free slots gets it, ties to the smaller name.
-    """
-
-    unit: Unit
-    _waiting: deque[Piece] = field(default_factory=deque)
-
-    def add(self, prompt: str, responses: int) -> None:
-        """A prompt with `responses` candidates."""
-        if responses < 1:
-            raise ValueError(f"prompt {prompt}: {responses} responses, at least 1 is needed")
-        if self.unit is Unit.PER_PROMPT:
-            self._waiting.append(Piece(prompt, tuple(range(responses))))
-        else:
-            self._waiting.extend(Piece(prompt, (i,)) for i in range(responses))
-
-    def waiting(self) -> int:
-        """Pieces that no worker has."""
-        return len(self._waiting)
-
-    def cancel(self, prompt: str) -> int:
-        """Forget what of the prompt has not started; how many responses that were."""
-        gone = [p for p in self._waiting if p.prompt == prompt]
-        self._waiting = deque(p for p in self._waiting if p.prompt != prompt)
-        return sum(len(p.responses) for p in gone)
-
-    def assign(self, free: Mapping[str, int], slots: Mapping[str, int]) -> tuple[Assignment, ...]:
-        """Hand out pieces while the next one fits: `free` of `slots` are free at each worker."""
-        left = dict(free)
-        assigned = []
-        while self._waiting:
-            width = len(self._waiting[0].responses)
-            fits = [w for w in left if left[w] >= min(width, slots[w]) > 0]
-            if not fits:
-                break
-            worker = min(fits, key=lambda w: (-left[w], w))
-            left[worker] = max(left[worker] - width, 0)
-            assigned.append(Assignment(worker, self._waiting.popleft()))
-        return tuple(assigned)
 
 
 class Verdict(enum.StrEnum):

@@ -24,7 +24,7 @@ class Residency:
     neither bound, unless running sessions alone do.
     """
 
-    __slots__ = ("_busy", "_fresh", "_idle", "_wanted", "capacity", "evicted", "most", "spoken", "total")
+    __slots__ = ("_busy", "_fresh", "_idle", "_kept", "_wanted", "capacity", "evicted", "most", "spoken", "total")
 
     def __init__(self) -> None:
         self._idle: OrderedDict[str, int] = OrderedDict()
@@ -32,6 +32,8 @@ class Residency:
         self._wanted: dict[str, int] = {}
         self._fresh: set[str] = set()
         """Admitted, and no request since."""
+        self._kept: dict[str, tuple[int, int]] = {}
+        """Seats kept free, and tokens spoken for by each."""
         self.capacity = math.inf
         self.most = math.inf
         self.total = 0
@@ -44,6 +46,11 @@ class Residency:
 
     def __contains__(self, session: str) -> bool:
         return session in self._idle or session in self._busy
+
+    @property
+    def taken(self) -> int:
+        """Sessions here, and seats that are kept for others."""
+        return len(self) + sum(seats for seats, _ in self._kept.values()) if self._kept else len(self)
 
     @property
     def quiet(self) -> bool:
@@ -64,12 +71,19 @@ class Residency:
         """Share of the memory that is spoken for; 0 while nobody knows how much there is."""
         return self.spoken / self.capacity
 
-    def fits(self, tokens: int, *, share: float = 1.0) -> bool:
-        """Whether a session that is to hold so many tokens finds room within that share, evicting nobody. One that is
-        alone always does."""
-        if not self._idle and not self._busy:
+    def fits(self, tokens: int, *, share: float = 1.0, sessions: int = 1) -> bool:
+        """Whether so many sessions that are to hold so many tokens each find room within that share, evicting nobody.
+        One that is alone always does."""
+        if not self.taken:
             return True
-        return self.spoken + tokens <= share * self.capacity and len(self) < self.most
+        return self.spoken + sessions * tokens <= share * self.capacity and self.taken + sessions <= self.most
+
+    def keep(self, name: str, seats: int, tokens: int) -> None:
+        """So many seats of so many tokens each are kept free for whoever goes by that name; 0: none any more."""
+        before, each = self._kept.pop(name, (0, 0))
+        self.spoken += seats * tokens - before * each
+        if seats:
+            self._kept[name] = seats, tokens
 
     def admit(self, session: str, wanted: int) -> None:
         """The session lives here from now on, and is expected to hold `wanted` tokens; it has none yet."""
@@ -110,6 +124,7 @@ class Residency:
         self._busy.clear()
         self._wanted.clear()
         self._fresh.clear()
+        self._kept.clear()
         self.total = self.spoken = 0
 
     def _out(self, session: str) -> int:

@@ -34,6 +34,7 @@ from rollart.runtime.scheduler import Scheduler, SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
 from rollart.runtime.sharing import Shares
 from rollart.runtime.supervise import EnginePart, EngineSupervisor
+from rollart.runtime.together import Together
 from rollart.runtime.training import StepDone, Training
 from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
 from rollart.runtime.updating import UpdateRule
@@ -69,6 +70,8 @@ class ControlSettings:
     concurrency: ConcurrencySettings | None = None
     """How many trajectories an engine takes. Not followed where turns are in lockstep: all would wait for those that
     wait for them."""
+    together: bool = False
+    """A group's members stay on one engine, and are let in and out as one."""
     lending: LendingSettings | None = None
     """Engines help training while a rollout ends, where the trainer can borrow their devices."""
     reshard: ReshardSettings | None = None
@@ -119,7 +122,8 @@ class ControlPlane:
         self._settings = settings
         self._hooks = hooks
         rules = settings.schedule.rules
-        self.gateway = _gateway(leases, recorder, version, settings, hooks)
+        together = Together() if settings.together else None
+        self.gateway = _gateway(leases, recorder, version, settings, hooks, together)
         prefetch = _prefetch(domains, leases, recorder, settings)
         runner = TrajectoryRunner(
             self.gateway, tokenizer, leases,
@@ -134,10 +138,9 @@ class ControlPlane:
         self.lender = self._lending(recorder, trainer_clock)
         shares = _shares(domains, recorder, settings.schedule)
         buffer = _buffer(domains, settings, shares)
-        rewarding = Rewarding(rewarder, leases, reward_s=settings.waits.reward_s)
         self.scheduler = Scheduler(
-            domains, runner, rewarding, buffer, journal, recorder,
-            settings=settings.schedule, prefetch=prefetch, shares=shares,
+            domains, runner, Rewarding(rewarder, leases, reward_s=settings.waits.reward_s), buffer, journal, recorder,
+            settings=settings.schedule, prefetch=prefetch, shares=shares, together=together,
         )  # fmt: skip
         publisher = Publisher(
             trainer, self.gateway, journal, weights, leases,
@@ -292,7 +295,14 @@ def _judge(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
     return lambda v0: bound.stale(v0, gateway.version)
 
 
-def _gateway(leases: Leases, recorder: Recorder, version: int, settings: ControlSettings, hooks: Hooks) -> Gateway:
+def _gateway(
+    leases: Leases,
+    recorder: Recorder,
+    version: int,
+    settings: ControlSettings,
+    hooks: Hooks,
+    together: Together | None,
+) -> Gateway:
     rules, updates = settings.schedule.rules, settings.updates
     differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and begin with one version
     return Gateway(
@@ -306,4 +316,5 @@ def _gateway(leases: Leases, recorder: Recorder, version: int, settings: Control
         concurrency=None if settings.schedule.rules.turns is Turns.LOCKSTEP else settings.concurrency,
         updates=UpdateRule(updates, rules.alpha) if updates is not None and differ else None,
         pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlight.TURN_REDONE else PauseMode.KEEP,
+        together=together,
     )

@@ -23,6 +23,7 @@ from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster, SessionKv
 from rollart.runtime.skew import Skew
+from rollart.runtime.together import Together, Unit
 from rollart.runtime.turn import Turn
 
 __all__ = ["ConcurrencySettings", "Entrance"]
@@ -88,6 +89,8 @@ class Entrance:
         }
         """By whether they are for long trajectories; one for all where lengths do not matter."""
         self._skew = Skew() if settings.skew_aware else None
+        self._together: Together | None = None
+        self._follow: Callable[[Turn], bool] = lambda _: False
         self._pumping = False
         self._stirred = asyncio.Event()
         self._counted: dict[str, tuple[int, int]] = {}
@@ -109,10 +112,39 @@ class Entrance:
 
     async def enter(self, turn: Turn) -> None:
         """Returns when the turn's trajectory has a home, or when nobody could be one now."""
+        unit = None if self._together is None else self._together.unit(turn.session)
+        if unit is None:
+            await self._line_up(turn)
+            return
+        while not self._follow(turn):
+            if unit.asking is None:
+                await self._ask_for(turn, unit)
+                return
+            with self._leases.note(turn.session, "room for its group"):
+                await unit.asking.wait()
+
+    def hold_together(self, together: Together, follow: Callable[[Turn], bool]) -> None:
+        """Groups are let in whole: one of them stands in line for the others. `follow` gives a turn's trajectory the
+        seat that its group took for it, and says whether there was one."""
+        self._together, self._follow = together, follow
+        together.on_room = self.pump
+
+    async def _ask_for(self, turn: Turn, unit: Unit) -> None:
+        """Stand in line for the whole group; once over, however it ended, the others look anew."""
+        asking = unit.asking = asyncio.Event()
+        try:
+            await self._line_up(turn, unit)
+        finally:
+            unit.asking = None
+            asking.set()
+
+    async def _line_up(self, turn: Turn, unit: Unit | None = None) -> None:
         came = self._came.get(turn.session)
         if came is None:
             came = self._came[turn.session] = self._arrivals
             self._arrivals += 1
+        if unit is not None:
+            came = unit.age = came if unit.age is None else unit.age
         while True:
             waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
             length = 0.0 if self._skew is None else self._skew.judge(turn)
@@ -149,24 +181,24 @@ class Entrance:
         finally:
             self._pumping = False
 
-    def takes(self, member: Member, turn: Turn) -> bool:
-        """Whether the engine may be the home of one more trajectory, this turn's."""
+    def takes(self, member: Member, turn: Turn, seats: int = 1) -> bool:
+        """Whether the engine may be the home of one more trajectory, this turn's, or of so many of its group."""
         kv = member.kv
-        if not kv or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + QUIET_S):
+        if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + QUIET_S):
             return True
         if self._skew is not None and not self._skew.takes(
             member, turn, others_wait=len(self._lines[not turn.long]) > 0
         ):
             return False
         limits = self.limits
-        return len(kv) < limits.limit(member.engine.id) and kv.fits(
-            self._wanted(turn.domain, turn.length), share=limits.settings.high
+        return kv.taken + seats <= limits.limit(member.engine.id) and kv.fits(
+            self.wanted(turn.domain, turn.length), share=limits.settings.high, sessions=seats
         )
 
     def settled(self, turn: Turn, member: Member) -> None:
         """The trajectory lives there now."""
         self.admitted += 1
-        member.kv.admit(turn.session, self._wanted(turn.domain, turn.length))
+        member.kv.admit(turn.session, self.wanted(turn.domain, turn.length))
 
     def begins(self, turn: Turn, member: Member, output: float) -> None:
         """The turn is sent to its engine; `output` tokens are expected."""
@@ -225,7 +257,7 @@ class Entrance:
         )
         self.admitted = self.waited = self.evicted = self.preempted = 0
 
-    def _wanted(self, domain: str, tokens: int) -> int:
+    def wanted(self, domain: str, tokens: int) -> int:
         """What its domain's trajectories end with: over a life half of it is used, but those that begin together are
         long together, and a batch that has to be smaller is faster."""
         return max(tokens, int(self._final.get(domain, 0.0)))

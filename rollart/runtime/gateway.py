@@ -24,6 +24,7 @@ from rollart.ports import Engine, Recorder, RunEvent
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster
+from rollart.runtime.together import Together
 from rollart.runtime.turns import GatewayLimits, Turn, Turns
 from rollart.runtime.updating import UpdateRule, Updates
 
@@ -55,10 +56,11 @@ class Gateway:
         pause: PauseMode = PauseMode.KEEP,
         concurrency: ConcurrencySettings | None = None,
         updates: UpdateRule | None = None,
+        together: Together | None = None,
     ) -> None:
         """`pause`: what a weight update does to turns under way. KEEP resumes them under the new weights, ABORT
         generates them again from their history. `concurrency`: how many trajectories an engine takes; None: any.
-        `updates`: how engines follow a version, one by one; None: all at once."""
+        `updates`: how engines follow a version, one by one; None: all at once. `together`: groups that stay on one."""
         self._pause = pause
         self._leases = leases
         self._limits = limits
@@ -68,7 +70,7 @@ class Gateway:
         # Weights move on one engine in one way at a time: an update of all, or the catching up of one that came back.
         self._moving = asyncio.Lock()
         self._turns = Turns(
-            leases, limits, self._roster, router or Router(), version, self._doubt, self._event, concurrency
+            leases, limits, self._roster, router or Router(), version, self._doubt, self._event, concurrency, together
         )
         self._requests = 0
         self.on_lost: Callable[[EngineId], None] = lambda _: None

@@ -48,6 +48,8 @@ class Member:
     delaying: bool = False
     """It puts new weights off until what lives here has ended, and takes nothing new."""
     running: int = 0
+    awaited: int = 0
+    """Members of groups that live here and have yet to come, or keep their seats though they are done."""
     lent: int = 0
     """Requests elsewhere that may still fetch KV from here."""
     work_s: float = 0.0
@@ -217,8 +219,8 @@ class Roster:
         return [
             EngineView(
                 e,
-                m.running,
-                len(m.sessions),
+                m.running + m.awaited,
+                len(m.sessions) + m.awaited,
                 m.serves,
                 m.version,
                 m.seat,
@@ -248,7 +250,7 @@ class Roster:
     def loads(self, session: str, version: int) -> list[EngineView]:
         """Engines as they are seen while nothing but load decides."""
         return [
-            EngineView(m.engine.id, m.running, len(m.sessions), m.serves, m.version)
+            EngineView(m.engine.id, m.running + m.awaited, len(m.sessions) + m.awaited, m.serves, m.version)
             for m in self.some(session, version)
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rollart.errors import SpecError
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
@@ -27,6 +28,7 @@ from rollart.runtime.redundant import Cancellations
 from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.rounds import AGAIN, Launch, Prompt, Rounds
 from rollart.runtime.sharing import Fairness, Shares
+from rollart.runtime.together import Together
 from rollart.runtime.trajectory import TrajectoryRunner
 
 __all__ = ["Scheduler", "SchedulerSettings"]
@@ -75,8 +77,10 @@ class Scheduler:
         settings: SchedulerSettings,
         prefetch: Prefetcher | None = None,
         shares: Shares | None = None,
+        together: Together | None = None,
     ) -> None:
         self._shares = shares
+        self._together = together
         self._domains = {d.name: d for d in domains}
         self._buffer = buffer
         self._journal = journal
@@ -268,9 +272,17 @@ class Scheduler:
 
     def _start(self, tasks: asyncio.TaskGroup, run: GroupRun, members: Sequence[int]) -> None:
         run.trying.update(members)
+        if self._together is not None and members:
+            self._together.open(run.id, members)
         for member in members:
             name = f"{run.id}.{member}"
-            run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
+            task = run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
+            if self._together is not None:  # told also of one that is cancelled before it begins
+                task.add_done_callback(partial(self._member_left, self._together, run.id, member))
+
+    @staticmethod
+    def _member_left(together: Together, group: GroupId, member: int, _: asyncio.Task[None]) -> None:
+        together.left(group, member)
 
     def _completed(self, run: GroupRun) -> None:
         """A group has its samples. What is surplus by that ends, in a schedule of whole batches."""

@@ -96,6 +96,6 @@ class Skew:
         if reserved is None:
             return True
         for_long = member.engine.id in reserved.engines
-        if for_long and len(member.kv) >= reserved.batch:
+        if for_long and member.kv.taken >= reserved.batch:
             return False
         return for_long == turn.long or not others_wait

@@ -15,6 +15,7 @@ from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params
 from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member, Roster, SessionKv
+from rollart.runtime.together import Together
 from rollart.runtime.turn import Again, Failed, GatewayLimits, Turn
 from rollart.runtime.ways import Way, Ways
 
@@ -39,8 +40,9 @@ class Turns(Ways):
         doubt: Callable[[Member, EngineError | LeaseExpired], None],
         tell: Tell,
         concurrency: ConcurrencySettings | None = None,
+        together: Together | None = None,
     ) -> None:
-        super().__init__(limits, roster, router, version, tell)
+        super().__init__(limits, roster, router, version, tell, together)
         self._leases = leases
         self._doubt = doubt
         self._changed = asyncio.Event()
@@ -48,6 +50,8 @@ class Turns(Ways):
         self.served = 0
         if concurrency is not None:
             self.entrance = Entrance(concurrency, roster, leases, tell, place=self._place)
+            if together is not None:
+                self.entrance.hold_together(together, self.follow_group)
 
     def notify(self) -> None:
         """Something changed that a waiting turn may be unblocked by, or that routing depends on."""

@@ -11,6 +11,7 @@ from rollart.policy.routing import Path, Router, TurnView, choose_engine, route
 from rollart.runtime.entrance import Entrance
 from rollart.runtime.homes import DomainBook, Tell
 from rollart.runtime.members import Member, Roster, SessionKv
+from rollart.runtime.together import Together
 from rollart.runtime.turn import GatewayLimits, Turn
 
 __all__ = ["Way", "Ways"]
@@ -22,7 +23,15 @@ Way = tuple[SessionKv, Member, Member | None]
 class Ways:
     """Owns the sessions and the router. Every change takes effect between two awaits."""
 
-    def __init__(self, limits: GatewayLimits, roster: Roster, router: Router, version: int, tell: Tell) -> None:
+    def __init__(
+        self,
+        limits: GatewayLimits,
+        roster: Roster,
+        router: Router,
+        version: int,
+        tell: Tell,
+        together: Together | None = None,
+    ) -> None:
         self._limits = limits
         self._roster = roster
         self.router = router
@@ -37,6 +46,7 @@ class Ways:
         self.gate = asyncio.Event()
         self.gate.set()
         self.entrance: Entrance | None = None
+        self.together = together
         self.paths: dict[str, int] = {}
 
     def follow(self, routes: Routes) -> None:
@@ -53,6 +63,8 @@ class Ways:
             kv.home = kv.returned = None
         member.sessions.clear()
         member.kv.clear()
+        if self.together is not None:
+            self.together.lost(member)
         if self._special:
             for kv in self._sessions.values():
                 kv.cached.pop(member.engine.id, None)
@@ -69,6 +81,8 @@ class Ways:
             if home is not None:
                 home.sessions.discard(session)
         members = [m for m in map(self._roster.members.get, kv.held) if m is not None]
+        if self.together is not None:
+            self.together.ended(session)
         if self.entrance is not None:
             self.entrance.forget(session, kv, held=members)
         return [m for m in members if m.healthy]
@@ -92,6 +106,8 @@ class Ways:
             return None
         version = kv.version
         home = roster.home(kv.home, version)
+        if self.together is not None and home is None:
+            home = self._seated(turn, kv)
         if self.entrance is not None and (home is None or turn.session not in home.kv) and roster.serve(version):
             return None  # it has to be let in
         if home is not None and not roster.roles:
@@ -129,12 +145,34 @@ class Ways:
         if home is not None and turn.session in home.kv:
             return True
         assert self.entrance is not None
-        entrance = self.entrance
-        path = self._choose(turn, kv, None, lambda member: entrance.takes(member, turn))
+        entrance, seats = self.entrance, 1
+        if self.together is not None:
+            if self._seated(turn, kv) is not None:
+                return True
+            seats = self.together.needed(turn.session)
+        path = self._choose(turn, kv, None, lambda member: entrance.takes(member, turn, seats))
         if path is None:
             return False
         self._settle(turn, kv, roster.members[path.decode], path.preferred)
         return True
+
+    def _seated(self, turn: Turn, kv: SessionKv) -> Member | None:
+        """Where the rest of the turn's group lives, which is its home from now on if there is a seat for it."""
+        assert self.together is not None
+        unit = self.together.seat(
+            turn.session, lambda home: self._roster.home(home.engine.id, kv.version) is home and home.serves
+        )
+        if unit is None or unit.home is None:
+            return None
+        self._settle(turn, kv, unit.home, unit.preferred)
+        return unit.home
+
+    def follow_group(self, turn: Turn) -> bool:
+        """Whether the turn's trajectory has its home now, on a seat that its group took for it."""
+        if self.together is None or not self.gate.is_set():
+            return False
+        kv = self._known(turn.session)
+        return kv is not None and self._seated(turn, kv) is not None
 
     def _holds(self, member: Member, session: str, tokens: int) -> bool:
         """Whether the engine still has so much of the session's KV, for all that is known."""
@@ -185,6 +223,9 @@ class Ways:
         if self.entrance is not None:
             kv.returned = None
             self.entrance.settled(turn, member)
+        if self.together is not None:
+            wanted = 0 if self.entrance is None else self.entrance.wanted(turn.domain, turn.length)
+            self.together.settled(turn.session, member, preferred=preferred, wanted=wanted)
         if self._special:
             doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
             self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)

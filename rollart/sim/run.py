@@ -22,6 +22,7 @@ from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenize
 from rollart.runtime.buffer import Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
+from rollart.runtime.entrance import ConcurrencySettings
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.leases import Leases
@@ -88,6 +89,8 @@ class SimulatedRun:
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     reshard: ReshardSettings | None = None
     lending: LendingSettings | None = None
+    together: bool = False
+    concurrency: ConcurrencySettings | None = None
     borrow: Callable[[Sequence[EngineId]], None] | None = None
     clocks: dict[str, ResourceClock] = field(default_factory=dict)
     """Of `engines`, by name."""
@@ -169,6 +172,8 @@ class SimulatedRun:
             rebalance=self.rebalance,
             reshard=self.reshard,
             lending=self.lending,
+            together=self.together,
+            concurrency=self.concurrency,
         )
 
     async def _populate(self, site: SimulatedSite) -> list[EnginePart]:

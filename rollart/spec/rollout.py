@@ -194,6 +194,11 @@ class RolloutSpec(Entry):
         default=None,
         description="Long prompts are put off and run together. Under `sync` and `sync_plus`, without `batch.tokens`.",
     )
+    replication: bool = Field(
+        default=True,
+        description="Prompt replication: members of a group are tasks of their own, placed anywhere. false: they stay "
+        "together on one engine, let in as one where `concurrency` is followed, and out when the last is done.",
+    )
     dispatch: Literal["fifo", "skew_aware"] = Field(
         default="fifo",
         description="Whom an engine takes in next. fifo: as they came; skew_aware: the longest first, by lengths "

@@ -121,3 +121,8 @@ def test_shares_that_cannot_be_are_refused(write: Write, old: str, new: str, pro
     with pytest.raises(SpecError) as caught:
         load_run(write(text.replace(old, new)))
     assert problem in caught.value.message
+
+
+def test_members_of_a_group_are_tasks_of_their_own_by_default(write: Write) -> None:
+    assert load_run(write()).rollout.replication
+    assert not load_run(write(RUN + "rollout: {replication: false}\n")).rollout.replication

@@ -1,0 +1,171 @@
+"""Groups whose members stay together: one engine each, nothing lost, nothing that waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Coroutine
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.policy.concurrency import AimdSettings
+from rollart.policy.redundancy import Redundancy
+from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.policy.tailbatch import TailSettings
+from rollart.runtime.entrance import ConcurrencySettings
+from rollart.sim import loop
+from rollart.sim.run import SimulatedRun, make
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
+    schedule = draw(st.sampled_from(tuple(SCHEDULES)))
+    sizes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=2))
+    policy: dict[str, Any] = {
+        "redundancy": Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 2])))
+    }
+    if schedule in ("sync", "sync_plus") and draw(st.booleans()):
+        policy = {"tail": TailSettings(1.5, 1.5)}
+    limit = draw(st.sampled_from([None, 1, 3, 8]))
+    if limit is not None:
+        aimd = AimdSettings(start=limit, most=limit)
+        policy["concurrency"] = ConcurrencySettings(aimd, skew_aware=draw(st.booleans()))
+    return make(
+        quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
+        alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),
+        steps=draw(st.integers(1, 4)),
+        engines=draw(st.integers(1, 4)),
+        turns=draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 10_000)),
+        engine_s=lambda r: r.expovariate(1.0),
+        env_s=draw(st.sampled_from([None, lambda r: r.lognormvariate(0.0, 1.5)])),
+        reward_s=lambda r: r.expovariate(2.0),
+        train_s=lambda r: r.expovariate(1.0),
+        env_faults=0.05 if faults else 0.0,
+        reward_faults=0.05 if faults else 0.0,
+        schedule=schedule,
+        together=True,
+        **policy,
+    )
+
+
+def watched(world: SimulatedRun) -> dict[str, set[str]]:
+    """The engines that each group's first attempts had a turn on, filled as the world runs. Seats add up
+    at every turn."""
+    seen: dict[str, set[str]] = defaultdict(set)
+
+    def watch(engine: Any) -> None:
+        generate = engine.generate
+
+        async def watching(request: Any) -> Any:
+            group, _, member = request.session.rpartition(".")
+            if "r" not in member:
+                seen[group].add(engine.id)
+            seats(world)
+            return await generate(request)
+
+        engine.generate = watching
+
+    for engine in world.engines:
+        watch(engine)
+    return seen
+
+
+async def bounded(run: Coroutine[Any, Any, None]) -> None:
+    """Looks at KV memory go on as long as anybody waits, so a wedge would be no deadlock."""
+    async with asyncio.timeout(20_000):
+        await run
+
+
+def seats(world: SimulatedRun) -> None:
+    """What engines keep free is what groups have taken there and not used."""
+    turns = world.control.gateway._turns
+    assert turns.together is not None
+    for member in turns._roster.members.values():
+        units = [u for u in turns.together._units.values() if u.home is member]
+        assert member.awaited == sum(u.free for u in units)
+        assert member.kv.taken - len(member.kv) == member.awaited
+
+
+def ended(world: SimulatedRun) -> None:
+    """Every step was trained, every group ended, and nobody keeps a seat."""
+    assert len(world.trainer.batches) == world.steps
+    assert all(g.state != "live" for g in world.journal._groups.values())  # type: ignore[attr-defined]
+    assert sum(world.control.scheduler.outstanding().values()) == 0
+    turns = world.control.gateway._turns
+    assert turns.together is not None
+    assert not turns.together._units
+    assert all(m.awaited == 0 and m.kv.taken == len(m.kv) for m in turns._roster.members.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds(), st.integers(0, 2**32))
+def test_every_group_lives_on_one_engine_and_gives_its_seats_back(world: SimulatedRun, fuzz: int) -> None:
+    seen = watched(world)
+    loop.run(bounded(world.run()), seed=fuzz)
+    ended(world)
+    assert seen
+    assert all(len(engines) == 1 for engines in seen.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds(faults=True), st.integers(0, 2**32), st.lists(st.floats(0.1, 20.0), min_size=1, max_size=3))
+def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths: list[float]) -> None:
+    """One comes back after three seconds; all may be away at once."""
+    watched(world)
+
+    async def die() -> None:
+        for n, pause in enumerate(deaths):
+            await asyncio.sleep(pause)
+            engine = world.engines[n % len(world.engines)]
+            engine.fail = True
+            await asyncio.sleep(0.5)
+            engine.fail = False
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            chaos = tasks.create_task(die())
+            await world.run()
+            chaos.cancel()
+
+    world.max_attempts = 50
+    loop.run(bounded(run()), seed=fuzz)
+    ended(world)
+
+
+def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
+    """Seconds of a step of 12 groups of 8 with a heavy tail, and the most that lived on an engine; four engines that
+    take 8 each."""
+    world = make(
+        quotas={"d": (96, 8)}, alpha=0, steps=1, engines=4, turns=1, seed=seed, schedule="sync_plus",
+        engine_s=lambda r: r.lognormvariate(0.0, 1.2), together=together,
+        concurrency=ConcurrencySettings(AimdSettings(start=8, most=8)),
+    )  # fmt: skip
+    most = 0
+
+    async def run() -> float:
+        await world.run()
+        return asyncio.get_running_loop().time()
+
+    def watch(engine: Any) -> None:
+        generate = engine.generate
+
+        async def watching(request: Any) -> Any:
+            nonlocal most
+            most = max(most, *(m.kv.taken for m in world.control.gateway._turns._roster.members.values()))
+            return await generate(request)
+
+        engine.generate = watching
+
+    for engine in world.engines:
+        watch(engine)
+    return loop.run(run()), most
+
+
+def test_replication_shortens_a_rollout_with_a_heavy_tail() -> None:
+    """A seat whose response has ended takes the next one, instead of waiting for the longest of its group."""
+    apart, whole = ([rollout_s(together=t, seed=n) for n in range(5)] for t in (False, True))
+    assert all(most == 8 for _, most in apart + whole)
+    assert sum(s for s, _ in apart) < 0.8 * sum(s for s, _ in whole)
