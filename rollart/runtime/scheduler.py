@@ -148,7 +148,7 @@ class Scheduler:
     def close(self) -> None:
         """Training is over: nothing more is admitted, and surplus groups end."""
         self._attempts.closed = True
-        if self._redundant.by_groups:
+        if self._redundant.by_groups or self._shares is not None:
             for group_id, (domain, _) in list(self._slots.held.items()):
                 self._buffer.discard(GroupId(group_id))
                 self._surplus(GroupId(group_id), self._domains[domain])
