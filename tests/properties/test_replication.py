@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any
@@ -17,6 +18,8 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make
+from tests.properties.test_filter import Dying
+from tests.properties.test_updating import POLICIES
 
 
 @st.composite
@@ -28,6 +31,9 @@ def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
     }
     if schedule in ("sync", "sync_plus") and draw(st.booleans()):
         policy = {"tail": TailSettings(1.5, 1.5)}
+    if faults:
+        policy["updates"] = POLICIES[draw(st.sampled_from(tuple(POLICIES)))]()
+        policy["load_s"] = lambda r: r.expovariate(1.0)
     limit = draw(st.sampled_from([None, 1, 3, 8]))
     if limit is not None:
         aimd = AimdSettings(start=limit, most=limit)
@@ -113,7 +119,7 @@ def test_every_group_lives_on_one_engine_and_gives_its_seats_back(world: Simulat
 @settings(max_examples=40, deadline=None)
 @given(worlds(faults=True), st.integers(0, 2**32), st.lists(st.floats(0.1, 20.0), min_size=1, max_size=3))
 def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths: list[float]) -> None:
-    """One comes back after three seconds; all may be away at once."""
+    """One comes back after three seconds; all may be away at once, or have different weights."""
     watched(world)
 
     async def die() -> None:
@@ -133,6 +139,49 @@ def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths:
     world.max_attempts = 50
     loop.run(bounded(run()), seed=fuzz)
     ended(world)
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.integers(0, 2**32), st.integers(0, 60))
+def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fuzz: int, left: int) -> None:
+    """The members that a crashed run still owes take seats for themselves alone."""
+    journal = Dying()
+    journal.left = left
+    world.journal = world.recorder = journal
+    with contextlib.suppress(BaseExceptionGroup):
+        loop.run(bounded(world.run()), seed=fuzz)
+        journal.left = None
+    if journal.left is None or not journal.versions:
+        return  # it came through, or died before it had anything to resume from
+    journal.left = None
+    done = len(journal.versions)
+    if done == world.steps:
+        return  # nothing is left to run
+
+    async def resume() -> SimulatedRun:
+        recovered = await journal.recover()
+        assert recovered is not None
+        second = make(
+            quotas={d.name: (d.quota, d.group_size) for d in world.domains},
+            alpha=world.alpha, schedule=world.schedule, steps=world.steps, journal=journal, recorder=journal,
+            version=recovered.version, seed=7, redundancy=world.redundancy, tail=world.tail, together=True,
+            concurrency=world.concurrency,
+        )  # fmt: skip
+        watched(second)
+        await second.run(recovered)
+        return second
+
+    second = None
+
+    async def again() -> None:
+        nonlocal second
+        second = await resume()
+
+    loop.run(bounded(again()), seed=fuzz + 1)
+    assert second is not None
+    assert len(second.trainer.batches) == world.steps - done
+    second.steps = len(second.trainer.batches)
+    ended(second)
 
 
 def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
