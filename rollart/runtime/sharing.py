@@ -60,6 +60,8 @@ class Shares:
     _told: int = 0
     _batches: int = 0
     _spent: dict[str, float] = field(default_factory=dict)
+    _next: dict[str, float] | None = None
+    """Shares from the next batch on: those of one that grows stay, or what it has already might be too much."""
     _size: int = field(init=False)
     _fair: FairBatches = field(init=False)
     _quota: DriftQuota | None = field(init=False)
@@ -96,6 +98,7 @@ class Shares:
         self._fair.take(counts)
         self._batches += 1
         self.growing = Counter()
+        self._move()
 
     def told(self) -> None:
         """The scheduler knows of the last batch."""
@@ -107,10 +110,13 @@ class Shares:
         if self._on_the_way and self._on_the_way[-1].groups & gone.keys():
             batch = self._on_the_way.pop()
             self._fair.untake(batch.counts, batch.shares)
+            self._next = self._next or self._fair.shares
+            self._fair.shares = dict(batch.shares)
             self.growing = Counter(batch.counts)
             self._batches -= 1
             self._told = min(self._told, len(self._on_the_way))
         self.growing -= Counter(gone.values())
+        self._move()
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         """A batch is in the version: shares follow what it cost and taught."""
@@ -171,7 +177,13 @@ class Shares:
             cost = self._spent.pop(name, 0.0) / (len(groups) * self._size)
             if cost > 0:
                 quota.observe(name, cost=cost, drift=math.fsum(map(_spread, groups)) / len(groups))
-        self._fair.shares = quota.step()
+        self._next = quota.step()
+        self._move()
+
+    def _move(self) -> None:
+        """Shares follow, unless a batch grows."""
+        if self._next is not None and not self.growing.total():
+            self._fair.shares, self._next = self._next, None
 
     def _report(self, version: int) -> None:
         now, total = asyncio.get_running_loop().time(), sum(self._fair.served.values())

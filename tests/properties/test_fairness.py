@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,3 +160,22 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
     fair(world, [*first, *second.trainer.batches])
     ids = [s.id for _, b in [*first, *second.trainer.batches] for s in b]
     assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -> None:
+    """The version before is published beside the growth of a batch, and shares follow what it cost."""
+    world = make(
+        quotas={"a": (4, 1), "b": (4, 1)}, alpha=2, steps=10, turns=1, seed=seed,
+        engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 0.1, overlap=True,
+        reward_of=lambda r: float(r.random() < 0.4),
+        fairness=Fairness(
+            (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, Follow(memory=1.0, max_step=1.0, sensitivity=2.0)
+        ),
+    )  # fmt: skip
+    world.trainer.streams = True
+    world.trainer.push_s = lambda r: 3.0 * r.expovariate(1.0)
+    paced(world, [0.1, 3.0], [0.0, 0.0], seed)
+    loop.run(world.run(), seed=seed)
+    fair(world, world.trainer.batches)
+    assert world.published == list(range(1, 11))
