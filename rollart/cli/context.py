@@ -24,6 +24,7 @@ __all__ = [
     "FOR_PEOPLE",
     "INTERRUPTED",
     "RESOLVED",
+    "TERMINATED",
     "cluster_functions",
     "colour",
     "crash_directory",
@@ -43,6 +44,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+
+TERMINATED = 143
+"""Exit code after SIGTERM, as shells have it."""
 
 RESOLVED = "resolved.yaml"
 """A run's specs as it was started; a directory with this file is a run."""

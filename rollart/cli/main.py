@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from rollart.cli.calibrate import calibrate
-from rollart.cli.context import INTERRUPTED, crash_directory
+from rollart.cli.context import INTERRUPTED, TERMINATED, crash_directory
 from rollart.cli.doctor import doctor
 from rollart.cli.launch import launch
 from rollart.cli.plan import plan
@@ -45,7 +45,7 @@ for _command in (launch, plan, simulate, calibrate, rewards, prices, validate, s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     code = run(arguments)
-    if code == INTERRUPTED:
+    if code in (INTERRUPTED, TERMINATED):
         # An interrupt while an import builds a dataclass (`exec` of a string) is noted by CPython as unhandled, caught
         # or not, and at its end it would kill itself with SIGINT instead of giving the code.
         with contextlib.suppress(OSError):
@@ -78,6 +78,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 0
     except BaseException as error:
         if isinstance(error, SystemExit):
+            if error.code == TERMINATED:
+                return TERMINATED
             raise
         return _failed(error)
     return 0
@@ -102,6 +104,8 @@ def _leaves(error: BaseException) -> list[BaseException]:
     """The errors inside task groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt):
+        return [error.__cause__]  # CPython 3.11 wraps an interrupt that meets `__set_name__`, so while classes are made
     return [error]
 
 

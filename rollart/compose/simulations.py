@@ -6,13 +6,17 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from rollart.compose.simulate import Replay, Simulated, simulate
 from rollart.errors import RollartError, RunFailed
@@ -48,11 +52,11 @@ def simulate_all(
 ) -> list[Finding]:
     """Findings in the order of the tasks; `workers` processes, as many as there are cores if None.
 
-    The first error ends all of them, and is raised; so does an interrupt. Nothing is left running, nor on disk but what
-    is to be kept.
+    The first error ends all of them, and is raised; so does an interrupt, or SIGTERM as SystemExit. Nothing is left
+    running, nor on disk but what is to be kept.
     """
     count = min(len(tasks), workers or os.cpu_count() or 1)
-    with tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
+    with _terminable(), tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
         placed = [(task, task.keep or Path(scratch) / str(n)) for n, task in enumerate(tasks)]
         if count > 1:
             return _side_by_side(placed, count, on_done)
@@ -61,6 +65,32 @@ def simulate_all(
             found.append(_one(task, directory))
             on_done(found[-1])
         return found
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what goes on as an interrupt does, so that processes and scratch files go too; SystemExit then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):  # in the background of a shell it is ignored
+            sys.exit(128 + number)
+        interrupt(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if told:
+            raise SystemExit(128 + told[0]) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _side_by_side(placed: Sequence[tuple[Task, Path]], count: int, on_done: Callable[[Finding], None]) -> list[Finding]:

@@ -33,6 +33,13 @@ def ledger_in(directory: Path) -> None:
     asyncio.run(main())
 
 
+def wrapped(error: BaseException) -> RuntimeError:
+    """As CPython 3.11 does with whatever is raised in `__set_name__`."""
+    outer = RuntimeError("Error calling __set_name__ on 'Field' instance 'a' in 'B'")
+    outer.__cause__ = error
+    return outer
+
+
 class TestLaunch:
     def test_it_resolves_makes_a_directory_and_calls_compose(self, rollart: Call, compose: Any) -> None:
         done = rollart("launch", "run.yaml", "steps=5", "cluster.engines.max_slots=8", "--name", "mine")
@@ -104,6 +111,8 @@ class TestLaunch:
             (KeyboardInterrupt(), 130),
             (ExceptionGroup("g", [PartDied("engine-0", "gone"), FaultRateExceeded("too many")]), 5),
             (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130),
+            (wrapped(KeyboardInterrupt()), 130),
+            (wrapped(ValueError()), 1),
         ],
     )
     def test_errors_have_their_codes(self, rollart: Call, compose: Any, error: BaseException, code: int) -> None:

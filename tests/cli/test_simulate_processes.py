@@ -1,4 +1,4 @@
-"""`rollart simulate` with several processes: an interrupt ends all of them, in a word."""
+"""`rollart simulate` with several processes: a signal ends all of them, in a word."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def listen() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "code", "told"), [(signal.SIGINT, 130, "rollart: interrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, code: int, told: str) -> None:
     command = [
         sys.executable, "-c", "from rollart.cli.main import main; main()", "simulate",
         str(builtin("runs/agentic-math-32b.yaml")), "--cluster", str(builtin("clusters/rollart-96h800-32h20.yaml")),
@@ -43,12 +46,12 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.05)
         below = children(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         _, said = process.communicate(timeout=60.0)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert said == "rollart: interrupted\n"
+    assert process.returncode == code
+    assert said == told
     until = time.monotonic() + 30.0
     while any(Path(f"/proc/{pid}").exists() for pid in below):
         assert time.monotonic() < until, "a process was left running"
