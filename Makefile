@@ -1,12 +1,15 @@
 # make demo     install into .venv and train the quickstart
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
+# make test-fuzz  property tests with other random examples at every call; the others draw the same ones each time
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Hypothesis draws its examples from the test itself, the same on every machine.
+test-fast test-slow: export CI ?= true
 
-.PHONY: demo install lint types layers test test-fast test-slow docs benchmarks clean
+.PHONY: demo install lint types layers test test-fast test-slow test-fuzz docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
@@ -33,6 +36,9 @@ test-fast: install
 
 test-slow: install $(VENV)/.oracles $(VENV)/.providers
 	$(BIN)/python -m pytest -m slow
+
+test-fuzz: install
+	env -u CI $(BIN)/python -m pytest tests/properties tests/policy tests/runtime tests/serverless
 
 # Measured rows that the performance model is held against. Without its dependencies: only its data file is read.
 $(VENV)/.oracles: $(VENV)/.installed

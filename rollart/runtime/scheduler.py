@@ -139,6 +139,7 @@ class Scheduler:
                     self._look_ahead(tasks)
                     self._freed.clear()
                     await self._freed.wait()
+            self._end_surplus()  # of a resume that had no step left: `close` came before its groups
             self._groups.cancel_all(AbortReason.SHUTDOWN)
             if self._prefetch is not None:
                 self._prefetch.close()
@@ -148,11 +149,14 @@ class Scheduler:
     def close(self) -> None:
         """Training is over: nothing more is admitted, and surplus groups end."""
         self._attempts.closed = True
+        self._end_surplus()
+        self._freed.set()
+
+    def _end_surplus(self) -> None:
         if self._redundant.by_groups or self._shares is not None:
             for group_id, (domain, _) in list(self._slots.held.items()):
                 self._buffer.discard(GroupId(group_id))
                 self._surplus(GroupId(group_id), self._domains[domain])
-        self._freed.set()
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         """A version is current: free the slots of what it consumed, abort what is now too old."""
