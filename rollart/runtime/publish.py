@@ -49,13 +49,14 @@ class Publisher:
         self._drained = drained
         self._in_use = in_use
 
-    async def probe(self, version: int, samples: Sequence[TrainSample]) -> None:
+    async def probe(self, version: int, samples: Callable[[], Sequence[TrainSample]]) -> None:
         """Where engines ask how far they are behind before they load: the trainer, which has just made `version`, says
         so, on what was sampled of late."""
         updates = self._gateway.updates
         if updates is None or not updates.probes:
             return
-        some = samples[:: max(1, len(samples) // PROBED)]
+        every = samples()
+        some = every[:: max(1, len(every) // PROBED)]
         async with self._leases.hold("publish", f"a probe of v{version}", self._publish_s, Expiry.RESTART_PART):
             found = await self._trainer.logprobs(some)
         updates.measured(

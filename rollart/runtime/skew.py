@@ -41,8 +41,6 @@ class Skew:
         self._predicted = Window(LOOK_BACK)
         self._speeds: dict[EngineKind, BatchSpeed] = {}
         self._reserved: dict[EngineKind, _Reserved] = {}
-        self.longs = 0
-        """Trajectories let in as long ones."""
 
     def judge(self, turn: Turn) -> float:
         """How long the turn's trajectory is taken to be, in tokens to generate; says in `turn.long` whether that is

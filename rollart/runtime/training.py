@@ -256,7 +256,7 @@ class Training:
         now = asyncio.get_running_loop().time
         self._clock.enter(State.SYNC)
         await self._settled()
-        await self._publisher.probe(version + 1, self._samples(groups, step))
+        await self._publisher.probe(version + 1, lambda: self._samples(groups, step))
         if self._tasks is None or step + 1 == self._steps:
             await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
             self._on_step(StepDone(step, version + 1, tuple(groups), report, began, now(), waited_s))

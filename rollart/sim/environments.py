@@ -74,7 +74,6 @@ class World:
     """Mean share of trajectories that earn 1 and not 0; None: each what its script says, and nothing is drawn."""
     resets: int = 0
     failed_resets: int = 0
-    stalled_resets: int = 0
     steps: int = 0
     _members: dict[int, int] = field(default_factory=dict)
     _bursts: list[float] = field(default_factory=list)
@@ -115,7 +114,6 @@ class World:
         fails = rng.random() < (faults.burst_fail if burst else faults.fail)
         stalls = rng.random() < (faults.burst_stall if burst else faults.stall)
         self.failed_resets += fails
-        self.stalled_resets += stalls
         return fails, faults.stall_s if stalls else 0.0
 
     def _in_burst(self, faults: ResetFaults, host: Host, now: float) -> bool:

@@ -71,7 +71,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._random = random.Random(seed) if seed is not None else None
         self._running = self._closed = self._stopping = False
         self._failure: BaseException | None = None
-        self.callbacks = 0
 
     def time(self) -> float:
         return self._now
@@ -190,7 +189,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             batch = [ready.popleft() for _ in range(count)]
             self._random.shuffle(batch)
             ready.extendleft(reversed(batch))
-        self.callbacks += count
         pop = ready.popleft
         while count:
             count -= 1
@@ -211,7 +209,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             calls = due.pop(when)
             if type(calls) is tuple:
                 self._now = when
-                self.callbacks += 1
                 calls[0](*calls[1])
                 if self._stopping or self._failure is not None:
                     return

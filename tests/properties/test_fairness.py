@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from rollart.runtime.sharing import Fairness
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make
 from rollart.sim.world import SimulatedEnvironment
-from tests.properties.test_filter import Dying
+from tests.properties.test_filter import died
 
 NAMES = ("a", "b", "c")
 
@@ -131,15 +130,9 @@ def trained(world: SimulatedRun) -> set[str]:
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.integers(5, 120))
 def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) -> None:
-    journal = Dying()
-    journal.left = left
-    world.journal = world.recorder = journal
-    with contextlib.suppress(BaseExceptionGroup):
-        loop.run(world.run(), seed=fuzz)
-        journal.left = None
-    if journal.left is None or not journal.versions:
-        return
-    journal.left = None
+    journal = died(world, world.run(), fuzz, left)
+    if journal is None:
+        return  # it came through, or died before it had anything to resume from
     done = len(journal.versions)
 
     async def resume() -> SimulatedRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -135,20 +136,29 @@ class Dying(MemoryRecorder):
                 raise Killed
 
 
+def died(world: SimulatedRun, main: Coroutine[Any, Any, None], fuzz: int, left: int) -> Dying | None:
+    """The journal that `main`, which runs the world, left behind when it died after `left` writes; None if there is
+    nothing to resume."""
+    journal = Dying()
+    journal.left = left
+    world.journal = world.recorder = journal
+    with contextlib.suppress(BaseExceptionGroup):
+        loop.run(main, seed=fuzz)
+        journal.left = None
+    if journal.left is None or not journal.versions:
+        return None
+    journal.left = None
+    return journal
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.booleans().flatmap(lambda tail: worlds(tail=tail, keep=True)), st.integers(0, 2**32), st.integers(0, 200))
 def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun, fuzz: int, left: int) -> None:
     """What was filtered stays so; what was complete and not yet judged, or judged and not written down, is judged
     again."""
-    journal = Dying()
-    journal.left = left
-    world.journal = world.recorder = journal
-    with contextlib.suppress(BaseExceptionGroup):
-        loop.run(world.run(), seed=fuzz)
-        journal.left = None
-    if journal.left is None or not journal.versions:
+    journal = died(world, world.run(), fuzz, left)
+    if journal is None:
         return  # it came through, or died before it had anything to resume from
-    journal.left = None
     before = {g for g, why in journal.dropped.items() if why == "filtered"}
     done = len(journal.versions)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any
@@ -18,7 +17,7 @@ from rollart.policy.tailbatch import TailSettings
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make
-from tests.properties.test_filter import Dying
+from tests.properties.test_filter import died
 from tests.properties.test_updating import POLICIES
 
 
@@ -145,15 +144,9 @@ def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths:
 @given(worlds(), st.integers(0, 2**32), st.integers(0, 60))
 def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fuzz: int, left: int) -> None:
     """The members that a crashed run still owes take seats for themselves alone."""
-    journal = Dying()
-    journal.left = left
-    world.journal = world.recorder = journal
-    with contextlib.suppress(BaseExceptionGroup):
-        loop.run(bounded(world.run()), seed=fuzz)
-        journal.left = None
-    if journal.left is None or not journal.versions:
+    journal = died(world, bounded(world.run()), fuzz, left)
+    if journal is None:
         return  # it came through, or died before it had anything to resume from
-    journal.left = None
     done = len(journal.versions)
 
     async def resume() -> SimulatedRun:
