@@ -22,7 +22,8 @@ __all__ = ["Admitting"]
 class Admitting:
     """Owns the slots and the order of prompts. Synchronous; the scheduler asks between two awaits.
 
-    `drawn` and `consumed` count per domain and survive a resume. Invariant: samples that hold a slot never exceed
+    `drawn` and `consumed` count per domain and survive a resume, which counts whole batches; `short`, which the buffer
+    shows here, is what those since then went without. Invariant: samples that hold a slot never exceed
     (alpha + 1) x batch, plus the redundant groups' (I4).
     """
 
@@ -52,6 +53,7 @@ class Admitting:
         self.rounds = None if tail is None else Rounds(self._domains, tail, self.draw)
         self.drawn = dict.fromkeys(self._domains, 0)
         self.consumed = dict.fromkeys(self._domains, 0)
+        self.short: Mapping[str, int] = dict.fromkeys(self._domains, 0)
 
     def reserve(self) -> list[Launch]:
         """Take slots for every group that may start now."""
@@ -94,7 +96,7 @@ class Admitting:
             return self._shares.remaining(self.slots.outstanding)
         found = dict.fromkeys(self._domains, 0)
         for name, domain in self._domains.items():
-            needed = self._steps * domain.quota - self.consumed[name]
+            needed = self._steps * domain.quota - self.consumed[name] - self.short[name]
             if needed > 0:
                 found[name] = needed + extra.get(name, 0) - self.slots.outstanding.get(name, 0)
         return found

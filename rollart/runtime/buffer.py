@@ -74,6 +74,9 @@ class SampleBuffer:
         self._shares = shares
         if shares is not None:
             shares.ready = self._held
+        self.short = dict.fromkeys(self._quotas, 0)
+        """Samples by domain that batches so far went without: what a batch after `take` lacks of its quota."""
+        self._last: tuple[Group, ...] = ()
         self._seen = 0
         self._changed = asyncio.Event()
 
@@ -117,8 +120,7 @@ class SampleBuffer:
             else:
                 chosen = self._take(self._of(self._select(version))) if self._may_suffice() else ()
             if chosen:
-                if self._shares is not None:
-                    self._shares.take(chosen)
+                self._taken(chosen)
                 return chosen
             self._changed.clear()
             try:
@@ -150,6 +152,12 @@ class SampleBuffer:
             await self._changed.wait()
         return ()
 
+    def refused(self, groups: Sequence[Group]) -> None:
+        """The trainer will not train these. If they are the last batch, that was none."""
+        if self._last and {g.id for g in groups} == {g.id for g in self._last}:
+            self._count(self._last, -1)
+            self._last = ()
+
     def beyond(self) -> list[Group]:
         """Groups that the next batch, which is whole, leaves here."""
         quotas = None if self._shares is None else self._shares.quotas(self._held)
@@ -169,6 +177,17 @@ class SampleBuffer:
             await self._changed.wait()
         shares.take(taken)
         return ()
+
+    def _taken(self, chosen: tuple[Group, ...]) -> None:
+        if self._shares is not None:
+            self._shares.take(chosen)
+        else:
+            self._last = chosen
+            self._count(chosen, 1)
+
+    def _count(self, groups: Sequence[Group], sign: int) -> None:
+        for domain, quota in self._quotas.items():
+            self.short[domain] += sign * (quota - sum(len(g.samples) for g in groups if g.domain == domain))
 
     def _fresh(self, version: int) -> dict[str, int]:
         """Samples by domain that a batch may take."""

@@ -93,6 +93,7 @@ class Scheduler:
             redundancy=settings.redundancy, additional=additional_prompts(domains, settings.filter.additional),
             tail=settings.tail, shares=shares,
         )  # fmt: skip
+        self._admitting.short = buffer.short
         self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
         # Rewards as a stage of their own wait until every trajectory of the batch has ended.
         stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
@@ -153,10 +154,9 @@ class Scheduler:
         self._freed.set()
 
     def _end_surplus(self) -> None:
-        if self._redundant.by_groups or self._shares is not None:
-            for group_id, (domain, _) in list(self._slots.held.items()):
-                self._buffer.discard(GroupId(group_id))
-                self._surplus(GroupId(group_id), self._domains[domain])
+        for group_id, (domain, _) in list(self._slots.held.items()):
+            self._buffer.discard(GroupId(group_id))
+            self._surplus(GroupId(group_id), self._domains[domain])
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         """A version is current: free the slots of what it consumed, abort what is now too old."""
@@ -176,6 +176,7 @@ class Scheduler:
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
         """The trainer will not train these: give them up, free their slots."""
+        self._buffer.refused(groups)
         if self._shares is not None:
             self._shares.refused(groups)
         for group in groups:
