@@ -140,6 +140,7 @@ class Entrance:
 
     async def _line_up(self, turn: Turn, unit: Unit | None = None) -> None:
         came = self._came.get(turn.session)
+        again = came is not None
         if came is None:
             came = self._came[turn.session] = self._arrivals
             self._arrivals += 1
@@ -147,7 +148,8 @@ class Entrance:
             came = unit.age = came if unit.age is None else unit.age
         while True:
             waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
-            length = 0.0 if self._skew is None else self._skew.judge(turn)
+            length = 0.0 if self._skew is None else self._skew.judge(turn, again=again)
+            again = True
             self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
             if self._skew is None:
                 self.pump()

@@ -168,7 +168,7 @@ class Roster:
     def home(self, engine_id: str | None, version: int) -> Member | None:
         """The engine, if a trajectory that lives there can have its next turn there."""
         member = None if engine_id is None else self.members.get(engine_id)
-        if member is None or member.version != version or not member.healthy or member.doubted or member.draining:
+        if member is None or member.version != version or not member.serves:
             return None
         return None if member.seat.role is EngineRole.PREFILL else member
 

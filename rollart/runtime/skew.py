@@ -42,13 +42,14 @@ class Skew:
         self._speeds: dict[EngineKind, BatchSpeed] = {}
         self._reserved: dict[EngineKind, _Reserved] = {}
 
-    def judge(self, turn: Turn) -> float:
+    def judge(self, turn: Turn, *, again: bool) -> float:
         """How long the turn's trajectory is taken to be, in tokens to generate; says in `turn.long` whether that is
-        long."""
+        long. One that was judged before (`again`) counts no second time among those that it is compared with."""
         tokens = self.ranker.estimate(turn.prompt, turn.domain).p50
         known = len(self._predicted) >= ENOUGH
         turn.long = known and tokens > self._predicted.quantile(1 - LONG_SHARE)
-        self._predicted.add(tokens)
+        if not again:
+            self._predicted.add(tokens)
         return tokens
 
     def over(self, kv: SessionKv, *, whole: bool) -> None:

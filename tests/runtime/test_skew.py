@@ -140,3 +140,36 @@ def test_nobody_is_lost(lengths: list[int], engines: int, slots: int, seed: int)
     rollout = Rollout(lengths, engines, skew_aware=True, slots=slots)
     loop.run(rollout.run(), seed=seed)
     assert sorted(rollout.ended) == [(epoch, n) for epoch in range(2) for n in range(len(lengths))]
+
+
+def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared_with() -> None:
+    async def main() -> tuple[int, int]:
+        now, recorder = asyncio.get_running_loop().time, MemoryRecorder()
+        gateway = Gateway(
+            Leases(recorder), limits=GatewayLimits(generate_s=1e5), version=0, on_suspect=lambda _: None,
+            recorder=recorder, concurrency=ConcurrencySettings(AimdSettings(start=8, most=8), skew_aware=True),
+        )  # fmt: skip
+        for n in range(2):
+            engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
+            clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
+            gateway.join(engine, version=0, shares=EngineShares(clock, clock=now), seat=Seat("p", "H800"))
+
+        async def turn(n: int) -> None:
+            await gateway.generate(
+                f"d-{n}", (PROMPT,), Sampling(20 + n), spend=lambda _: None, sent=lambda _: None, domain="d",
+                length=PROMPT, prompt=str(n),
+            )  # fmt: skip
+
+        for n in range(6):
+            await turn(n)
+        assert gateway.entrance is not None
+        assert gateway.entrance._skew is not None
+        first = gateway.entrance.admitted
+        gateway.lose("e0")
+        for n in range(6):
+            await turn(n)
+        return gateway.entrance.admitted - first, len(gateway.entrance._skew._predicted)
+
+    again, predicted = loop.run(main())
+    assert again > 0, "some had to find another home"
+    assert predicted == 6

@@ -8,7 +8,7 @@ import pytest
 
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
-from rollart.model import WeightsRef
+from rollart.model import Sampling, WeightsRef
 from rollart.policy.updates import OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
@@ -86,3 +86,37 @@ def test_what_was_measured_of_the_next_version_outlives_what_happens_before_it_i
         return [e.version for e in fleet.engines]
 
     assert loop.run(main()) == [2, 2]
+
+
+def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> None:
+    async def main() -> tuple[float, str]:
+        fleet = Fleet(Staggered(0.5))
+        updates, now = fleet.gateway.updates, asyncio.get_running_loop().time
+        assert updates is not None
+
+        async def turn(session: str) -> None:
+            sampling = Sampling(2)
+            await fleet.gateway.generate(
+                session, (1, 2), sampling, spend=lambda _: None, sent=lambda _: None, domain="d"
+            )
+
+        def home() -> str:
+            return next(name for name, m in fleet.gateway._turns._roster.members.items() if "a" in m.sessions)
+
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(updates.run())
+            await asyncio.sleep(0.0)
+            for session in ("a", "b"):
+                await turn(session)
+            lived, began = home(), now()
+            await fleet.publish(1)
+            assert [m.updating for m in fleet.gateway._turns._roster.members.values()] == [True, False]
+            assert lived == "e0", "the one that loads"
+            await turn("a")
+            took, lives = now() - began, home()
+            following.cancel()
+        return took, lives
+
+    took, lives = loop.run(main())
+    assert took < LOAD_S
+    assert lives == "e1"
