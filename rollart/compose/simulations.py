@@ -122,7 +122,7 @@ def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
             faults = fault_cost(rows, reader.events(INFRA_FAULT), done.trouble)
         drawn = timeline(reader).labelled(f"{done.schedule}, seed {done.seed}") if with_timeline else None
     steps = [
-        StepTimes(s.ended, s.waited_s, s.train_s, s.ended - s.began - s.train_s, s.trajectories, s.tokens)
+        StepTimes(s.ended, s.waited_s, s.trained - s.began, s.ended - s.trained, s.trajectories, s.tokens)
         for s in done.steps
     ]
     lags: Counter[int] = sum((s.lags for s in done.steps), Counter())

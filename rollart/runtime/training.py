@@ -37,14 +37,15 @@ REFUSALS = 3
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """One training step, for progress lines and reports. Times are loop seconds: `t0` is when its batch was whole,
-    after `waited_s`; what was accumulated before counts as waiting. `t1` is when its version became current, which
-    may be during the next step."""
+    after `waited_s`; what was accumulated before counts as waiting. `trained` is when the trainer was done, `t1` when
+    its version became current, which may be during the next step."""
 
     step: int
     version: int
     groups: tuple[Group, ...]
     report: TrainReport
     t0: float
+    trained: float
     t1: float
     waited_s: float
 
@@ -254,15 +255,16 @@ class Training:
         """The step is trained: publish its version, or stage it and let it go its way. The last one is waited for."""
         waited_s = began - self._waiting
         now = asyncio.get_running_loop().time
+        trained = now()
         self._clock.enter(State.SYNC)
         await self._settled()
         await self._publisher.probe(version + 1, lambda: self._samples(groups, step))
         if self._tasks is None or step + 1 == self._steps:
             await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
-            self._on_step(StepDone(step, version + 1, tuple(groups), report, began, now(), waited_s))
+            self._on_step(StepDone(step, version + 1, tuple(groups), report, began, trained, now(), waited_s))
             return
         await self._publisher.stage(version + 1)
-        done = StepDone(step, version + 1, tuple(groups), report, began, now(), waited_s)
+        done = StepDone(step, version + 1, tuple(groups), report, began, trained, now(), waited_s)
         self._behind = _Behind(done)
         self._tasks.create_task(self._publish_behind(self._behind), name=f"publish v{version + 1}")
 

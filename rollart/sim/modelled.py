@@ -43,12 +43,14 @@ START_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """One training step: loop seconds at which its batch was complete and at which its version served, what it waited
-    for the batch, seconds of training, trained tokens and trajectories, and how many samples had which lag (versions
-    between their first token and the one they were trained from)."""
+    """One training step: loop seconds at which its batch was complete, at which it was trained and at which its version
+    served, what it waited for the batch, the trainer's seconds (of a streamed step some were before its batch was
+    complete), trained tokens and trajectories, and how many samples had which lag (versions between their first token
+    and the one they were trained from)."""
 
     step: int
     began: float
+    trained: float
     ended: float
     waited_s: float
     train_s: float
@@ -229,6 +231,7 @@ class ModelledRun:
         seen = StepSeen(
             done.step,
             done.t0,
+            done.trained,
             done.t1,
             done.waited_s,
             done.report.seconds,

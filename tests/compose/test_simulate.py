@@ -111,6 +111,15 @@ def test_figures_add_up(made: Make, tmp_path: Path) -> None:
     assert 0 < found.wasted < 1
 
 
+def test_a_streamed_step_adds_up_too(made: Make, tmp_path: Path) -> None:
+    """What was trained before its batch was complete counts as waiting: no publish takes less than no time."""
+    done = simulate(made("training.stream=true"), tmp_path / "run", schedule="sync_plus", steps=4)
+    assert any(s.train_s > s.trained - s.began for s in done.steps), "some of it was before"
+    assert all(s.began <= s.trained <= s.ended for s in done.steps)
+    found = found_in(done)
+    assert found.step_s == pytest.approx(found.waited_s + found.train_s + found.publish_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_every_schedule_runs_under_shuffled_ties(made: Make, tmp_path: Path, schedule: str) -> None:
     for fuzz in range(3):
