@@ -90,6 +90,8 @@ class SimulatedEngine:
         self.running = 0
         self.served = 0
         self.fail = False
+        self.kv_tokens: int | None = None
+        """What it says of its KV memory."""
 
     @property
     def id(self) -> EngineId:
@@ -162,7 +164,7 @@ class SimulatedEngine:
         self._resumed.set()
 
     async def stats(self) -> EngineStats:
-        return EngineStats(self.running, 0, 0, self.served * self._tokens, 0, 0.0, 0.0)
+        return EngineStats(self.running, 0, 0, self.served * self._tokens, 0, 0.0, 0.0, kv_tokens=self.kv_tokens)
 
     async def healthy(self) -> bool:
         return not self.fail

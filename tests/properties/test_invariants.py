@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.ledger.memory import MemoryRecorder
+from rollart.policy.concurrency import AimdSettings
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.runtime.entrance import ConcurrencySettings
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun as World
 from rollart.sim.run import make
@@ -42,7 +44,20 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES)) -> Wo
         schedule=schedule,
     )
     world.trainer.streams = draw(st.booleans())
+    world.concurrency = draw(entrances())
+    for engine in world.engines:
+        engine.kv_tokens = draw(st.sampled_from([None, 16, 64]))
     return world
+
+
+@st.composite
+def entrances(draw: st.DrawFn) -> ConcurrencySettings | None:
+    """How many trajectories an engine takes: as many as come, or as its KV memory bears, by a search that moves."""
+    if draw(st.booleans()):
+        return None
+    start, interval = draw(st.integers(1, 4)), draw(st.sampled_from([0.5, 5.0]))
+    aimd = AimdSettings(start=start, most=8, increase=draw(st.integers(1, 2)), interval_s=interval, settle_s=interval)
+    return ConcurrencySettings(aimd, {"d0": 8.0} if draw(st.booleans()) else {}, skew_aware=draw(st.booleans()))
 
 
 def watch_outstanding(world: World) -> list[tuple[int, int]]:
