@@ -11,12 +11,14 @@ never half of one. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,22 @@ def publish(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, .
     return write(snapshot(learner, copy=False), root, version, tokenizer)
 
 
-def write(state_of: Snapshot, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
-    """Write a state as `version`; replaces an earlier write of it. `TrainerError` leaves nothing behind."""
-    final, temporary = version_path(root, version), root / f".tmp-v{version:06d}"
+def write(
+    state_of: Snapshot,
+    root: Path,
+    version: int,
+    tokenizer: tuple[Path, ...],
+    *,
+    wanted: Callable[[], bool] = lambda: True,
+) -> Path:
+    """Write a state as `version`; replaces an earlier write of it. `TrainerError` leaves nothing behind. Each write has
+    a directory of its own until it is whole, and then takes the version's place only if it is still `wanted`."""
+    final = version_path(root, version)
     durable = state_of.durable
+    temporary = root / f".tmp-v{version:06d}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / OPTIMIZER).parent.mkdir(parents=True)
+        temporary = _own(temporary)
+        (temporary / OPTIMIZER).parent.mkdir()
         _write_tensors(temporary / MODEL, state_of.model)
         _write_tensors(temporary / OPTIMIZER, state_of.optimizer)
         _write_text(temporary / "config.json", state_of.config)
@@ -117,9 +128,14 @@ def write(state_of: Snapshot, root: Path, version: int, tokenizer: tuple[Path, .
         if durable:
             for path in (marker, (temporary / STATE).parent, temporary):
                 _fsync(path)
+        if not wanted():
+            raise TrainerError(f"version {version} was given up while it was written: the trainer was restored")
         _swap(temporary, final)
         if durable:
             _fsync(root)
+    except TrainerError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
@@ -234,6 +250,16 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _own(path: Path) -> Path:
+    """A new directory that is named after `path`: an earlier write that was given up may still go on in its own."""
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            own = path.with_name(f"{path.name}.{number}")
+            own.mkdir(parents=True)
+            return own
+    raise AssertionError("numbers do not end")
 
 
 def _swap(temporary: Path, final: Path) -> None:

@@ -55,6 +55,7 @@ class TrainerService:
         self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(config.threads,))
         self._disk = ThreadPoolExecutor(1, "disk", initializer=torch.set_num_threads, initargs=(1,))
         self._staged: dict[int, checkpoint.Snapshot] = {}
+        self._restores = 0
         self._waiting = 0
         self._version: int | None = None
         self._totals = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0, "published": 0.0}
@@ -91,22 +92,24 @@ class TrainerService:
 
     def stage(self, body: Answer) -> Answer:
         version = int(body["version"])
-        self._staged = {version: self._snapshot(version, copy=True)}
+        self._staged = {version: self._snapshot(version)}
         return {}
 
     def publish(self, body: Answer) -> Answer:
-        """In the disk's thread; what was not staged is looked at in the learner's."""
-        version = int(body["version"])
+        """In the disk's thread, from a copy: what was not staged is copied in the learner's. A caller that gave up and
+        restored does not find a version there which it never heard of."""
+        version, restores = int(body["version"]), self._restores
         staged = self._staged.pop(version, None)
         if staged is None:
-            staged = self._pool.submit(self._snapshot, version, copy=False).result()
-        path = checkpoint.write(staged, self._root, version, self._tokenizer)
+            staged = self._pool.submit(self._snapshot, version).result()
+        path = checkpoint.write(staged, self._root, version, self._tokenizer, wanted=lambda: restores == self._restores)
         self._version = version
         self._totals["published"] += 1
         return {"version": version, "path": str(path)}
 
     def restore(self, body: Answer) -> Answer:
         version = int(body["version"])
+        self._restores += 1
         self._staged.clear()
         self._learner.abort()
         checkpoint.restore(self._learner, Path(str(body["path"])), version)
@@ -123,10 +126,10 @@ class TrainerService:
         lines += [f'rollart_trainer_last{{metric="{name}"}} {value}' for name, value in sorted(self._last.items())]
         return web.Response(text="\n".join(lines) + "\n")
 
-    def _snapshot(self, version: int, *, copy: bool) -> checkpoint.Snapshot:
+    def _snapshot(self, version: int) -> checkpoint.Snapshot:
         if self._learner.accumulating:
             raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
-        return checkpoint.snapshot(self._learner, copy=copy)
+        return checkpoint.snapshot(self._learner, copy=True)
 
     def _batch(self, body: Answer) -> Batch:
         return decode(body["samples"], self._learner.policy.vocab_size)

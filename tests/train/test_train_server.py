@@ -22,6 +22,7 @@ from aiohttp.test_utils import TestServer
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import TrainReport, WeightsRef
+from rollart.train import checkpoint
 from rollart.train.config import TrainerConfig
 from rollart.train.server import TrainerService
 from tests.train.trainkit import config, sample
@@ -117,6 +118,38 @@ async def test_a_trainer_that_does_not_stream_says_so(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="no greeting"):
         await trainer.greet()
     await trainer.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hangs, the trainer is restored and goes on; then the disk comes back to what it was writing."""
+    hangs, release, write = threading.Event(), threading.Event(), checkpoint._write_tensors
+
+    def slow(path: Path, tensors: Any) -> None:
+        if not hangs.is_set():
+            hangs.set()
+            release.wait()
+        write(path, tensors)
+
+    async with serving(config(tmp_path)) as (trainer, _):
+        start = await trainer.publish(0)
+        await trainer.train(SAMPLES, 0)
+        monkeypatch.setattr(checkpoint, "_write_tensors", slow)
+        given_up = asyncio.create_task(trainer.publish(1))
+        await asyncio.to_thread(hangs.wait)
+        await trainer.restore(start)
+        await trainer.train(SAMPLES[:2], 0)
+        release.set()
+        with pytest.raises(TrainerError, match=r"^publish: version 1 was given up while it was written"):
+            await given_up
+        assert [p.name for p in tmp_path.iterdir()] == ["v000000"]
+        published = await trainer.publish(1)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["v000000", "v000001"]
+        now = await trainer.logprobs(SAMPLES)
+        await trainer.restore(published)
+        assert await trainer.logprobs(SAMPLES) == now
 
 
 @pytest.mark.asyncio
