@@ -18,7 +18,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,envs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,envs,proxy,dev]'
 	touch $@
 
 lint: install
@@ -34,7 +34,7 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles $(VENV)/.providers
+test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
@@ -49,6 +49,11 @@ $(VENV)/.oracles: $(VENV)/.installed
 $(VENV)/.providers: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[providers]'
 	command -v bwrap >/dev/null || apt-get install -y -qq bubblewrap >/dev/null 2>&1 || true
+	touch $@
+
+# Clients and agent loops that are not ours, for the proxy's tests.
+$(VENV)/.harnesses: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[harnesses]'
 	touch $@
 
 test: lint types layers test-fast

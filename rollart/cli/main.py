@@ -20,6 +20,7 @@ from rollart.cli.doctor import doctor
 from rollart.cli.launch import launch
 from rollart.cli.plan import plan
 from rollart.cli.prices import prices
+from rollart.cli.proxy import proxy
 from rollart.cli.reports import report
 from rollart.cli.rewards import rewards
 from rollart.cli.runs import status, stop
@@ -38,7 +39,21 @@ def cli() -> None:
     """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
 
 
-for _command in (launch, plan, simulate, calibrate, rewards, prices, validate, schema, report, status, stop, doctor):
+for _command in (
+    launch,
+    plan,
+    simulate,
+    calibrate,
+    rewards,
+    proxy,
+    prices,
+    validate,
+    schema,
+    report,
+    status,
+    stop,
+    doctor,
+):
     cli.add_command(_command)
 
 

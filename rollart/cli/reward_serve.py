@@ -20,7 +20,7 @@ from rollart.errors import ProviderError, UsageError
 if TYPE_CHECKING:
     from serverless.deploy.package import Package
 
-__all__ = ["serve"]
+__all__ = ["loopback", "serve", "token_in"]
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 
@@ -42,8 +42,8 @@ def serve(
     """
     from rollart.compose.providers import packages_in, translated
 
-    token = _token(token_env)
-    if not token and not _loopback(host):
+    token = token_in(token_env)
+    if not token and not loopback(host):
         raise UsageError(
             f"--host {host} is reachable from elsewhere (rule: with a token, unless it is this machine alone)",
             remedy="name a variable with a token: --token-env VAR",
@@ -113,7 +113,7 @@ def _announce(url: str, packages: list[Package], token_env: str, as_json: bool) 
     click.echo("Ctrl-C stops it", err=True)
 
 
-def _token(variable: str | None) -> str:
+def token_in(variable: str | None) -> str:
     if variable is None:
         return ""
     value = os.environ.get(variable, "")
@@ -122,7 +122,7 @@ def _token(variable: str | None) -> str:
     return value
 
 
-def _loopback(host: str) -> bool:
+def loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

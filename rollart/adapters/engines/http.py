@@ -141,6 +141,20 @@ class HttpEngine:
             return False
         return True
 
+    async def paused(self) -> bool:
+        """Whether it stands still; a server that does not say is taken to run."""
+        return bool(
+            _object(await self._request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
+        )
+
+    async def context(self) -> int:
+        """Tokens of prompt and answer together that it takes."""
+        models = _object(await self._request("GET", "/v1/models", limit_s=CONNECT_S)).get("data")
+        try:
+            return int(models[0]["max_model_len"])  # type: ignore[index]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise EngineError(f"{self._url}/v1/models names no max_model_len", retryable=False) from None
+
     async def close(self) -> None:
         """Close the connections; requests in flight are aborted."""
         self._closed = True

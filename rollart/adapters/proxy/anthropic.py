@@ -1,0 +1,138 @@
+"""Anthropic's messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollart.adapters.proxy import fields
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message, Prompt, conversation
+from rollart.adapters.proxy.sse import event, pieces
+
+__all__ = ["ask", "body", "error", "events", "failed", "prompt_of"]
+
+FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         503: "overloaded_error"}  # fmt: skip
+"""The API's word for a status; others are "api_error"."""
+
+
+def ask(body: Mapping[str, Any]) -> Ask:
+    """BadRequest for what cannot be served."""
+    choice = body.get("tool_choice")
+    wish = choice.get("type") if isinstance(choice, Mapping) else None
+    limit = fields.whole(body, "max_tokens")
+    if limit is None:
+        raise BadRequest("max_tokens: field required", field="max_tokens")
+    return Ask(
+        prompt_of(body),
+        model=str(body.get("model") or ""),
+        max_tokens=limit,
+        temperature=fields.number(body, "temperature", 1.0),
+        top_p=fields.fraction(body, "top_p", 1.0),
+        stop=fields.texts(body, "stop_sequences"),
+        stream=bool(body.get("stream")),
+        unenforced=("tool_choice",) if wish in ("any", "tool") else (),
+    )
+
+
+def prompt_of(body: Mapping[str, Any]) -> Prompt:
+    """The conversation in the chat template's terms: system text first, tool results as messages of their own."""
+    choice = body.get("tool_choice")
+    silent = isinstance(choice, Mapping) and choice.get("type") == "none"
+    system = fields.plain_text(body.get("system"), "system")
+    messages = [Message("system", system)] if system else []
+    for given in fields.items(body, "messages"):
+        messages += _messages(given)
+    tools = () if silent else tuple(_tool(t) for t in fields.items(body, "tools"))
+    return Prompt(conversation(messages, field="messages"), tools)
+
+
+def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.message.content}] if answer.message.content else []
+    blocks += [
+        {"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in answer.message.calls
+    ]
+    return {**_head(answer), "content": blocks, "stop_reason": FINISH[answer.finish], "usage": _usage(answer)}
+
+
+def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
+    def send(kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    head = {**_head(answer), "content": [], "stop_reason": None}
+    yield send("message_start", message={**head, "usage": {**_usage(answer), "output_tokens": 0}})
+    index = 0
+    if answer.message.content:
+        yield send("content_block_start", index=index, content_block={"type": "text", "text": ""})
+        for piece in pieces(answer.message.content):
+            yield send("content_block_delta", index=index, delta={"type": "text_delta", "text": piece})
+        yield send("content_block_stop", index=index)
+        index += 1
+    for call in answer.message.calls:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        yield send("content_block_start", index=index, content_block=block)
+        for piece in pieces(json.dumps(call.arguments, ensure_ascii=False)):
+            yield send("content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": piece})
+        yield send("content_block_stop", index=index)
+        index += 1
+    delta = {"stop_reason": FINISH[answer.finish], "stop_sequence": None}
+    yield send("message_delta", delta=delta, usage={"output_tokens": len(answer.completion.token_ids)})
+    yield send("message_stop")
+
+
+def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": message}}
+
+
+def failed(message: str, status: int) -> bytes:
+    """The error of an answer whose stream has begun."""
+    return event(error(message, status), "error")
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {"id": answer.id("msg"), "type": "message", "role": "assistant", "model": answer.model,
+            "stop_sequence": None}  # fmt: skip
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    """As the API counts: what the cache held is apart from what was read."""
+    return {
+        "input_tokens": len(answer.prompt_ids) - answer.cached,
+        "cache_read_input_tokens": answer.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(answer.completion.token_ids),
+    }
+
+
+def _messages(given: Mapping[str, Any]) -> list[Message]:
+    role, content = given.get("role"), given.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise BadRequest(f"messages has the role {role!r}", field="messages")
+    if not isinstance(content, list):
+        return [Message(role, fields.plain_text(content, "messages"))]
+    texts: list[str] = []
+    calls: list[Call] = []
+    results: list[Message] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use":
+            calls.append(fields.call(block.get("name"), block.get("input") or {}, block.get("id"), "messages"))
+        elif kind == "tool_result":
+            shown = fields.plain_text(block.get("content"), "messages")
+            results.append(Message("tool", shown, call_id=str(block.get("tool_use_id") or "")))
+        else:
+            texts.append(fields.plain_text([block], "messages"))
+    said = [Message(role, "".join(texts), tuple(calls))] if texts or calls or not results else []
+    return [*results, *said]
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    if "input_schema" not in given:
+        raise BadRequest(f"tools: {given.get('type') or given.get('name')} is run by a server (rule: tools of the "
+                         "caller's, with an input_schema)", field="tools")  # fmt: skip
+    function = {"name": given.get("name"), "description": given.get("description") or "",
+                "parameters": given["input_schema"]}  # fmt: skip
+    return {"type": "function", "function": function}

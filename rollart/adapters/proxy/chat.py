@@ -1,0 +1,136 @@
+"""A model directory's way of writing conversations: chat template, special tokens, stop tokens."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.proxy.messages import BadRequest, Message
+from rollart.adapters.proxy.tools import PARSERS, parser_for
+from rollart.errors import SpecError
+
+__all__ = ["PLAIN", "ChatFormat"]
+
+PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+"""For a tokenizer without a chat template, as the quickstart's: contents, one a line, roles unsaid."""
+
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Marks around answers, for masks that are taken from the captured tokens here."""
+
+
+class ChatFormat:
+    """Renders with Jinja in its sandbox, as transformers does, and encodes with `tokenizer.json`; torch-free.
+
+    `template` replaces the directory's own; `tools` names one of `PARSERS`, by default the template's spelling.
+    SpecError for a directory without a tokenizer or a template that is none.
+    """
+
+    def __init__(self, directory: str | Path, *, template: str | None = None, tools: str | None = None) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        folder = Path(directory)
+        if not (folder / "tokenizer.json").is_file():
+            raise SpecError(f"no tokenizer.json in {folder}", remedy="name a Hugging Face model directory")
+        self._backend = Backend.from_file(str(folder / "tokenizer.json"))
+        config = _object(folder / "tokenizer_config.json")
+        source = template if template is not None else _own_template(folder, config)
+        self.plain = source is None
+        self._template = _compiled(PLAIN if source is None else source)
+        self._special = {name: _text(config[name]) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+                         if config.get(name)}  # fmt: skip
+        self.parse = PARSERS[tools or parser_for(source or "")]
+        self.stop_ids = self._stop_ids(folder, config)
+        self.stops = {i: self.text((i,)) for i in self.stop_ids}
+        """Texts of the tokens that end an answer, by id."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
+        """The conversation as text; with `prompt`, up to where the answer begins. BadRequest for one that the template
+        refuses."""
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self._template.render(
+                    messages=[m.for_template() for m in messages],
+                    tools=[dict(t) for t in tools] or None,
+                    add_generation_prompt=prompt,
+                    **self._special,
+                )
+            )
+        except (TemplateError, TypeError) as error:
+            raise BadRequest(f"the chat template refuses these messages: {error}", field="messages") from None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text in which special tokens may be spelled out; none are added."""
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def token(self, token_id: int) -> str:
+        return str(self._backend.id_to_token(token_id))
+
+    def _stop_ids(self, folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Every id that the model, its generation settings or its tokenizer call an end."""
+        found: dict[int, None] = {}
+        for source in (_object(folder / "generation_config.json"), _object(folder / "config.json")):
+            ends = source.get("eos_token_id")
+            found.update(dict.fromkeys(i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int)))
+        if config.get("eos_token"):
+            token = self._backend.token_to_id(_text(config["eos_token"]))
+            if token is not None:
+                found[token] = None
+        return tuple(found)
+
+
+def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    source = config.get("chat_template")
+    if isinstance(source, list):  # named ones
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _compiled(source: str) -> Any:
+    """The environment that transformers renders templates in: sandboxed, blocks trimmed, JSON not escaped for HTML."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: dt.datetime.now().strftime(form)
+    try:
+        return environment.from_string(_GENERATION.sub("", source))
+    except TemplateError as error:
+        raise SpecError(
+            f"the chat template cannot be read: {error}", remedy="mend it, or give --chat-template"
+        ) from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text(token: object) -> str:
+    """A special token's text: a string, or an object with one."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)

@@ -1,0 +1,97 @@
+"""Reading request bodies: the value of a field, or a BadRequest that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollart.adapters.proxy.messages import BadRequest, Call
+
+__all__ = ["arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
+
+
+def number(body: Mapping[str, Any], name: str, default: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise BadRequest(f"{name} is {value!r} (rule: a number, at least 0)", field=name)
+    return float(value)
+
+
+def fraction(body: Mapping[str, Any], name: str, default: float) -> float:
+    value = number(body, name, default)
+    if not 0 < value <= 1:
+        raise BadRequest(f"{name} is {value:g} (rule: above 0, at most 1)", field=name)
+    return value
+
+
+def whole(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise BadRequest(f"{name} is {value!r} (rule: a whole number, at least {least})", field=name)
+    return value
+
+
+def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A text or a list of them; empty ones are left out."""
+    value = body.get(name)
+    found = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(found, Sequence) or not all(isinstance(t, str) for t in found):
+        raise BadRequest(f"{name} must be a text or a list of texts", field=name)
+    return tuple(t for t in found if t)
+
+
+def items(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """A list of objects."""
+    value = body.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(v, Mapping) for v in value):
+        raise BadRequest(f"{name} must be a list of objects", field=name)
+    return value
+
+
+def plain_text(content: object, field: str) -> str:
+    """A message's content: text, or parts that are all text. The policy reads nothing else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(_part(p, field) for p in content)
+    raise BadRequest(f"{field} must be a text or a list of parts", field=field)
+
+
+def arguments(value: object, field: str) -> Mapping[str, Any]:
+    """A tool call's arguments: an object, or its JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except ValueError:
+            value = None
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"{field} must be a JSON object", field=field)
+    return value
+
+
+def call(name: object, given: object, id: object, field: str) -> Call:
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"{field} names no function", field=field)
+    return Call(name, arguments(given, field), str(id or ""))
+
+
+def unsupported(body: Mapping[str, Any], rules: Mapping[str, object]) -> None:
+    """BadRequest for a field whose value is not the one that is served."""
+    for name, served in rules.items():
+        if body.get(name) not in (None, served):
+            raise BadRequest(f"{name} is {body[name]!r}, only {served!r} is served", field=name)
+
+
+def _part(part: object, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind in ("text", "input_text", "output_text", "refusal"):
+        return str(part.get("refusal" if kind == "refusal" else "text") or "")
+    raise BadRequest(f"{field} has a part of type {kind!r} (rule: text; the policy reads nothing else)", field=field)

@@ -1,0 +1,135 @@
+"""What the proxy's APIs have in common: a conversation, a request for the next answer, and the answer.
+
+Every API is translated into these and back by a module of its own; nothing else knows their bodies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollart.model import Completion, FinishReason
+
+__all__ = ["Answer", "Ask", "BadRequest", "Call", "Message", "Prompt", "conversation"]
+
+
+class BadRequest(Exception):
+    """A request that can never be served; `field` is the part of the body that is wrong, `code` OpenAI's word."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.field, self.code, self.status = field, code, status
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call. `arguments` is an object; `id` is the proxy's own and no part of what is compared."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as chat templates know it. White space around an assistant's text is dropped by
+    some harnesses, so it does not count when messages are compared (`key`)."""
+
+    role: str
+    content: str
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    name: str = ""
+
+    @property
+    def key(self) -> str:
+        """Equal for messages that say the same."""
+        content = self.content.strip() if self.role == "assistant" else self.content
+        calls = [(c.name, c.arguments) for c in self.calls]
+        return json.dumps([self.role, content, calls, self.name], sort_keys=True)
+
+    def for_template(self) -> dict[str, Any]:
+        """As `apply_chat_template` takes it: arguments of calls are objects."""
+        shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            shown["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
+                for c in self.calls
+            ]
+        if self.call_id:
+            shown["tool_call_id"] = self.call_id
+        if self.name:
+            shown["name"] = self.name
+        return shown
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be continued: messages with the tools that may be called, or bare text, or bare token ids."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def chat(self) -> bool:
+        return self.text is None and self.token_ids is None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for one answer. `unenforced` names wishes that are passed to the template at most."""
+
+    prompt: Prompt
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    logprobs: bool = False
+    ids: bool = False
+    unenforced: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the policy said: `message` as the harness is given it, and the tokens behind it.
+
+    `tokens` are the texts of the sampled ids; `number` counts the session's answers, `created` is in Unix seconds.
+    """
+
+    message: Message
+    completion: Completion
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    session: str
+    number: int
+    model: str
+    created: int
+
+    @property
+    def finish(self) -> str:
+        """OpenAI's word."""
+        if self.message.calls:
+            return "tool_calls"
+        return "length" if self.completion.finish is FinishReason.LENGTH else "stop"
+
+    @property
+    def cached(self) -> int:
+        return self.completion.cached_tokens
+
+    def id(self, prefix: str) -> str:
+        return f"{prefix}-{self.session}-{self.number}"
+
+
+def conversation(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:
+    """Messages that can be answered. BadRequest otherwise."""
+    if not messages:
+        raise BadRequest(f"{field} is empty: there is nothing to answer", field=field)
+    return tuple(messages)

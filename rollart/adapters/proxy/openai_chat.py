@@ -1,0 +1,141 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollart.adapters.proxy import fields
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message, Prompt, conversation
+from rollart.adapters.proxy.sse import event, pieces
+
+__all__ = ["ask", "body", "error", "events", "failed", "usage"]
+
+
+def ask(body: Mapping[str, Any]) -> Ask:
+    """BadRequest for what cannot be served."""
+    fields.unsupported(body, {"n": 1})
+    choice = body.get("tool_choice")
+    tools = () if choice == "none" else tuple(fields.items(body, "tools"))
+    unenforced = [] if choice in (None, "auto", "none") else ["tool_choice"]
+    form = body.get("response_format")
+    if isinstance(form, Mapping) and form.get("type") != "text":
+        unenforced.append("response_format")
+    options = body.get("stream_options") or {}
+    return Ask(
+        Prompt(conversation([_message(m) for m in fields.items(body, "messages")], field="messages"), tools),
+        model=str(body.get("model") or ""),
+        max_tokens=fields.whole(body, "max_completion_tokens") or fields.whole(body, "max_tokens"),
+        temperature=fields.number(body, "temperature", 1.0),
+        top_p=fields.fraction(body, "top_p", 1.0),
+        seed=fields.whole(body, "seed", least=0),
+        stop=fields.texts(body, "stop"),
+        stream=bool(body.get("stream")),
+        usage=bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+        logprobs=bool(body.get("logprobs")),
+        ids=bool(body.get("return_token_ids")),
+        unenforced=tuple(unenforced),
+    )
+
+
+def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+    """The answer in one piece. With `return_token_ids`, the ids as vLLM gives them."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.message.content or None, "refusal": None}
+    if answer.message.calls:
+        message["tool_calls"] = [_call(c) for c in answer.message.calls]
+    else:
+        message["content"] = answer.message.content
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": message,
+        "finish_reason": answer.finish,
+        "logprobs": _logprobs(answer) if ask.logprobs else None,
+    }
+    whole: dict[str, Any] = {**_head(answer, "chat.completion"), "choices": [choice], "usage": usage(answer)}
+    if ask.ids:
+        choice["token_ids"] = list(answer.completion.token_ids)
+        whole["prompt_token_ids"] = list(answer.prompt_ids)
+    return whole
+
+
+def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
+    def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
+        return event({**_head(answer, "chat.completion.chunk"), "choices": [choice]})
+
+    logprobs = _logprobs(answer) if ask.logprobs else None
+    yield chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
+    for piece in pieces(answer.message.content):
+        yield chunk({"content": piece})
+    for index, call in enumerate(answer.message.calls):
+        whole = _call(call)
+        function = {**whole["function"], "arguments": ""}
+        yield chunk({"tool_calls": [{**whole, "index": index, "function": function}]})
+        for piece in pieces(whole["function"]["arguments"]):
+            yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+    yield chunk({}, answer.finish)
+    if ask.usage:
+        yield event({**_head(answer, "chat.completion.chunk"), "choices": [], "usage": usage(answer)})
+    yield event("[DONE]")
+
+
+def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def failed(message: str, status: int) -> bytes:
+    """The error of an answer whose stream has begun."""
+    return event(error(message, status))
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    shown, said = len(answer.prompt_ids), len(answer.completion.token_ids)
+    return {
+        "prompt_tokens": shown,
+        "completion_tokens": said,
+        "total_tokens": shown + said,
+        "prompt_tokens_details": {"cached_tokens": answer.cached},
+    }
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id("chatcmpl"), "object": kind, "created": answer.created, "model": answer.model}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+    }
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    return {
+        "content": [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(answer.tokens, answer.completion.logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    role = given.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise BadRequest(f"messages has the role {role!r}", field="messages")
+    calls = []
+    for item in fields.items(given, "tool_calls"):
+        function = item.get("function")
+        if not isinstance(function, Mapping):
+            raise BadRequest("tool_calls has one without a function", field="messages")
+        calls.append(fields.call(function.get("name"), function.get("arguments"), item.get("id"), "tool_calls"))
+    return Message(
+        "system" if role == "developer" else str(role),
+        fields.plain_text(given.get("content"), "messages"),
+        tuple(calls),
+        str(given.get("tool_call_id") or ""),
+        str(given.get("name") or ""),
+    )

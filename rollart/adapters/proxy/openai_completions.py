@@ -1,0 +1,87 @@
+"""OpenAI's completions: `POST /v1/completions`, whose prompt is a text or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollart.adapters.proxy import fields
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Prompt
+from rollart.adapters.proxy.openai_chat import error, failed, usage
+from rollart.adapters.proxy.sse import event, pieces
+
+__all__ = ["ask", "body", "error", "events", "failed"]
+
+MAX_TOKENS = 16
+"""The API's own default."""
+
+
+def ask(body: Mapping[str, Any]) -> Ask:
+    """BadRequest for what cannot be served."""
+    fields.unsupported(body, {"n": 1, "best_of": 1, "echo": False, "suffix": ""})
+    options = body.get("stream_options") or {}
+    logprobs = body.get("logprobs")
+    return Ask(
+        _prompt(body.get("prompt")),
+        model=str(body.get("model") or ""),
+        max_tokens=fields.whole(body, "max_tokens") or MAX_TOKENS,
+        temperature=fields.number(body, "temperature", 1.0),
+        top_p=fields.fraction(body, "top_p", 1.0),
+        seed=fields.whole(body, "seed", least=0),
+        stop=fields.texts(body, "stop"),
+        stream=bool(body.get("stream")),
+        usage=bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+        logprobs=logprobs is not None and logprobs is not False,
+        ids=bool(body.get("return_token_ids")),
+    )
+
+
+def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+    choice = _choice(answer.message.content, answer.finish)
+    if ask.logprobs:
+        choice["logprobs"] = _logprobs(answer)
+    if ask.ids:
+        choice["token_ids"] = list(answer.completion.token_ids)
+        choice["prompt_token_ids"] = list(answer.prompt_ids)
+    return {**_head(answer), "choices": [choice], "usage": usage(answer)}
+
+
+def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
+    for piece in pieces(answer.message.content):
+        yield event({**_head(answer), "choices": [_choice(piece, None)]})
+    yield event({**_head(answer), "choices": [_choice("", answer.finish)]})
+    if ask.usage:
+        yield event({**_head(answer), "choices": [], "usage": usage(answer)})
+    yield event("[DONE]")
+
+
+def _head(answer: Answer) -> dict[str, Any]:
+    return {
+        "id": answer.id("cmpl"),
+        "object": "text_completion",
+        "created": answer.created,
+        "model": answer.model,
+    }
+
+
+def _choice(text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    return {
+        "tokens": list(answer.tokens),
+        "token_logprobs": list(answer.completion.logprobs),
+        "top_logprobs": None,
+        "text_offset": [],
+    }
+
+
+def _prompt(given: object) -> Prompt:
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
+        given = given[0]
+    if isinstance(given, str) and given:
+        return Prompt(text=given)
+    if isinstance(given, list) and given and all(type(i) is int and i >= 0 for i in given):
+        return Prompt(token_ids=tuple(given))
+    raise BadRequest("prompt must be one text or one list of token ids", field="prompt")

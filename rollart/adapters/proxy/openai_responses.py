@@ -1,0 +1,179 @@
+"""OpenAI's responses: `POST /v1/responses`, with the conversation in `input` or behind `previous_response_id`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rollart.adapters.proxy import fields
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message, Prompt, conversation
+from rollart.adapters.proxy.openai_chat import error
+from rollart.adapters.proxy.sse import event, pieces
+
+__all__ = ["ask", "body", "error", "events", "failed"]
+
+Previous = Callable[[str], Sequence[Message] | None]
+"""The conversation behind a response's id, its answer included, without system messages."""
+
+
+def ask(body: Mapping[str, Any], previous: Previous) -> Ask:
+    """BadRequest for what cannot be served."""
+    fields.unsupported(body, {"background": False, "conversation": None})
+    messages: list[Message] = []
+    before = body.get("previous_response_id")
+    if before is not None:
+        held = previous(str(before))
+        if held is None:
+            raise BadRequest(f"previous_response_id {before!r} is not of this session", field="previous_response_id")
+        messages += held
+    messages += _input(body.get("input"))
+    instructions = fields.plain_text(body.get("instructions"), "instructions")
+    if instructions:
+        messages.insert(0, Message("system", instructions))
+    choice = body.get("tool_choice")
+    tools = () if choice == "none" else tuple(_tool(t) for t in fields.items(body, "tools"))
+    unenforced = [] if choice in (None, "auto", "none") else ["tool_choice"]
+    form = (body.get("text") or {}).get("format") if isinstance(body.get("text"), Mapping) else None
+    if isinstance(form, Mapping) and form.get("type") != "text":
+        unenforced.append("text.format")
+    return Ask(
+        Prompt(conversation(messages, field="input"), tools),
+        model=str(body.get("model") or ""),
+        max_tokens=fields.whole(body, "max_output_tokens"),
+        temperature=fields.number(body, "temperature", 1.0),
+        top_p=fields.fraction(body, "top_p", 1.0),
+        stream=bool(body.get("stream")),
+        unenforced=tuple(unenforced),
+    )
+
+
+def body(ask: Ask, answer: Answer) -> dict[str, Any]:
+    return _response(ask, answer, [whole for _, whole in _items(answer)], _status(answer))
+
+
+def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
+    sent = 0
+
+    def send(kind: str, **fields: Any) -> bytes:
+        nonlocal sent
+        sent += 1
+        return event({"type": kind, "sequence_number": sent - 1, **fields}, kind)
+
+    for kind in ("response.created", "response.in_progress"):
+        yield send(kind, response=_response(ask, answer, [], "in_progress"))
+    for index, (empty, whole) in enumerate(_items(answer)):
+        at = {"output_index": index, "item_id": whole["id"]}
+        yield send("response.output_item.added", output_index=index, item=empty)
+        if whole["type"] == "function_call":
+            for piece in pieces(whole["arguments"]):
+                yield send("response.function_call_arguments.delta", **at, delta=piece)
+            yield send("response.function_call_arguments.done", **at, arguments=whole["arguments"], name=whole["name"])
+        else:
+            part, at = whole["content"][0], {**at, "content_index": 0}
+            yield send("response.content_part.added", **at, part={**part, "text": ""})
+            for piece in pieces(part["text"]):
+                yield send("response.output_text.delta", **at, delta=piece, logprobs=[])
+            yield send("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield send("response.content_part.done", **at, part=part)
+        yield send("response.output_item.done", output_index=index, item=whole)
+    done = "response.completed" if _status(answer) == "completed" else "response.incomplete"
+    yield send(done, response=body(ask, answer))
+
+
+def failed(message: str, status: int) -> bytes:
+    """The error of an answer whose stream has begun."""
+    return event({"type": "error", "code": "server_error", "message": message, "param": None,
+                  "sequence_number": 0}, "error")  # fmt: skip
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
+    whole: dict[str, Any] = {
+        "id": answer.id("resp"),
+        "object": "response",
+        "created_at": answer.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "max_output_tokens": ask.max_tokens,
+        "model": answer.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "temperature": ask.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": ask.top_p,
+        "metadata": {},
+    }
+    if status != "in_progress":
+        shown, said = len(answer.prompt_ids), len(answer.completion.token_ids)
+        whole["usage"] = {
+            "input_tokens": shown,
+            "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
+            "output_tokens": said,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": shown + said,
+        }
+    return whole
+
+
+def _items(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Output items, each as it begins and as it ends."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if answer.message.content or not answer.message.calls:
+        part = {"type": "output_text", "text": answer.message.content, "annotations": [], "logprobs": []}
+        item = {"id": answer.id("msg"), "type": "message", "role": "assistant"}
+        found.append(
+            ({**item, "status": "in_progress", "content": []}, {**item, "status": _status(answer), "content": [part]})
+        )
+    for call in answer.message.calls:
+        item = {"id": f"fc-{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
+        written = json.dumps(call.arguments, ensure_ascii=False)
+        found.append(
+            ({**item, "status": "in_progress", "arguments": ""}, {**item, "status": "completed", "arguments": written})
+        )
+    return found
+
+
+def _input(given: object) -> list[Message]:
+    """Items as messages; calls that belong to one answer are put together again."""
+    if isinstance(given, str):
+        return [Message("user", given)]
+    messages: list[Message] = []
+    for item in fields.items({"input": given}, "input"):
+        kind = item.get("type") or "message"
+        if kind == "message":
+            role = str(item.get("role"))
+            text = fields.plain_text(item.get("content"), "input")
+            messages.append(Message("system" if role == "developer" else role, text))
+        elif kind == "function_call":
+            call = fields.call(item.get("name"), item.get("arguments"), item.get("call_id"), "input")
+            _add_call(messages, call)
+        elif kind == "function_call_output":
+            shown = fields.plain_text(item.get("output"), "input")
+            messages.append(Message("tool", shown, call_id=str(item.get("call_id") or "")))
+        elif kind != "reasoning":
+            raise BadRequest(f"input has an item of type {kind!r}", field="input")
+    return messages
+
+
+def _add_call(messages: list[Message], call: Call) -> None:
+    if messages and messages[-1].role == "assistant":
+        last = messages.pop()
+        messages.append(Message("assistant", last.content, (*last.calls, call)))
+    else:
+        messages.append(Message("assistant", "", (call,)))
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    if given.get("type") != "function":
+        raise BadRequest(f"tools has one of type {given.get('type')!r} (rule: function)", field="tools")
+    function = {name: given[name] for name in ("name", "description", "parameters") if given.get(name) is not None}
+    return {"type": "function", "function": function}

@@ -1,0 +1,139 @@
+"""Captured sessions as JSON: lines as turns are answered, trajectories when somebody asks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.proxy.capture import Turn
+from rollart.adapters.proxy.sessions import ProxySession
+from rollart.errors import StorageFailed, UsageError
+from rollart.model import Segment, SegmentKind
+
+__all__ = ["Recording", "read_sessions", "segment", "session_body"]
+
+SCHEMA_VERSION = 1
+
+
+class Recording:
+    """Appends one line per answered request; it is with the operating system before the answer is given out, so a
+    killed proxy loses nothing that a harness has seen."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: nothing is written. UsageError for a file that cannot be."""
+        self._file = None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("a", buffering=1)
+            except OSError as error:
+                raise UsageError(f"cannot write {path}: {error.strerror}", remedy="choose another --record") from None
+
+    def turn(self, session: ProxySession, turn: Turn) -> None:
+        self._write({"session": session.name, **_turn_body(turn)})
+
+    def ended(self, session: ProxySession) -> None:
+        self._write({"session": session.name, "ended": True, "reward": session.ending.reward,
+                     "success": session.ending.success})  # fmt: skip
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps({"schema_version": SCHEMA_VERSION, **line}) + "\n")
+            except OSError as error:
+                raise StorageFailed(f"cannot write {self._file.name}: {error.strerror}") from None
+
+
+def session_body(session: ProxySession) -> dict[str, Any]:
+    """A session as trajectories, one per branch: its segments, and of how many tokens an earlier branch has the same
+    ones."""
+    branches = [
+        {
+            "last": branch.last,
+            "turns": [t.number for t in branch.turns],
+            "shared_tokens": branch.shared,
+            "sampled_tokens": branch.sampled,
+            "segments": [segment(s) for s in branch.segments],
+        }
+        for branch in session.capture.branches()
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "session": session.name,
+        "reward": session.ending.reward,
+        "success": session.ending.success,
+        "turns": [
+            {"turn": t.number, "after": t.planned.after, "begun": t.planned.begun.value, "reason": t.planned.reason,
+             "answer": t.answer.for_template()}
+            for t in session.capture.turns
+        ],
+        "branches": branches,
+    }  # fmt: skip
+
+
+def segment(s: Segment) -> dict[str, Any]:
+    shown: dict[str, Any] = {"kind": s.kind.value, "turn": s.turn, "token_ids": list(s.token_ids)}
+    if s.kind is SegmentKind.ACTION:
+        shown |= {"policy_version": s.policy_version, "logprobs": list(s.logprobs)}
+    return shown
+
+
+def read_sessions(path: Path) -> dict[str, list[tuple[Segment, ...]]]:
+    """Trajectories by session, one per branch, from a recorded file. A last line that was cut off is left out.
+
+    A session that was recorded twice under one name (by two lives of a proxy) keeps both: turns count on."""
+    turns: dict[str, list[tuple[int | None, tuple[Segment, ...]]]] = {}
+    begin: dict[str, int] = {}
+    for line in _lines(path):
+        if "turn" not in line:
+            continue
+        held = turns.setdefault(line["session"], [])
+        if line["turn"] == 0:
+            begin[line["session"]] = len(held)
+        after = None if line["after"] is None else line["after"] + begin[line["session"]]
+        held.append((after, tuple(map(_segment, line["segments"]))))
+    return {name: list(_paths(held)) for name, held in turns.items()}
+
+
+def _paths(turns: list[tuple[int | None, tuple[Segment, ...]]]) -> Iterator[tuple[Segment, ...]]:
+    followed = {after for after, _ in turns}
+    for number in range(len(turns)):
+        if number not in followed:
+            at: int | None = number
+            path: list[tuple[Segment, ...]] = []
+            while at is not None:
+                after, segments = turns[at]
+                path.append(segments)
+                at = after
+            yield tuple(s for segments in reversed(path) for s in segments)
+
+
+def _turn_body(turn: Turn) -> dict[str, Any]:
+    return {
+        "turn": turn.number,
+        "after": turn.planned.after,
+        "begun": turn.planned.begun.value,
+        "reason": turn.planned.reason,
+        "segments": [segment(s) for s in turn.segments],
+        "answer": turn.answer.for_template(),
+    }
+
+
+def _segment(value: dict[str, Any]) -> Segment:
+    return Segment(
+        SegmentKind(value["kind"]), value["turn"], tuple(value["token_ids"]), value.get("policy_version"),
+        tuple(value.get("logprobs", ())),
+    )  # fmt: skip
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        for text in file:
+            if text.endswith("\n"):
+                yield json.loads(text)

@@ -1,0 +1,314 @@
+"""The proxy's HTTP surface: OpenAI's and Anthropic's APIs over captured sessions, and a little to read them back."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import hmac
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+from rollart.adapters.proxy import anthropic, openai_chat, openai_completions, openai_responses
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest
+from rollart.adapters.proxy.record import Recording, session_body
+from rollart.adapters.proxy.sessions import Ending, Policy, ProxySession
+from rollart.adapters.proxy.sse import WAITING
+from rollart.errors import EngineError, RollartError
+
+__all__ = ["HEADER", "Proxy"]
+
+HEADER = "X-Rollart-Session"
+"""Names the session of a request whose path does not."""
+
+DEFAULT = "default"
+"""The session of a harness that names none."""
+
+MAX_BODY = 64 * 2**20
+"""Longest request body, bytes."""
+
+RETRY_AFTER_S = 1
+"""What `Retry-After` says while the policy stands still. The clients of both APIs wait and try again by themselves."""
+
+QUIET_S = 10.0
+"""A stream says something at least this often, seconds. Until then a failure still has a status of its own."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """Owns the sessions. Requests of one session may overlap; each waits for its policy alone.
+
+    `policy` makes one for a session that was not `open`ed before; without it, only opened sessions are served.
+    `paused` is asked before every request. At most `most` sessions are kept: beyond it the one that was idle longest
+    is forgotten here (what `recording` wrote stays).
+    """
+
+    def __init__(
+        self,
+        form: ChatFormat,
+        *,
+        policy: Callable[[str], Policy] | None = None,
+        paused: Callable[[], Awaitable[bool]] | None = None,
+        recording: Recording | None = None,
+        token: str = "",
+        model: str = "policy",
+        most: int = 4096,
+    ) -> None:
+        self._form = form
+        self._policy = policy
+        self._engines_paused = paused
+        self._recording = recording or Recording(None)
+        self._token = token
+        self._model = model
+        self._most = most
+        self._held = False
+        self._sessions: OrderedDict[str, ProxySession] = OrderedDict()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        for prefix in ("", "/s/{session}"):
+            for path, api in (
+                ("/v1/chat/completions", openai_chat),
+                ("/v1/completions", openai_completions),
+                ("/v1/responses", openai_responses),
+                ("/v1/messages", anthropic),
+            ):
+                app.router.add_post(prefix + path, partial(self._serve, api))
+            app.router.add_post(prefix + "/v1/messages/count_tokens", self._count)
+            app.router.add_get(prefix + "/v1/models", self._models)
+        app.add_routes(
+            [
+                web.get("/sessions", self._list),
+                web.get("/sessions/{session}", self._show),
+                web.post("/sessions/{session}/end", self._end),
+                web.delete("/sessions/{session}", self._forget),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
+                web.get("/health", self._health),
+            ]
+        )
+        return app
+
+    def open(self, name: str, policy: Policy) -> ProxySession:
+        """A session whose tokens come from here; ValueError if the name is taken."""
+        if name in self._sessions:
+            raise ValueError(f"session {name} is open already")
+        session = self._sessions[name] = ProxySession(name, self._form, policy, kept=self._recording.turn)
+        return session
+
+    async def close(self, name: str) -> None:
+        """Forget a session; what it held is released."""
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            await session.policy.release()
+
+    async def _serve(self, api: ModuleType, request: web.Request) -> web.StreamResponse:
+        session = await self._session(request)
+        ask = self._ask(api, await _body(request), session)
+        if await self._standing_still():
+            return self._failed(api, EngineError("the policy is paused for new weights", retryable=True))
+        created = int(dt.datetime.now(dt.UTC).timestamp())
+        headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
+        if not ask.stream:
+            answer = await session.answer(ask, created=created)
+            return _json(api.body(ask, answer), headers={**headers, **_where(answer)})
+        return await _Stream(request, api, ask, headers).send(lambda: session.answer(ask, created=created))
+
+    def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> Ask:
+        ask: Ask
+        if api is openai_responses:
+            ask = openai_responses.ask(body, lambda id: _previous(session, id))
+        else:
+            ask = api.ask(body)
+        return ask
+
+    async def _count(self, request: web.Request) -> web.Response:
+        session = await self._session(request)
+        prompt = anthropic.prompt_of(await _body(request))
+        return _json({"input_tokens": len(session.capture.plan(prompt).token_ids)})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model,
+                 "created": 0, "created_at": "1970-01-01T00:00:00Z", "owned_by": "rollart"}  # fmt: skip
+        return _json({"object": "list", "data": [model], "has_more": False, "first_id": self._model,
+                      "last_id": self._model})  # fmt: skip
+
+    async def _list(self, request: web.Request) -> web.Response:
+        shown = [
+            {"session": s.name, "turns": len(s.capture.turns), "branches": len(s.capture.branches()), "busy": s.busy}
+            for s in self._sessions.values()
+        ]
+        return _json({"schema_version": 1, "sessions": shown})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        return _json(session_body(self._known(request)))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        session, body = self._known(request), await _body(request)
+        reward, success = body.get("reward"), body.get("success")
+        if isinstance(reward, bool) or not isinstance(reward, int | float | None):
+            raise BadRequest(f"reward is {reward!r} (rule: a number)", field="reward")
+        if not isinstance(success, bool | None):
+            raise BadRequest(f"success is {success!r} (rule: true or false)", field="success")
+        session.ending = Ending(reward, success)
+        self._recording.ended(session)
+        return _json({"session": session.name})
+
+    async def _forget(self, request: web.Request) -> web.Response:
+        session = self._known(request)
+        if session.busy:
+            raise BadRequest(f"session {session.name} has {session.busy} requests under way", status=409)
+        await self.close(session.name)
+        return _json({"session": session.name})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._held = True
+        return _json({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._held = False
+        return _json({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return _json({"is_paused": await self._standing_still()})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _standing_still(self) -> bool:
+        return self._held or (self._engines_paused is not None and await self._engines_paused())
+
+    async def _session(self, request: web.Request) -> ProxySession:
+        """The request's session, made if need be."""
+        name = request.match_info.get("session") or request.headers.get(HEADER) or DEFAULT
+        session = self._sessions.get(name)
+        if session is None:
+            if not _NAME.fullmatch(name):
+                raise BadRequest(f"session {name!r} (rule: letters, digits, '_.:@-', at most 128)", field=HEADER)
+            if self._policy is None:
+                raise BadRequest(f"session {name} is not open", status=404)
+            await self._make_room()
+            session = self.open(name, self._policy(name))
+        self._sessions.move_to_end(name)
+        return session
+
+    async def _make_room(self) -> None:
+        idle = [s.name for s in self._sessions.values() if not s.busy]
+        for name in idle[: max(0, len(self._sessions) - self._most + 1)]:
+            await self.close(name)
+        if len(self._sessions) >= self._most:
+            raise EngineError(f"{self._most} sessions are busy", retryable=True)
+
+    def _known(self, request: web.Request) -> ProxySession:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise BadRequest(f"no session {request.match_info['session']}", status=404)
+        return session
+
+    def _failed(self, api: ModuleType, error: RollartError) -> web.Response:
+        return _refused(api, error)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Who may call, and errors in the words of the API that was called."""
+        api = anthropic if "/v1/messages" in request.path else openai_chat
+        if self._token and request.path != "/health":
+            given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                return _json(api.error("the API key is not this proxy's", 401), status=401)
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            shape = api.error(str(error), error.status, field=error.field, code=error.code)
+            return _json(shape, status=error.status)
+        except RollartError as error:
+            return _refused(api, error)
+        except web.HTTPException as error:
+            return _json(api.error(error.reason, error.status), status=error.status)
+
+
+class _Stream:
+    """One streamed answer. Its status is sent with its first byte: at the end of the generation, or after `QUIET_S`."""
+
+    def __init__(self, request: web.Request, api: ModuleType, ask: Ask, headers: Mapping[str, str]) -> None:
+        self._request, self._api, self._ask = request, api, ask
+        self._answer = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
+        )
+
+    async def send(self, generate: Callable[[], Awaitable[Answer]]) -> web.StreamResponse:
+        failed: BadRequest | RollartError | None = None
+        answer: Answer | None = None
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(self._wait(), name="stream")
+            try:
+                answer = await generate()
+            except (BadRequest, RollartError) as error:
+                failed = error
+            waiting.cancel()
+        if failed is not None and not self._answer.prepared:
+            raise failed
+        if answer is not None and not self._answer.prepared:
+            self._answer.headers.update(_where(answer))
+            await self._answer.prepare(self._request)
+        for chunk in self._chunks(answer, failed):
+            await self._answer.write(chunk)
+        await self._answer.write_eof()
+        return self._answer
+
+    def _chunks(self, answer: Answer | None, failed: Exception | None) -> Iterator[bytes]:
+        if answer is None:
+            yield self._api.failed(str(failed), 503)
+        else:
+            yield from self._api.events(self._ask, answer)
+
+    async def _wait(self) -> None:
+        while True:
+            await asyncio.sleep(QUIET_S)
+            if not self._answer.prepared:
+                await self._answer.prepare(self._request)
+            await self._answer.write(WAITING)
+
+
+def _refused(api: ModuleType, error: RollartError) -> web.Response:
+    """503 for what may succeed later, 400 for what never will; 500 where the proxy itself failed."""
+    retryable = getattr(error, "retryable", None)
+    status = 500 if retryable is None else 503 if retryable else 400
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+    return _json(api.error(str(error), status), status=status, headers=headers)
+
+
+def _where(answer: Answer) -> dict[str, str]:
+    return {HEADER: answer.session, "X-Rollart-Turn": str(answer.number)}
+
+
+def _previous(session: ProxySession, id: str) -> Any:
+    number = id.removeprefix(f"resp-{session.name}-")
+    return session.conversation(int(number)) if number.isdecimal() else None
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    try:
+        value = json.loads(await request.read() or b"{}")
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object")
+    return value
+
+
+def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=json.dumps(value).encode(), status=status, headers=headers or {}, content_type="application/json"
+    )

@@ -1,0 +1,124 @@
+"""Sessions of the proxy: a request in, an answer out, every token kept before anybody sees its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rollart.adapters.proxy.capture import Capture, Planned, Turn
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message
+from rollart.errors import EngineError
+from rollart.model import Completion, FinishReason, Sampling, VersionSpan
+
+__all__ = ["Policy", "ProxySession", "shortened"]
+
+
+class Policy(Protocol):
+    """Who generates for a session: engines, or a run's trajectory. Errors: `EngineError`."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together at most."""
+
+    async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
+        """Cancelling it aborts the request."""
+
+    async def release(self) -> None:
+        """The session is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a harness said of its session: a reward, and whether it reached its goal, if it knows."""
+
+    reward: float | None = None
+    success: bool | None = None
+
+
+class ProxySession:
+    """One session. Any number of requests may be under way; each waits for the policy alone.
+
+    `kept` is told of every turn before its answer is given out.
+    """
+
+    def __init__(
+        self, name: str, form: ChatFormat, policy: Policy, *, kept: Callable[[ProxySession, Turn], None]
+    ) -> None:
+        self.name = name
+        self.capture = Capture(form)
+        self.policy = policy
+        self.busy = 0
+        """Requests under way."""
+        self.ending = Ending()
+        self._form = form
+        self._kept = kept
+
+    async def answer(self, ask: Ask, *, created: int) -> Answer:
+        """BadRequest, or EngineError: then nothing was captured."""
+        planned = self.capture.plan(ask.prompt)
+        room = self.policy.context - len(planned.token_ids)
+        if room < 1 or not planned.token_ids:
+            raise BadRequest(
+                f"the prompt has {len(planned.token_ids)} tokens (rule: at least 1, and room for an answer within "
+                f"{self.policy.context})", code="context_length_exceeded", field="messages",
+            )  # fmt: skip
+        self.busy += 1
+        try:
+            completion = await self.policy.generate(planned.token_ids, self._sampling(ask, room))
+        finally:
+            self.busy -= 1
+        if completion.finish is FinishReason.ABORT:
+            raise EngineError("the engine ended the generation", retryable=True)
+        return self._answered(ask, planned, shortened(completion, ask.stop, self._form.text), created)
+
+    def conversation(self, number: int) -> tuple[Message, ...] | None:
+        """What was said up to a turn's answer, without system messages; None: there is no such turn."""
+        if not 0 <= number < len(self.capture.turns):
+            return None
+        turn = self.capture.turns[number]
+        return tuple(m for m in (*turn.planned.prompt.messages, turn.answer) if m.role != "system")
+
+    def _sampling(self, ask: Ask, room: int) -> Sampling:
+        ends = [ids[0] for ids in map(self._form.encode, ask.stop) if len(ids) == 1]
+        return Sampling(
+            max_tokens=min(ask.max_tokens or room, room),
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            seed=ask.seed,
+            stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *ends))),
+        )
+
+    def _answered(self, ask: Ask, planned: Planned, completion: Completion, created: int) -> Answer:
+        number = len(self.capture.turns)
+        ids = completion.token_ids
+        ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
+        text = self._form.text(ids[:-1] if ended else ids)
+        content, calls = self._form.parse(text) if ask.prompt.tools else (text, ())
+        named = [Call(c.name, c.arguments, f"call-{self.name}-{number}-{i}") for i, c in enumerate(calls)]
+        message = Message("assistant", content, tuple(named))
+        self._kept(self, self.capture.keep(planned, completion, message))
+        tokens = tuple(map(self._form.token, ids))
+        return Answer(message, completion, planned.token_ids, tokens, self.name, number, ask.model, created)
+
+
+def shortened(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:
+    """The completion up to where one of the texts begins, whole tokens only: what is cut was sampled, but is neither
+    shown nor trained. Engines stop at tokens; texts that lie across several are found here."""
+    whole = text(completion.token_ids)
+    found = [at for at in (whole.find(stop) for stop in stops) if at >= 0]
+    if not found:
+        return completion
+    end, low, high = min(found), 0, len(completion.token_ids)
+    while low < high:  # the most tokens whose text ends before it
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(text(completion.token_ids[:middle])) <= end else (low, middle - 1)
+    spans = tuple(VersionSpan(s.version, s.start, min(s.end, low)) for s in completion.spans if s.start < low)
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:low],
+        logprobs=completion.logprobs[:low],
+        spans=spans,
+        finish=FinishReason.STOP,
+    )

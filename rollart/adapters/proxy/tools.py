@@ -1,0 +1,64 @@
+"""Tool calls in what a model says: the two spellings that open models are trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollart.adapters.proxy.messages import Call
+
+__all__ = ["PARSERS", "Parser", "parser_for"]
+
+Parser = Callable[[str], tuple[str, tuple[Call, ...]]]
+"""Text in, content and calls out. What cannot be read as a call stays content: nothing that was said is lost."""
+
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def hermes(text: str) -> tuple[str, tuple[Call, ...]]:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them (Hermes, Qwen)."""
+    calls: list[Call] = []
+    rest: list[str] = []
+    end = 0
+    for found in _HERMES.finditer(text):
+        call = _call(found.group(1))
+        if call is not None:
+            rest.append(text[end : found.start()])
+            calls.append(call)
+            end = found.end()
+    rest.append(text[end:])
+    return ("".join(rest).strip() if calls else text), tuple(calls)
+
+
+def bare_json(text: str) -> tuple[str, tuple[Call, ...]]:
+    """The whole answer is `{"name": …, "parameters": {…}}` (Llama 3)."""
+    call = _call(text.strip())
+    return (text, ()) if call is None else ("", (call,))
+
+
+def none(text: str) -> tuple[str, tuple[Call, ...]]:
+    """Everything is content."""
+    return text, ()
+
+
+PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": bare_json, "none": none}
+
+
+def parser_for(template: str) -> str:
+    """The spelling that a chat template itself uses for earlier calls."""
+    if "<tool_call>" in template:
+        return "hermes"
+    return "json" if '"parameters"' in template else "none"
+
+
+def _call(text: str) -> Call | None:
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    return Call(value["name"], arguments) if isinstance(arguments, dict) else None

@@ -1,0 +1,118 @@
+"""`rollart proxy`: any agent harness becomes a rollout by setting its base URL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import click
+
+from rollart.cli.context import INTERRUPTED, json_option
+from rollart.cli.reward_serve import loopback, token_in
+from rollart.errors import UsageError
+
+__all__ = ["proxy"]
+
+
+@click.command()
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="Engine to generate with; may be given again.",
+)
+@click.option(
+    "--tokenizer",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Hugging Face directory with tokenizer.json and, for chats, a chat template.",
+)
+@click.option(
+    "--listen",
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where to listen; port 0: any that is free.",
+)
+@click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Jinja file to use instead of the tokenizer's own.",
+)
+@click.option(
+    "--tool-parser",
+    type=click.Choice(["hermes", "json", "none"]),
+    help="How the model spells tool calls; as its template does, if not given.",
+)
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File that gets every turn's segments, one JSON line each.",
+)
+@click.option(
+    "--model-name",
+    default="policy",
+    show_default=True,
+    help="What /v1/models calls the policy. Requests may name any model.",
+)
+@click.option("--token-env", metavar="VAR", help="Variable with the API key that every call then needs.")
+@json_option
+def proxy(
+    engines: tuple[str, ...],
+    tokenizer: Path,
+    listen: str,
+    chat_template: Path | None,
+    tool_parser: str | None,
+    record: Path | None,
+    model_name: str,
+    token_env: str | None,
+    as_json: bool,
+) -> None:
+    """Serve OpenAI's and Anthropic's APIs in front of engines until Ctrl-C, and capture every token.
+
+    Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
+    /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
+    """
+    from rollart.compose.proxy import ProxySettings
+
+    host, port = _address(listen)
+    token = token_in(token_env)
+    if not token and not loopback(host):
+        raise UsageError(
+            f"--listen {listen} is reachable from elsewhere (rule: with a key, unless it is this machine alone)",
+            remedy="name a variable with a key: --token-env VAR",
+        )
+    settings = ProxySettings(
+        engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name
+    )
+    asyncio.run(_serve(settings, as_json))
+    raise click.exceptions.Exit(INTERRUPTED)
+
+
+async def _serve(settings: object, as_json: bool) -> None:
+    from rollart.compose.proxy import ProxySettings, proxying
+
+    assert isinstance(settings, ProxySettings)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with proxying(settings) as url:
+        if as_json:
+            click.echo(json.dumps({"schema_version": 1, "url": url}))
+        else:
+            click.echo(url)
+            click.echo(f"OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION", err=True)
+            click.echo("Ctrl-C stops it", err=True)
+        await stopped.wait()
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--listen {listen} (rule: HOST:PORT)", remedy="for example 127.0.0.1:8100")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,246 @@
+"""Which captured turn a request goes on from, and which tokens that makes: on the text alone, without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.adapters.proxy.capture import Begun, Capture, Turn
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.messages import BadRequest, Call, Message, Prompt
+from rollart.adapters.proxy.sessions import shortened
+from rollart.model import Completion, FinishReason, SegmentKind, VersionSpan
+from rollart.quickstart.tokenizer import write_tokenizer
+from tests.proxy.scripted import CALL, END, TEMPLATE, spelling
+
+TOOLS = ({"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("spelling")
+    spelling(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def form(directory: Path) -> ChatFormat:
+    return ChatFormat(directory)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def letters(form: ChatFormat, text: str, *, end: bool = True) -> Completion:
+    """Text as the policy says it: letter by letter, never merged."""
+    ids = tuple(i for letter in text for i in form.encode(letter)) + (form.stop_ids if end else ())
+    spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, len(ids))) if len(ids) > 1 else (VersionSpan(3, 0, len(ids)),)
+    finish = FinishReason.STOP if end else FinishReason.LENGTH
+    return Completion(ids, tuple(-0.5 * i for i in range(len(ids))), spans if ids else (), finish)
+
+
+def say(capture: Capture, form: ChatFormat, prompt: Prompt, text: str, *, end: bool = True) -> Turn:
+    completion = letters(form, text, end=end)
+    content, calls = form.parse(text) if prompt.tools else (text, ())
+    return capture.keep(capture.plan(prompt), completion, Message("assistant", content, calls))
+
+
+def test_the_tokens_that_were_sampled_are_sent_again_as_they_are(form: ChatFormat) -> None:
+    capture = Capture(form)
+    first = say(capture, form, Prompt((user("hi"),)), "world")
+    assert first.planned.begun is Begun.START
+    second = capture.plan(Prompt((user("hi"), Message("assistant", "world"), user("world"))))
+    assert (second.begun, second.after) == (Begun.EXTENDS, 0)
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids
+    assert second.token_ids != form.encode(second.text), "encoded again they would be others: world is one token"
+    assert form.text(second.token_ids) == second.text
+    assert second.shown == form.encode("<|user|>world<|end|><|answer|>")
+    turn = capture.keep(second, letters(form, "world"), Message("assistant", "world"))
+    (branch,) = capture.branches()
+    assert [s.kind for s in branch.segments] == [SegmentKind.PROMPT, *2 * [SegmentKind.ACTION], SegmentKind.OBSERVATION,
+                                                 *2 * [SegmentKind.ACTION]]  # fmt: skip
+    assert [s.policy_version for s in branch.segments] == [None, 3, 4, None, 3, 4]
+    assert sum((s.token_ids for s in branch.segments), ()) == turn.token_ids
+
+
+def test_white_space_around_an_answer_and_ids_of_calls_may_change(form: ChatFormat) -> None:
+    capture = Capture(form)
+    say(capture, form, Prompt((user("hi"),), TOOLS), f"well {CALL}")
+    told = Message("assistant", "well\n", (Call("weather", {"city": "Oslo"}, "another-id"),))
+    planned = capture.plan(Prompt((user("hi"), told, Message("tool", "sun", call_id="another-id")), TOOLS))
+    assert planned.begun is Begun.EXTENDS
+    assert planned.shown == form.encode("<|tool|>sun<|end|><|answer|>")
+
+
+def test_an_answer_that_was_cut_off_is_ended_by_tokens_that_are_shown(form: ChatFormat) -> None:
+    capture = Capture(form)
+    turn = say(capture, form, Prompt((user("hi"),)), "wor", end=False)
+    planned = capture.plan(Prompt((user("hi"), Message("assistant", "wor"), user("go on"))))
+    assert planned.begun is Begun.EXTENDS
+    assert planned.shown[0] == form.stop_ids[0]
+    assert planned.token_ids == turn.token_ids + planned.shown
+
+
+@pytest.mark.parametrize("messages", [
+    (user("hello"), Message("assistant", "world"), user("x")),
+    (user("hi"), Message("assistant", "word"), user("x")),
+    (Message("system", "be brief"), user("hi"), Message("assistant", "world"), user("x")),
+    (user("x"),),
+])  # fmt: skip
+def test_what_goes_on_from_nothing_is_a_branch_of_its_own(form: ChatFormat, messages: tuple[Message, ...]) -> None:
+    capture = Capture(form)
+    say(capture, form, Prompt((user("hi"),)), "world")
+    planned = capture.plan(Prompt(messages))
+    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    assert "no captured turn" in planned.reason
+    assert planned.token_ids == planned.shown == form.encode(planned.text)
+
+
+def test_other_tools_are_another_conversation(form: ChatFormat) -> None:
+    capture = Capture(form)
+    say(capture, form, Prompt((user("hi"),)), "world")
+    planned = capture.plan(Prompt((user("hi"), Message("assistant", "world"), user("x")), TOOLS))
+    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    assert "what was shown before" in planned.reason
+
+
+def test_a_template_that_drops_earlier_thoughts_starts_a_branch_and_says_so(directory: Path) -> None:
+    dropping = TEMPLATE.replace(
+        "{{- m.content }}", "{{- m.content if loop.last else m.content.split('</think>')[-1] }}"
+    )
+    form = ChatFormat(directory, template=dropping)
+    capture = Capture(form)
+    thought = Message("assistant", "<think>hm</think>world")
+    say(capture, form, Prompt((user("hi"),)), thought.content)
+    planned = capture.plan(Prompt((user("hi"), thought, user("x"))))
+    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    assert "once more follows" in planned.reason
+    always = ChatFormat(directory, template=TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]"))
+    capture = Capture(always)
+    say(capture, always, Prompt((user("hi"),)), thought.content)
+    planned = capture.plan(Prompt((user("hi"), thought, user("x"))))
+    assert (planned.begun, planned.after) == (Begun.DIVERGED, None)
+    assert "than it was said" in planned.reason
+
+
+def test_two_that_go_on_from_one_turn_share_its_tokens(form: ChatFormat) -> None:
+    capture = Capture(form)
+    first = say(capture, form, Prompt((user("hi"),)), "world")
+    history = (user("hi"), Message("assistant", "world"))
+    left, right = capture.plan(Prompt((*history, user("a")))), capture.plan(Prompt((*history, user("b"))))
+    kept = [capture.keep(p, letters(form, "world"), Message("assistant", "world")) for p in (left, right)]
+    assert [t.planned.begun for t in kept] == [Begun.EXTENDS, Begun.FORK]
+    one, other = capture.branches()
+    assert (one.shared, other.shared) == (0, len(first.token_ids))
+    assert [t.number for t in one.turns] == [0, 1]
+    assert [t.number for t in other.turns] == [0, 2]
+
+
+def test_first_turns_under_way_at_once_are_branches(form: ChatFormat) -> None:
+    capture = Capture(form)
+    plans = [capture.plan(Prompt((user("hi"),))) for _ in range(2)]
+    kept = [capture.keep(p, letters(form, "world"), Message("assistant", "world")) for p in plans]
+    assert [t.planned.begun for t in kept] == [Begun.START, Begun.DIVERGED]
+
+
+def test_bare_text_and_ids_go_on_by_their_beginning(form: ChatFormat) -> None:
+    capture = Capture(form)
+    first = say(capture, form, Prompt(text="hi "), "world")
+    planned = capture.plan(Prompt(text="hi world, hello"))
+    assert (planned.begun, planned.after, planned.shown) == (Begun.EXTENDS, 0, form.encode(", hello"))
+    assert capture.plan(Prompt(text="hi wor")).begun is Begun.DIVERGED
+    assert capture.plan(Prompt(token_ids=first.token_ids)).begun is Begun.DIVERGED, "ids go on from ids"
+    ids = say(capture, form, Prompt(token_ids=(1, 2, 3)), "world")
+    planned = capture.plan(Prompt(token_ids=(*ids.token_ids, 7)))
+    assert (planned.begun, planned.after, planned.shown) == (Begun.EXTENDS, 1, (7,))
+
+
+def test_a_tokenizer_without_template_shows_contents(tmp_path: Path) -> None:
+    form = ChatFormat(write_tokenizer(tmp_path).parent)
+    assert form.plain
+    lake = "You are on the ice ."
+    planned = Capture(form).plan(Prompt((user(lake),)))
+    assert planned.token_ids == form.encode(lake)
+    capture = Capture(form)
+    done = Completion((*form.encode("You"), *form.stop_ids), (0.0, 0.0), (VersionSpan(0, 0, 2),), FinishReason.STOP)
+    turn = capture.keep(planned, done, Message("assistant", "You"))
+    onwards = capture.plan(Prompt((user(lake), Message("assistant", "You"), user("are on"))))
+    assert onwards.begun is Begun.EXTENDS
+    assert onwards.token_ids == turn.token_ids + form.encode("are on")
+
+
+def test_a_text_that_ends_an_answer_is_cut_with_the_tokens_it_begins_in(form: ChatFormat) -> None:
+    whole = letters(form, "worldly")
+    cut = shortened(whole, ("nothing", "ld"), form.text)
+    assert form.text(cut.token_ids) == "wor"
+    assert (len(cut.logprobs), cut.finish) == (3, FinishReason.STOP)
+    assert cut.spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3))
+    assert shortened(whole, ("nothing",), form.text) is whole
+    assert shortened(whole, ("w",), form.text).spans == ()
+
+
+def test_a_template_refuses_in_words(directory: Path) -> None:
+    form = ChatFormat(directory, template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        Capture(form).plan(Prompt((user("a"), user("b"))))
+
+
+WORDS = st.sampled_from(["world", "hi", "w", "", "two words"])
+
+
+@settings(max_examples=25)
+@given(data=st.data(), steps=st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=8))
+def test_every_sampled_token_is_kept_once_and_never_changed(
+    form: ChatFormat, data: st.DataObject, steps: list[tuple[str, str, bool]]
+) -> None:
+    """Any harness: it goes on from any conversation it had, or from a new one, and may rewrite what it was told."""
+    capture = Capture(form)
+    conversations: list[tuple[Message, ...]] = [()]
+    said: list[tuple[int, ...]] = []
+    for asked, answer, end in steps:
+        history = data.draw(st.sampled_from(conversations))
+        if history and data.draw(st.booleans(), label="rewrites"):
+            history = (dataclasses.replace(history[0], content=history[0].content + "!"), *history[1:])
+        prompt = Prompt((*history, user(asked)))
+        turn = say(capture, form, prompt, answer, end=end)
+        said.append(letters(form, answer, end=end).token_ids)
+        conversations.append((*prompt.messages, turn.answer))
+        assert form.text(turn.planned.token_ids) == form.render(prompt.messages, (), prompt=True)
+    for turn, tokens in zip(capture.turns, said, strict=True):
+        assert sum((s.token_ids for s in turn.segments if s.kind is SegmentKind.ACTION), ()) == tokens
+    branches = capture.branches()
+    counted = [t.number for b in branches for t in b.turns if len(t.token_ids) > b.shared]
+    assert sorted(counted) == list(range(len(steps))), "every turn is in one branch beyond what branches share"
+    for branch in branches:
+        assert sum((s.token_ids for s in branch.segments), ()) == branch.turns[-1].token_ids
+        assert list(_depths(branch.turns)) == list(range(len(branch.turns)))
+
+
+def _depths(turns: tuple[Turn, ...]) -> Iterator[int]:
+    for turn in turns:
+        assert turn.planned.token_ids + turn.token_ids[len(turn.planned.token_ids) :] == turn.token_ids
+        yield turn.depth
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(directory)
+    call = Message("assistant", "", (Call("weather", {"city": "Ås"}, "1"),))
+    messages = (Message("system", "<b>"), user("hi"), call, Message("tool", "sun", call_id="1"))
+    for tools in ((), TOOLS):
+        for prompt in (True, False):
+            rendered = theirs.apply_chat_template(
+                [m.for_template() for m in messages], tools=list(tools) or None, add_generation_prompt=prompt,
+                tokenize=False,
+            )  # fmt: skip
+            assert form.render(messages, tools, prompt=prompt) == rendered
+    assert form.encode(rendered) == tuple(theirs(rendered, add_special_tokens=False)["input_ids"])
+    assert form.stops == {theirs.convert_tokens_to_ids(END): END}
