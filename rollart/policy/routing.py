@@ -10,8 +10,9 @@ to the plan). Then the emptiest KV memory, where that is followed (it spreads tr
 what they hold), the least backlog, the fewest turns running, the fewest sessions, the lower id. Without prices the
 engine with the fewest turns running takes it, then fewer sessions, then the lower id.
 
-The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog; a priced router weighs
-the two by their price. A rule (`pricing.RULES`) decides between it and prefilling at home.
+The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog, then the fewest
+turns, then the fewest trajectories whose KV it keeps (a prefill is over in no time: without the last all of them would
+meet on the first engine, whose memory they do not fit); a priced router weighs the two by their price. A rule (`pricing.RULES`) decides between it and prefilling at home.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _NO_SEAT = Seat()
 class EngineView(NamedTuple):
     """What routing knows of an engine: identity, seat, load, health, version. Nothing of the request's content.
 
-    `backlog_s` seconds of work wait there; it holds the KV of `cached` tokens of the trajectory to route. `barred`: its
-    hand-offs fail, and it prefills for nobody else. `fill`: share of its KV memory that is spoken for, 0 if unknown.
+    `sessions`: trajectories that live there or were prefilled there last. `backlog_s` seconds of work wait there; it
+    holds the KV of `cached` tokens of the trajectory to route. `barred`: its hand-offs fail, and it prefills for nobody
+    else. `fill`: share of its KV memory that is spoken for, 0 if unknown.
     """
 
     id: str
@@ -204,7 +206,7 @@ def _cheapest(
 def _prefill(
     prefills: Sequence[EngineView], home: EngineView, turn: TurnView, tariff: Tariff | None
 ) -> tuple[EngineView, float | None, float | None]:
-    """The engine to prefill on, its path's price and predicted seconds. By prefix, then backlog, then id; with prices
+    """The engine to prefill on, its path's price and predicted seconds. By prefix, then load, then id; with prices
     the cheapest of: the one with the longest prefix and the one with the least backlog, of every kind."""
     if tariff is None:
         return min(prefills, key=_prefix_first), None, None
@@ -236,5 +238,5 @@ def _least_behind(engine: EngineView) -> tuple[float, float, int, int, str]:
     return engine.backlog_s, engine.fill, engine.running, engine.sessions, engine.id
 
 
-def _prefix_first(engine: EngineView) -> tuple[int, float, int, str]:
-    return -engine.cached, engine.backlog_s, engine.running, engine.id
+def _prefix_first(engine: EngineView) -> tuple[int, float, int, int, str]:
+    return -engine.cached, engine.backlog_s, engine.running, engine.sessions, engine.id

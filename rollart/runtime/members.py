@@ -56,6 +56,9 @@ class Member:
     clear_at: float = 0.0
     breaker: Breaker = field(default_factory=Breaker)
     sessions: set[str] = field(default_factory=set)
+    """Trajectories that live here."""
+    guests: set[str] = field(default_factory=set)
+    """Trajectories that live elsewhere and were prefilled here last: their prefix KV stays."""
     kv: Residency = field(default_factory=Residency)
     """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
     quiet_at: float = 0.0
@@ -105,6 +108,8 @@ class SessionKv:
     held: tuple[str, ...] = ()
     """Engines that may hold any, of whatever version: they are told when the trajectory is over."""
     returned: Mapping[str, object] | None = None
+    guest_of: str | None = None
+    """The engine that prefilled for its home last."""
     was_remote: bool | None = None
     domain: str = ""
     tokens: int = 0
@@ -220,7 +225,7 @@ class Roster:
             EngineView(
                 e,
                 m.running + m.awaited,
-                len(m.sessions) + m.awaited,
+                len(m.sessions) + len(m.guests) + m.awaited,
                 m.serves,
                 m.version,
                 m.seat,

@@ -181,7 +181,7 @@ class Turns(Ways):
             kv.returned = None  # its home had to give it up
         ask = prefill_request(request, kv.returned)
         kv.returned = None  # it can be used once
-        kv.lies_at(source.engine.id)
+        self._visit(turn.session, kv, source)
         if self.entrance is not None:
             source.kv.begin(turn.session, turn.length)
         try:

@@ -62,6 +62,7 @@ class Ways:
             kv = self._sessions[session]
             kv.home = kv.returned = None
         member.sessions.clear()
+        member.guests.clear()
         member.kv.clear()
         if self.together is not None:
             self.together.lost(member)
@@ -80,6 +81,7 @@ class Ways:
             home = self._roster.members.get(kv.home)
             if home is not None:
                 home.sessions.discard(session)
+        self._depart(session, kv)
         members = [m for m in map(self._roster.members.get, kv.held) if m is not None]
         if self.together is not None:
             self.together.ended(session)
@@ -229,6 +231,19 @@ class Ways:
         if self._special:
             doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
             self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
+
+    def _visit(self, session: str, kv: SessionKv, source: Member) -> None:
+        """This engine prefills for the trajectory's home from now on."""
+        if kv.guest_of != source.engine.id:
+            self._depart(session, kv)
+            kv.guest_of = source.engine.id
+        source.guests.add(session)
+        kv.lies_at(source.engine.id)
+
+    def _depart(self, session: str, kv: SessionKv) -> None:
+        host = None if kv.guest_of is None else self._roster.members.get(kv.guest_of)
+        if host is not None:
+            host.guests.discard(session)
 
     def _leave_home(self, turn: Turn, kv: SessionKv, home: Member) -> None:
         home.sessions.discard(turn.session)

@@ -274,3 +274,13 @@ def test_one_kind_of_engine_needs_no_prices() -> None:
     assert not priced().plain(2)
     assert Router().plain(3)
     assert not Router(affinity=Affinity({"x": "a"})).plain(1)
+
+
+def test_trajectories_spread_over_prefill_engines_that_stand_idle_in_between() -> None:
+    first, second, router = view("p0", P, sessions=7), view("p1", P, sessions=6), Router(rule=rule("remote"))
+    found = route([view("d"), first, second], TurnView(100), router, sticky=None, version=0)
+    assert found is not None
+    assert found.prefill == "p1"
+    warm = route([view("d"), first._replace(cached=50), second], TurnView(100), router, sticky="d", version=0)
+    assert warm is not None
+    assert warm.prefill == "p0", "its KV lies there"

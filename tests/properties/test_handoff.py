@@ -75,6 +75,7 @@ class World:
         assert not turns._sessions
         assert not turns.pulls._open
         assert all(m.running == 0 and m.work_s == 0.0 for m in turns._roster.members.values())
+        assert not any(m.sessions or m.guests for m in turns._roster.members.values())
 
     def events(self, kind: str) -> list[dict[str, object]]:
         return [dict(e.fields) for e in self.run.recorder.events if e.kind == kind]  # type: ignore[attr-defined]

@@ -124,6 +124,28 @@ def test_a_remote_turn_is_two_requests_and_one_turn() -> None:
     virtual(main)
 
 
+def test_prefixes_are_spread_over_the_prefill_engines_until_their_trajectories_end() -> None:
+    """One after another, so that no engine is ever busy when the next is routed."""
+
+    async def main() -> None:
+        seats = {n: Seat("fast", role=EngineRole.PREFILL) for n in ("p0", "p1", "p2")}
+        bench = Bench(seats | {"d": Seat("wide", role=EngineRole.DECODE)})
+        for n in range(6):
+            await bench.ask(session=f"s{n}")
+        assert [len(bench.requests(p)) for p in seats] == [2, 2, 2]
+        await bench.ask((*PROMPT, *range(20)), session="s0")
+        assert len(bench.requests("p0")) == 3, "a trajectory stays where its prefix is"
+        members = bench.gateway._roster.members
+        for session in ("s0", "s3"):
+            await bench.gateway.forget(session)
+        assert [len(members[p].guests) for p in seats] == [0, 2, 2]
+        for n in (6, 7):
+            await bench.ask(session=f"s{n}")
+        assert [len(bench.requests(p)) for p in seats] == [5, 2, 2]
+
+    virtual(main)
+
+
 def test_the_next_turn_brings_the_kv_back() -> None:
     async def main() -> None:
         bench = Bench()
