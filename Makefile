@@ -34,7 +34,7 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses
+test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
@@ -54,6 +54,11 @@ $(VENV)/.providers: $(VENV)/.installed
 # Clients and agent loops that are not ours, for the proxy's tests.
 $(VENV)/.harnesses: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[harnesses]'
+	touch $@
+
+# Ray, for runs on more than this machine and for their tests on a faked cluster.
+$(VENV)/.ray: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
 
 test: lint types layers test-fast

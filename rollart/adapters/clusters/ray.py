@@ -1,0 +1,212 @@
+"""The `Runtime` port on Ray: actors on the nodes of a cluster, chosen by resources and labels.
+
+Ray places, starts and kills; what it leaves open is decided here. It waits for ever for a node that does not exist:
+that is a `UsageError` at once. It queues calls beyond an actor's concurrency silently: they wait at the caller.
+It attaches to whatever cluster it finds: the address is always given. Nothing per token or request crosses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from rollart.adapters.clusters.labels import matches
+from rollart.adapters.clusters.ray_handle import RayHandle
+from rollart.adapters.clusters.ray_host import pack, unpack
+from rollart.errors import ProviderError, UsageError
+from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
+
+__all__ = ["RayRuntime"]
+
+LOOK_S = 0.5
+"""Seconds between two looks at the nodes: Ray tells a driver of none that comes or goes."""
+
+
+class RayRuntime:
+    """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
+    actor; of an actor whose node died the next incarnation goes to any node that its labels allow.
+
+    Invariant: free = total - held by our actors on every node that lives.
+    """
+
+    def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
+        """`address` of a cluster: `host:port`, `ray://host:port`, or `auto` for the one that RAY_ADDRESS names.
+        `env`: variables that Ray reads in this process, as its token's path."""
+        self._address = address
+        self._env = dict(env or {})
+        self._before: dict[str, str | None] = {}
+        self._actors: dict[str, RayHandle] = {}
+        self._nodes: dict[str, Node] = {}
+        self._names: dict[str, str] = {}
+        self._objects: dict[str, Any] = {}
+        self._ids = itertools.count()
+        self._events: deque[RuntimeEvent] = deque(maxlen=10_000)
+        self._changed = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Connect. `ProviderError` when there is no cluster, or it refuses us."""
+        self._before = {name: os.environ.get(name) for name in self._env}
+        os.environ.update(self._env)
+        # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
+        await asyncio.to_thread(_connect, self._address)
+        await self.look()
+        self._looking = asyncio.get_running_loop().create_task(self._watch(), name="nodes of the cluster")
+
+    def nodes(self) -> Sequence[Node]:
+        return tuple(self._nodes[name] for name in sorted(self._nodes))
+
+    async def spawn(self, spec: ActorSpec) -> Handle:
+        if spec.name in self._actors:
+            raise UsageError(f"an actor named {spec.name!r} runs already")
+        handle = RayHandle(self, spec)
+        self._actors[spec.name] = handle
+        try:
+            await handle.boot()
+        except BaseException:
+            self._actors.pop(spec.name, None)
+            raise
+        self.emit(RuntimeEvent("actor_started", spec.name, handle.node))
+        return handle
+
+    async def events(self) -> AsyncIterator[RuntimeEvent]:
+        """Every event from the runtime's start on, for as long as it runs."""
+        seen = 0
+        while not self._closed:
+            while seen < len(self._events):
+                yield self._events[seen]
+                seen += 1
+            changed = self._changed
+            await changed.wait()
+
+    async def put(self, value: Any) -> str:
+        import ray
+
+        ref = f"object-{next(self._ids)}"
+        self._objects[ref] = await asyncio.to_thread(ray.put, pack(value))
+        return ref
+
+    async def get(self, ref: str) -> Any:
+        if ref not in self._objects:
+            raise UsageError(f"no object {ref!r} in this runtime")
+        return unpack(await self._objects[ref])
+
+    async def close(self) -> None:
+        import ray
+
+        self._closed = True
+        self._notify()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            for handle in list(self._actors.values()):
+                tasks.create_task(handle.kill(), name=f"stop {handle.name}")
+        self._objects.clear()
+        await asyncio.to_thread(ray.shutdown)
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    # What handles need.
+
+    def emit(self, event: RuntimeEvent) -> None:
+        self._events.append(event)
+        self._notify()
+
+    def forget(self, handle: RayHandle) -> None:
+        """The actor is gone for good."""
+        self._actors.pop(handle.spec.name, None)
+        self._notify()
+
+    async def feasible(self, spec: ActorSpec) -> None:
+        """`UsageError` when no node that is there now could ever hold it."""
+        await self.look()
+        if not any(
+            matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
+            for n in self._nodes.values()
+        ):
+            have = "; ".join(f"{n.id} {_shown(n.labels)} {dict(n.total)}" for n in self.nodes())
+            raise UsageError(
+                f"{spec.name} asks for {dict(spec.resources)} on {dict(spec.labels)}: no node could ever hold it",
+                remedy=f"the cluster has: {have}",
+            )
+
+    def hold(self, ray_id: str, spec: ActorSpec) -> str:
+        """Ray put the actor on this node: account for it; the node's name."""
+        name = self._names.get(ray_id, ray_id)
+        self._take(name, spec, 1.0)
+        return name
+
+    def give(self, node: str, spec: ActorSpec) -> None:
+        self._take(node, spec, -1.0)
+
+    async def look(self) -> None:
+        """See which nodes are there."""
+        import ray
+
+        rows = await asyncio.to_thread(ray.nodes)
+        alive = {_name(row): row for row in rows if row["Alive"]}
+        self._names = {row["NodeID"]: name for name, row in alive.items()}
+        for name in [name for name in self._nodes if name not in alive]:
+            del self._nodes[name]
+            self.emit(RuntimeEvent("node_down", name))
+        for name in sorted(alive):
+            if name in self._nodes:
+                continue
+            row = alive[name]
+            total = {k: v for k, v in row["Resources"].items() if not k.startswith(("node:", "object_store", "memory"))}
+            self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
+            self.emit(RuntimeEvent("node_up", name))
+
+    def _take(self, node: str, spec: ActorSpec, sign: float) -> None:
+        there = self._nodes.get(node)
+        for name, amount in spec.resources.items() if there is not None else ():
+            there.free[name] -= sign * amount  # type: ignore[index, union-attr]
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(ConnectionError, RuntimeError):  # the head is busy: look again
+                await self.look()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    with contextlib.suppress(ImportError):  # whoever imported Ray before us made it read its variables then
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ProviderError(
+            f"no Ray cluster at '{address}': {first}", remedy="check runtime.address and runtime.token of the cluster"
+        ) from None
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """The name that the node was given, or the start of Ray's id: by default Ray calls nodes by their address."""
+    name = str(row.get("NodeName") or "")
+    return name if name and name != row["NodeManagerAddress"] else str(row["NodeID"])[:12]
+
+
+def _shown(labels: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}

@@ -1,0 +1,141 @@
+"""A private Ray cluster on this machine, one raylet per node: `python -m rollart.adapters.clusters.ray_cluster DIR`.
+
+DIR/nodes.json says which nodes; the program says `ready ADDRESS` on stdout once all have joined, and DIR/raylets.json
+then holds the process id of each one's raylet. SIGTERM and the death of the parent end every process of it. Nothing
+else on the machine is touched: `ray stop` would end every Ray there is.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.clusters.program import Program
+from rollart.ports import Node
+
+__all__ = ["MODULE", "TOKEN", "PrivateCluster", "auth", "health_settings", "prepare", "raylet"]
+
+MODULE = "rollart.adapters.clusters.ray_cluster"
+
+NODES, RAYLETS, TOKEN = "nodes.json", "raylets.json", "token"
+
+STORE_BYTES = 80 * 2**20
+"""Object store of a node: nothing of a run goes through it but arguments and results of calls."""
+
+LOOK_S = 0.25
+"""How often the program looks for raylets that ended: one that is not reaped keeps its workers alive."""
+
+
+def auth(token: Path) -> dict[str, str]:
+    """What a process must have in its environment to talk to a cluster whose token lies there."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+def health_settings(health_s: float) -> dict[str, int]:
+    """Ray's health checks such that a node is lost after `health_s` seconds of silence, and one whose raylet was
+    killed, which refuses at once, after a quarter of that. Ray's own take 18 s."""
+    ms = health_s * 1000.0
+    return {
+        "health_check_initial_delay_ms": 1000,
+        "health_check_period_ms": max(1, int(ms / 8)),
+        "health_check_timeout_ms": max(1, int(ms / 4)),
+        "health_check_failure_threshold": 3,
+    }
+
+
+class PrivateCluster:
+    """The controller's side. Owns the program, the token that its processes ask for, and a short temporary directory:
+    Ray's sockets have paths of at most 107 characters."""
+
+    def __init__(self, directory: Path, nodes: Sequence[Node], *, health_s: float) -> None:
+        """The first of `nodes` is the head: the controller is its driver, and the cluster ends with it."""
+        self._directory = directory
+        self._nodes = nodes
+        self._health_s = health_s
+        self._temporary = ""
+        self._program: Program | None = None
+
+    @property
+    def token(self) -> Path:
+        return self._directory / TOKEN
+
+    async def start(self) -> str:
+        """Its address. `PartDied` with what Ray said if it does not come up."""
+        self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
+        env = prepare(self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary)
+        log = self._directory / "cluster.log"
+        self._program = Program("ray", MODULE, [str(self._directory)], str(log), env=env)
+        return await self._program.start([])
+
+    async def close(self) -> None:
+        if self._program is not None:
+            await self._program.stop()
+        if self._temporary:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def prepare(directory: Path, nodes: Sequence[Node], *, health_s: float, temporary: str) -> dict[str, str]:
+    """Write what the program reads, and a token; the environment that the program wants. The first node is the head."""
+    directory.mkdir(parents=True, exist_ok=True)
+    token = directory / TOKEN
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    told = [{"name": n.id, "labels": dict(n.labels), "total": dict(n.total)} for n in nodes]
+    config = {"nodes": told, "system": health_settings(health_s)}
+    (directory / NODES).write_text(json.dumps(config, indent=2) + "\n")
+    return {**auth(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def raylet(directory: Path, node: str) -> int:
+    """The process id of a node's raylet: killing it is the death of the node."""
+    return int(json.loads((directory / RAYLETS).read_text())[node])
+
+
+def main(directory: Path) -> None:
+    """Start the nodes and keep them until SIGTERM."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    config = json.loads((directory / NODES).read_text())
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    nodes: dict[str, Any] = {}
+    for node in config["nodes"]:
+        nodes[node["name"]] = cluster.add_node(**_arguments(node, config["system"] if not nodes else None))
+    cluster.wait_for_nodes()
+    raylets = {name: node.all_processes["raylet"][0].process for name, node in nodes.items()}
+    (directory / RAYLETS).write_text(json.dumps({name: p.pid for name, p in raylets.items()}))
+    print(f"ready {cluster.address}", flush=True)
+    while not stop.wait(LOOK_S):
+        for process in raylets.values():
+            process.poll()
+    cluster.shutdown()
+
+
+def _arguments(node: Mapping[str, Any], system: Mapping[str, int] | None) -> dict[str, Any]:
+    total = dict(node["total"])
+    arguments: dict[str, Any] = {
+        "node_name": node["name"],
+        "labels": node["labels"],
+        "num_cpus": int(total.pop("CPU", 0)),
+        "num_gpus": int(total.pop("GPU", 0)),
+        "resources": total,
+        "object_store_memory": STORE_BYTES,
+        "wait": system is not None,
+    }
+    if system is not None:
+        arguments |= {"_system_config": dict(system), "include_dashboard": False, "dashboard_agent_listen_port": 0}
+    return arguments
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

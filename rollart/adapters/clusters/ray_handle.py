@@ -1,0 +1,262 @@
+"""One actor on Ray over all of its lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollart.adapters.clusters.ray_host import Host, pack, unpack
+from rollart.errors import PartDied, UsageError
+from rollart.ports import ActorSpec, RuntimeEvent
+
+if TYPE_CHECKING:
+    from rollart.adapters.clusters.ray import RayRuntime
+
+__all__ = ["RayHandle"]
+
+STOP_S = 8.0
+"""Seconds that an actor may take to stop what it holds: a program gets 5 between SIGTERM and SIGKILL."""
+
+RECHECK_S = 1.0
+"""While Ray looks for room, how often it is checked that a node that could hold the actor still exists."""
+
+REVIVALS = 6
+"""Starts of one incarnation, over about six seconds: longer than a node's death stays unknown."""
+
+OURS = 3
+"""Calls of our own beside those of the caller: the one that never returns, the start and the stop."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """One incarnation: its Ray actor and its node."""
+
+    host: Any
+    node: str
+    watch: asyncio.Task[None] | None = field(default=None)
+
+
+class RayHandle:
+    """A running actor. Calls wait for a place among `max_concurrency`; one in flight when the actor dies is retried up
+    to `max_task_retries` on the next incarnation, then fails with `PartDied`. Where a restart finds no node that could
+    hold the actor, calls fail with `PartDied`, and each of them looks again."""
+
+    def __init__(self, runtime: RayRuntime, spec: ActorSpec) -> None:
+        self._runtime = runtime
+        self.spec = spec
+        self._places = asyncio.Semaphore(spec.max_concurrency)
+        self._life: _Life | None = None
+        self._node = ""
+        self._restarts = 0
+        self._revival: asyncio.Task[None] | None = None
+        self._gone = False
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def node(self) -> str:
+        return self._node
+
+    async def boot(self) -> None:
+        """Start the next incarnation. `UsageError` when no node could hold it; what its constructor raises."""
+        import ray
+
+        await self._runtime.feasible(self.spec)
+        resources = dict(self.spec.resources)
+        host = (
+            ray.remote(Host)
+            .options(
+                num_cpus=resources.pop("CPU", 0.0),
+                num_gpus=resources.pop("GPU", 0.0),
+                resources=resources,
+                label_selector=dict(self.spec.labels) or None,
+                max_concurrency=self.spec.max_concurrency + OURS,
+                max_restarts=0,
+            )
+            .remote()
+        )
+        try:
+            fine, error, ray_id = await self._ready(host)
+            if not fine:
+                raise unpack(error)
+        except BaseException:
+            ray.kill(host)
+            raise
+        self._node = self._runtime.hold(ray_id, self.spec)
+        life = _Life(host, self._node)
+        # The actor outlives the call that started it and is ended by `kill` or its death, which this task waits for.
+        life.watch = asyncio.get_running_loop().create_task(self._watch(life), name=f"end of {self.name}")
+        self._life = life
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        payload = pack((args, kwargs))
+        async with self._places:
+            for _ in range(self.spec.max_task_retries + 1):
+                life = await self._alive()
+                try:
+                    fine, result = await self._ask(life, life.host.call.remote(method, payload))
+                except PartDied as error:
+                    last = error
+                    self._lost(life)
+                    continue
+                if not fine:
+                    raise unpack(result)
+                return unpack(result)
+            raise last
+
+    async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """The items of an async generator method, one by one. Not retried: items may have been seen."""
+        payload = pack((args, kwargs))
+        async with self._places:
+            life = await self._alive()
+            items = life.host.stream.options(num_returns="streaming").remote(method, payload)
+            async for ref in items:
+                fine, item = await self._ask(life, ref)
+                if not fine:
+                    raise unpack(item)
+                yield unpack(item)
+
+    async def kill(self, *, restart: bool = False) -> None:
+        life, self._life = self._life, None
+        if self._gone:
+            return
+        if life is None:  # it is dead or on its way back
+            self._gone = not restart
+            await self._end_revival()
+            life, self._life = self._life, None
+        if life is not None:
+            await self._stop(life)
+            self._after(life, restart)
+        elif self._gone:
+            self._runtime.forget(self)
+        if restart and not self._gone:
+            await self._alive()
+
+    async def _ready(self, host: Any) -> tuple[bool, bytes, str]:
+        """The answer of the new actor's start, once Ray has found it a node."""
+        booting = asyncio.ensure_future(  # noqa: TID251  (a Ray future, no task)
+            host.boot.remote(self.spec.factory, pack((self.spec.args, dict(self.spec.kwargs)))).as_future()
+        )
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(RECHECK_S):
+                        answer: tuple[bool, bytes, str] = await asyncio.shield(booting)
+                        return answer
+                except TimeoutError:
+                    await self._runtime.feasible(self.spec)
+        except _deaths() as error:
+            raise PartDied(self.name, f"it did not start: {_first_line(error)}") from None
+        finally:
+            booting.cancel()
+
+    async def _ask(self, life: _Life, ref: Any) -> Any:
+        import ray
+
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                ray.cancel(ref)
+            raise
+        except _deaths() as error:
+            raise PartDied(self.name, f"its actor on {life.node} died: {_first_line(error)}") from None
+
+    async def _alive(self) -> _Life:
+        while True:
+            if self._gone:
+                raise PartDied(self.name, "the actor is dead and has no restarts left")
+            if self._life is not None:
+                return self._life
+            if self._revival is None or self._revival.done():
+                self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
+            revival = self._revival
+            await asyncio.shield(revival)
+
+    async def _revive(self) -> None:
+        """Until Ray knows that a node is dead, it may send the next incarnation there too."""
+        for again in range(REVIVALS):
+            try:
+                await self.boot()
+                break
+            except UsageError as error:
+                raise PartDied(self.name, error.message, remedy=error.remedy) from None
+            except PartDied:
+                if again == REVIVALS - 1:
+                    raise
+                await asyncio.sleep(min(0.25 * 2**again, 2.0))
+        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
+
+    async def _watch(self, life: _Life) -> None:
+        """Wait for the death of an incarnation, then bring the actor back."""
+        with contextlib.suppress(PartDied):
+            await self._ask(life, life.host.live.remote())
+        self._lost(life)
+
+    def _lost(self, life: _Life) -> None:
+        """It is gone by itself, or not reachable: it must not come back beside its successor."""
+        import ray
+
+        if self._life is not life:
+            return
+        self._life = None
+        with contextlib.suppress(Exception):
+            ray.kill(life.host)
+        self._after(life, True)
+        if not self._gone:
+            self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
+            self._revival.add_done_callback(_seen)
+
+    def _after(self, life: _Life, restart: bool) -> None:
+        self._runtime.give(life.node, self.spec)
+        self._runtime.emit(RuntimeEvent("actor_died", self.name, life.node))
+        if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
+            self._restarts += 1
+        else:
+            self._gone = True
+            self._runtime.forget(self)
+
+    async def _stop(self, life: _Life) -> None:
+        import ray
+
+        if life.watch is not None:
+            life.watch.cancel()
+            await asyncio.gather(life.watch, return_exceptions=True)
+        with contextlib.suppress(TimeoutError, PartDied):
+            async with asyncio.timeout(STOP_S):
+                await self._ask(life, life.host.stop.remote())
+        with contextlib.suppress(Exception):
+            ray.kill(life.host)
+
+    async def _end_revival(self) -> None:
+        if self._revival is not None:
+            self._revival.cancel()
+            await asyncio.gather(self._revival, return_exceptions=True)
+
+
+def _deaths() -> tuple[type[Exception], ...]:
+    from ray import exceptions as ray
+
+    return (
+        ray.RayActorError,
+        ray.NodeDiedError,
+        ray.ObjectLostError,
+        ray.RaySystemError,
+        ray.TaskCancelledError,
+        ray.WorkerCrashedError,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """Whoever calls next meets the error again; nobody need have waited for this one."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,104 @@
+"""What runs on Ray's side: an actor that holds one object of ours, and the program actor of a node.
+
+Arguments and results are pickled here and cross Ray as bytes: they are values, and a tensor is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import io
+import pickle
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollart.adapters.clusters.program import Program
+from rollart.errors import RunFailed, UsageError
+
+__all__ = ["Host", "NodeProgram", "pack", "unpack"]
+
+
+class Host:
+    """A Ray actor around one object. Calls run concurrently on its loop; their number is the caller's matter."""
+
+    def __init__(self) -> None:
+        self._instance: Any = None
+
+    async def boot(self, factory: str, init: bytes) -> tuple[bool, bytes, str]:
+        """Make the object; whether that went well, the error if not, and the id of this node."""
+        import ray
+
+        node = str(ray.get_runtime_context().get_node_id())
+        try:
+            args, kwargs = pickle.loads(init)
+            module, _, name = factory.partition(":")
+            self._instance = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        except Exception as error:
+            return False, _packed_error(error), node
+        return True, b"", node
+
+    async def live(self) -> None:
+        """Never returns: the error that it ends with is the death of this actor."""
+        await asyncio.Event().wait()
+
+    async def call(self, method: str, payload: bytes) -> tuple[bool, bytes]:
+        """Whether it went well, and the result or the error."""
+        try:
+            args, kwargs = pickle.loads(payload)
+            result = getattr(self._instance, method)(*args, **kwargs)
+            return True, pack(await result if inspect.isawaitable(result) else result)
+        except Exception as error:
+            return False, _packed_error(error)
+
+    async def stream(self, method: str, payload: bytes) -> AsyncIterator[tuple[bool, bytes]]:
+        try:
+            args, kwargs = pickle.loads(payload)
+            async for item in getattr(self._instance, method)(*args, **kwargs):
+                yield True, pack(item)
+        except Exception as error:
+            yield False, _packed_error(error)
+
+    async def stop(self) -> None:
+        close = getattr(self._instance, "aclose", None)
+        if close is not None:
+            await close()
+
+
+class NodeProgram(Program):
+    """A `Program` that serves at its node's address: clients are on other nodes."""
+
+    async def start(self, extra: list[str]) -> str:
+        import ray.util
+
+        return await super().start([*extra, "--host", str(ray.util.get_node_ip_address())])
+
+
+def pack(value: Any) -> bytes:
+    """Pickled. `UsageError` for a tensor anywhere in it: those take seconds through Ray's object store."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def unpack(payload: bytes) -> Any:
+    return pickle.loads(payload)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value).__module__.partition(".")[0] == "torch" and type(value).__name__ in ("Tensor", "Parameter"):
+            raise UsageError(
+                f"a tensor of {tuple(value.shape)} is an argument or a result of an actor",
+                remedy="weights go through the weight store; small arrays as numpy or lists",
+            )
+        return NotImplemented
+
+
+def _packed_error(error: Exception) -> bytes:
+    try:
+        payload = pack(error)
+        pickle.loads(payload)  # an error whose constructor wants more than its args fails only here
+        return payload
+    except Exception:
+        return pack(RunFailed(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,60 @@
+"""What crosses Ray, without a Ray."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollart.adapters.clusters.ray_cluster import health_settings
+from rollart.adapters.clusters.ray_host import Host, pack, unpack
+from rollart.errors import LeaseExpired, RunFailed, UsageError
+
+
+class Thing:
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def add(self, n: int) -> int:
+        self.value += n
+        return self.value
+
+    def expire(self) -> None:
+        raise LeaseExpired("a", "b", 1.0)
+
+    async def count(self, n: int):  # type: ignore[no-untyped-def]
+        for i in range(n):
+            if i == 2:
+                raise KeyError("two")
+            yield i
+
+
+def test_a_tensor_is_refused_wherever_it_is() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UsageError, match=r"a tensor of \(2, 3\)"):
+        pack(({"weights": [torch.zeros(2, 3)]}, {}))
+    assert unpack(pack(([1, 2], {"a": "b"}))) == ([1, 2], {"a": "b"})
+
+
+def test_a_host_answers_with_values_and_errors() -> None:
+    async def main() -> None:
+        host = Host()
+        host._instance = Thing(1)
+        assert unpack((await host.call("add", pack(((2,), {}))))[1]) == 3
+        fine, error = await host.call("expire", pack(((), {})))
+        assert not fine
+        assert isinstance(unpack(error), RunFailed), "an error that does not survive pickling is told in words"
+        assert "waited 1.0 s for b" in str(unpack(error))
+        items = [(fine, unpack(item)) async for fine, item in host.stream("count", pack(((5,), {})))]
+        assert items[:2] == [(True, 0), (True, 1)]
+        assert items[2][0] is False
+        assert isinstance(items[2][1], KeyError)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("health_s", [0.5, 3.0, 30.0])
+def test_a_silent_node_is_lost_in_time(health_s: float) -> None:
+    ray = health_settings(health_s)
+    checks, period, limit = (ray[f"health_check_{k}"] for k in ("failure_threshold", "period_ms", "timeout_ms"))
+    assert checks * limit + (checks - 1) * period <= health_s * 1000
