@@ -1,7 +1,11 @@
 """`python -m rollart.train --config trainer.json`: prints `ready http://host:port` on stdout once it serves.
 
+With `parallel.ranks` above 1 in the config, this process is rank 0 and starts the others beside it (device r of the
+visible ones for rank r); with `--rank` and `--meet` each rank was started by somebody else, on any host.
+
 Ends with its parent and on SIGTERM, at once: a publish is atomic, so nothing is lost that was promised.
-Exit codes: 0 told to stop, 2 the config, the model or the port is wrong (one line on stderr).
+Exit codes: 0 told to stop, 1 a rank ended before all were ready, 2 the config, the model or the port is wrong (one line
+on stderr).
 """
 
 from __future__ import annotations
@@ -9,10 +13,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import dataclasses
 import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch takes seconds to load, and a port that is taken is told before
+    from rollart.train.config import TrainerConfig
+    from rollart.train.followers import Followers
+    from rollart.train.server import TrainerService
 
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -26,31 +37,83 @@ def main() -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0, help="number of this rank, if somebody else starts the ranks")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where the ranks meet; rank 0 opens it")
+    parser.add_argument("--leader", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    _die_with_parent()
+    _die_with_parent(arguments.leader)
     _keep_memory()
-    listener = _listen(arguments.host, arguments.port)
-    if listener is None:
-        return 2
+    listener = None
+    if arguments.rank == 0:
+        listener = _listen(arguments.host, arguments.port)
+        if listener is None:
+            return 2
 
     from rollart.errors import UsageError
     from rollart.train.config import load_config
-    from rollart.train.server import make_app
+    from rollart.train.followers import Followers
 
+    followers = Followers()
     try:
-        app = make_app(load_config(arguments.config))
+        service = _service(arguments, load_config(arguments.config), followers)
     except UsageError as error:
-        print(f"rollart.train: {error}", file=sys.stderr)
+        followers.stop()
+        which = f"rank {arguments.rank}: " if arguments.rank else ""
+        print(f"rollart.train: {which}{error}", file=sys.stderr)
         return 2
-    asyncio.run(_serve(app, listener))
+    if listener is None:
+        service.follow()
+        return 0
+    asyncio.run(_serve(service, listener, followers))
+    followers.stop()
     # A step may still be running in the worker thread; nobody waits for its answer any more.
     sys.stdout.flush()
     os._exit(0)
 
 
-def _die_with_parent() -> None:
+def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Followers) -> TrainerService:
+    """The learner, ready, after all ranks have met. `UsageError` as its parts."""
+    import torch
+
+    from rollart.errors import UsageError
+    from rollart.train.ranks import join, rendezvous
+    from rollart.train.server import TrainerService
+
+    rank, size = arguments.rank, config.parallel.ranks
+    if not 0 <= rank < size:
+        raise UsageError(f"--rank {rank}: the config has parallel.ranks {size}")
+    if not config.parallel.sharded:
+        return TrainerService(config)
+    if config.device == "cuda" and torch.cuda.is_available():
+        config = dataclasses.replace(config, device=f"cuda:{rank % torch.cuda.device_count()}")
+    host, port = _address(arguments.meet or "127.0.0.1:0")
+    store = rendezvous(host, port, rank=rank, size=size)
+    if arguments.meet is None and size > 1:
+        shared = ["--config", arguments.config, "--meet", f"{host}:{store.port}", "--leader", str(os.getpid())]
+        followers.start(shared, ranks=size, lost=_lost_at_the_start)
+    ranks = join(store, torch.device(config.device), rank=rank, size=size)
+    service = TrainerService(config, ranks)
+    ranks.torch.exchange("ready")
+    return service
+
+
+def _address(text: str) -> tuple[str, int]:
+    from rollart.errors import UsageError
+
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--meet {text} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _lost_at_the_start(reason: str) -> None:
+    print(f"rollart.train: {reason} before the trainer was ready", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _die_with_parent(known: int | None = None) -> None:
     """SIGKILL when the parent dies (Linux; elsewhere the caller's own supervision has to do)."""
-    parent = os.getppid()
+    parent = os.getppid() if known is None else known
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
@@ -80,15 +143,19 @@ def _listen(host: str, port: int) -> socket.socket | None:
     return listener
 
 
-async def _serve(app: object, listener: socket.socket) -> None:
+async def _serve(service: TrainerService, listener: socket.socket, followers: Followers) -> None:
     from aiohttp import web
 
-    assert isinstance(app, web.Application)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def lost(reason: str) -> None:
+        loop.call_soon_threadsafe(service.lost, reason)
+
+    followers.call(lost)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+    runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     await web.SockSite(runner, listener).start()
     host, port = listener.getsockname()[:2]

@@ -5,6 +5,11 @@
                                                         vLLM loads every *.safetensors beside the config as weights
     COMPLETE                                            {"schema": 1, "version": n, "files": {name: sha256}}
 
+Of several ranks each writes its own share, and no host ever holds the whole: `model-00001-of-00004.safetensors` … with
+`model.safetensors.index.json` (each tensor whole in one file, as transformers and vLLM read them), and
+`trainer/optimizer-00001-of-00002.safetensors` … (each rank's rows, `pieces.py`). Adapters lie beside the optimizer's
+state. Any number of ranks can go on from what any other number wrote.
+
 Written into a hidden directory, the marker last, then renamed: a reader can see an older version or this one,
 never half of one. Nothing is pickled.
 """
@@ -20,20 +25,27 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollart.errors import TrainerError, UsageError
+from rollart.train import lora
 from rollart.train.learner import Counters, Learner
+from rollart.train.pieces import Pieces, save
+from rollart.train.ranks import ALONE, Channel
+from rollart.train.shard import local
+from rollart.train.snapshot import ADAPTER, MODEL, OPTIMIZER, Snapshot, snapshot
+from rollart.train.split import row_range
 
 __all__ = ["MARKER", "Snapshot", "clean", "publish", "restore", "snapshot", "tokenizer_files", "version_path", "write"]
 
 MARKER = "COMPLETE"
-MODEL, OPTIMIZER, STATE = "model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json"
+STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
+
+T = TypeVar("T")
 TOKENIZER_NAMES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "generation_config.json",
@@ -70,31 +82,9 @@ def clean(root: Path) -> None:
         raise UsageError(f"weights_root {root} cannot be written: {error.strerror}") from error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A learner's state at one moment: what a version is written from."""
-
-    model: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
-    config: str
-    counters: Counters
-    durable: bool
-
-
-def snapshot(learner: Learner, *, copy: bool) -> Snapshot:
-    """The learner's state now. A copy lies in host memory and stays as it is while the learner goes on; without, the
-    tensors are the learner's own."""
-    model, optimizer = _model_tensors(learner), _optimizer_tensors(learner)
-    if copy:
-        model, optimizer = _copied(model), _copied(optimizer)
-    return Snapshot(
-        model, optimizer, _model_config(learner), dataclasses.replace(learner.counters), learner.config.durable
-    )
-
-
 def publish(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
-    """Write the learner's state as `version`."""
-    return write(snapshot(learner, copy=False), root, version, tokenizer)
+    """Write the learner's state as `version`; of several ranks, all must call it."""
+    return write(snapshot(learner, copy=False), root, version, tokenizer, ranks=learner.ranks.disk)
 
 
 def write(
@@ -103,71 +93,72 @@ def write(
     version: int,
     tokenizer: tuple[Path, ...],
     *,
+    ranks: Channel = ALONE,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Path:
-    """Write a state as `version`; replaces an earlier write of it. `TrainerError` leaves nothing behind. Each write has
-    a directory of its own until it is whole, and then takes the version's place only if it is still `wanted`."""
+    """Write a state as `version`; replaces an earlier write of it. `TrainerError`, on every rank, leaves nothing
+    behind. Each write has a directory of its own until it is whole, and then takes the version's place only if rank 0
+    still wants it."""
     final = version_path(root, version)
-    durable = state_of.durable
-    temporary = root / f".tmp-v{version:06d}"
-    try:
-        temporary = _own(temporary)
+    cannot = f"cannot publish version {version} under {root}"
+    temporary: Path | None = None
+
+    def begin() -> str:
+        nonlocal temporary
+        temporary = _own(root / f".tmp-v{version:06d}")
         (temporary / OPTIMIZER).parent.mkdir()
-        _write_tensors(temporary / MODEL, state_of.model)
-        _write_tensors(temporary / OPTIMIZER, state_of.optimizer)
-        _write_text(temporary / "config.json", state_of.config)
-        state = {"schema": 1, "version": version, **dataclasses.asdict(state_of.counters)}
-        _write_text(temporary / STATE, json.dumps(state))
-        for source in tokenizer:
-            name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
-            shutil.copyfile(source, temporary / name)
-        files = sorted(f for f in temporary.rglob("*") if f.is_file())
-        digests = {str(file.relative_to(temporary)): _digest(file, durable) for file in files}
-        marker = temporary / MARKER
-        _write_text(marker, json.dumps({"schema": 1, "version": version, "files": digests}))
-        if durable:
-            for path in (marker, (temporary / STATE).parent, temporary):
-                _fsync(path)
+        return str(temporary)
+
+    def share(temporary: Path) -> dict[str, str]:
+        for name, tensors in state_of.files.items():
+            save(temporary / name, tensors)
+        return {name: _digest(temporary / name, state_of.durable) for name in state_of.files}
+
+    def seal(temporary: Path, digests: Mapping[str, str]) -> None:
+        _write_rest(state_of, temporary, version, tokenizer, digests)
         if not wanted():
             raise TrainerError(f"version {version} was given up while it was written: the trainer was restored")
         _swap(temporary, final)
-        if durable:
+        if state_of.durable:
             _fsync(root)
-    except TrainerError:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    try:
+        own = _all_or_none(ranks, begin if ranks.leads else None, cannot)
+        where = Path(next(name for name in ranks.exchange(own) if name))
+        mine = _all_or_none(ranks, lambda: share(where), cannot)
+        digests = {name: digest for one in ranks.exchange(mine) for name, digest in one.items()}
+        _all_or_none(ranks, (lambda: seal(where, digests)) if ranks.leads else None, cannot)
+    except BaseException:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise TrainerError(
-            f"cannot publish version {version} under {root}: {cause}",
-            remedy="free space or fix the directory, then rollart launch --resume",
-        ) from error
     return final
 
 
 def restore(learner: Learner, path: Path, version: int) -> None:
-    """Load weights, optimizer and counters. `TrainerError` for a directory that is not a whole, unchanged version;
-    everything is read and checked before anything of the learner changes."""
-    _verify(path, version)
+    """Load weights, optimizer and counters; of several ranks, all must call it. `TrainerError`, on every rank, for a
+    directory that is not a whole, unchanged version; everything is read and checked before anything changes."""
+    problem: TrainerError | None = None
     try:
-        weights = load_file(path / MODEL, device=str(learner.policy.device))
-        moments = load_file(path / OPTIMIZER, device=str(learner.policy.device))
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        counters = Counters(**{f.name: int(state[f.name]) for f in dataclasses.fields(Counters)})
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise TrainerError(f"{path} cannot be read as a version: {error}") from error
-    own = _model_tensors(learner)
-    if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in weights.items()}:
-        raise TrainerError(f"{path} holds a different model than the trainer was configured with")
+        files = _verify(path, version, rank=learner.ranks.rank, size=learner.ranks.size)
+        weights, moments, counters = _read(learner, path, files)
+    except TrainerError as error:
+        problem = error
+    learner.ranks.torch.agree(problem)
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-    _load_optimizers(learner, moments)
+        for parameter, rows in weights:
+            local(parameter).copy_(rows)
+    learner.optimizers.clear()
+    parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
+    for which, name, key, value in moments:
+        state = torch.zeros_like(parameters[name]) if value.ndim else value
+        local(state).copy_(value)
+        learner.optimizer(which).state[parameters[name]][key] = state
     learner.counters = counters
 
 
-def _verify(path: Path, version: int) -> None:
+def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
+    """The files of a version. Each rank reads its share of them to the end."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
         found, files = int(marker["version"]), dict(marker["files"])
@@ -179,58 +170,114 @@ def _verify(path: Path, version: int) -> None:
     if found != version:
         raise TrainerError(f"{path} holds version {found}, not {version}")
     for name in (MODEL, OPTIMIZER, STATE):
-        if name not in files:
+        if not _like(name, files):
             raise TrainerError(f"{path} cannot be continued from: it has no {name}")
-    for name, digest in files.items():
+    for number, (name, digest) in enumerate(sorted(files.items())):
+        if number % size != rank:
+            continue
         try:
             if _digest(path / name, False) != digest:
                 raise TrainerError(f"{path / name} is damaged: its sha256 is not the one that was published")
         except OSError as error:
             raise TrainerError(f"{path / name} cannot be read: {error.strerror}") from error
+    return list(files)
 
 
-def _model_tensors(learner: Learner) -> dict[str, Tensor]:
-    """State by Hugging Face name; a tied tensor once, under its first name, as `save_pretrained` does."""
-    out: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in learner.policy.model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            out[name] = tensor
-    return out
+_Weights = list[tuple[Tensor, Tensor]]
+_Moments = list[tuple[str, str, str, Tensor]]
 
 
-def _optimizer_tensors(learner: Learner) -> dict[str, Tensor]:
-    names = {p: n for n, p in learner.policy.model.named_parameters()}
-    return {
-        f"{which}/{names[parameter]}/{key}": value
-        for which, optimizer in learner.optimizers.items()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, Counters]:
+    """What this rank takes: (parameter, its new rows), (optimizer, parameter's name, key, rows), counters."""
+    own, adapters = lora.merged(learner.policy.model), lora.adapters(learner.policy.model)
+    another = TrainerError(f"{path} holds a different model than the trainer was configured with")
+    try:
+        model = Pieces(path / name for name in _like(MODEL, files))
+        state = Pieces(path / name for name in _like(OPTIMIZER, files))
+        counts = json.loads((path / STATE).read_text(encoding="utf-8"))
+        counters = Counters(**{f.name: int(counts[f.name]) for f in dataclasses.fields(Counters)})
+        wanted = {f"{ADAPTER}/{name}/weight": p for name, p in adapters.items()}
+        if {n: tuple(m.base.shape) for n, m in own.items()} != model.shapes:
+            raise another
+        if {n for n in state.shapes if n.startswith(f"{ADAPTER}/")} != wanted.keys():
+            raise another
+        # With adapters the weights below them are frozen: those of the model that the trainer started from.
+        pairs = [] if adapters else [(m.base, _rows(learner, model, n, m.base)) for n, m in own.items()]
+        pairs += [(p, _rows(learner, state, name, p)) for name, p in wanted.items()]
+        parameters = dict(learner.policy.model.named_parameters())
+        moments = []
+        for full in sorted(state.shapes.keys() - wanted.keys()):
+            which, name, key = full.split("/")
+            if name not in parameters:
+                raise another
+            moments.append((which, name, key, _rows(learner, state, full, parameters[name])))
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise TrainerError(f"{path} cannot be read as a version: {error}") from error
+    model.close()
+    state.close()
+    return pairs, moments, counters
+
+
+def _rows(learner: Learner, pieces: Pieces, name: str, parameter: Tensor) -> Tensor:
+    """What belongs to this rank of a tensor that is cut as `parameter` is; a number as it is."""
+    if not pieces.shapes[name]:
+        return pieces.read(name)
+    if pieces.shapes[name] != tuple(parameter.shape):
+        raise ValueError(f"{name} has the shape {pieces.shapes[name]}, not {tuple(parameter.shape)}")
+    if local(parameter) is parameter:
+        return pieces.read(name)
+    start, stop = row_range(parameter.shape[0], rank=learner.ranks.rank, ranks=learner.ranks.size)
+    return pieces.read(name, start, stop)
+
+
+def _like(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
+    """Those files that are `name`, or parts of it (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
+    stem, _, ending = name.rpartition(".")
+    return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
+
+
+def _all_or_none(ranks: Channel, work: Callable[[], T] | None, cannot: str) -> T | None:
+    """What one rank's part of writing gave, once all ranks did theirs. `TrainerError` on all if any could not."""
+    problem, result = None, None
+    try:
+        result = work() if work is not None else None
+    except TrainerError as error:
+        problem = error
+    except (OSError, SafetensorError) as error:
+        cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        remedy = "free space or fix the directory, then rollart launch --resume"
+        problem = TrainerError(f"{cannot}: {cause}", remedy=remedy)
+        problem.__cause__ = error
+    ranks.agree(problem)
+    return result
+
+
+def _write_rest(
+    state_of: Snapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
+) -> None:
+    """What one rank alone writes: the small files, and the marker with everybody's digests."""
+    durable = state_of.durable
+    texts = {
+        "config.json": state_of.config,
+        STATE: json.dumps({"schema": 1, "version": version, **dataclasses.asdict(state_of.counters)}),
     }
-
-
-def _load_optimizers(learner: Learner, tensors: Mapping[str, Tensor]) -> None:
-    parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
-    learner.optimizers.clear()
-    for full, tensor in tensors.items():
-        which, name, key = full.split("/")
-        learner.optimizer(which).state[parameters[name]][key] = tensor
-
-
-def _model_config(learner: Learner) -> str:
-    config = learner.policy.model.config
-    config.architectures = [type(learner.policy.model).__name__]
-    return str(config.to_json_string())
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    # The metadata is what transformers asks for, and an empty file without any is one that safetensors cannot read.
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+    if state_of.index is not None:
+        texts[INDEX] = state_of.index
+    for name, text in texts.items():
+        _write_text(temporary / name, text)
+    for source in tokenizer:
+        name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
+        shutil.copyfile(source, temporary / name)
+    files = sorted(f for f in temporary.rglob("*") if f.is_file())
+    names = {str(file.relative_to(temporary)): file for file in files}
+    every = {name: digests[name] if name in digests else _digest(file, durable) for name, file in names.items()}
+    if missing := sorted(digests.keys() - names.keys()):
+        raise OSError(2, f"{missing[0]} of another rank is not there: the ranks must share the directory")
+    marker = temporary / MARKER
+    _write_text(marker, json.dumps({"schema": 1, "version": version, "files": every}))
+    if durable:
+        for path in (marker, (temporary / STATE).parent, temporary):
+            _fsync(path)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -17,9 +17,11 @@ __all__ = [
     "AdvantageConfig",
     "DomainConfig",
     "ImitationConfig",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "TrainerConfig",
     "load_config",
     "parse_config",
@@ -126,6 +128,43 @@ class ImitationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685) in place of training all weights. `targets` are names of linear modules, or
+    `all-linear`: all but the output head. `alpha` / `rank` scales what an adapter adds."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha <= 0 or not self.targets:
+            raise ValueError("rank must be at least 1, alpha positive, and targets not empty")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """Over how many processes the trainer is spread (FSDP2), and what it trades for memory and speed.
+
+    `dtype` is what is computed with; weights, their gradients' sums and the optimizer stay in the model's. Versions
+    of more than one rank are written in files of at most `bucket_mb` (1e6 bytes), or of one larger tensor."""
+
+    ranks: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    bucket_mb: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.bucket_mb < 1:
+            raise ValueError("ranks and bucket_mb must be at least 1")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are FSDP2's: with one rank only for its mixed precision."""
+        return self.ranks > 1 or self.dtype != "float32"
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerConfig:
     """Everything the trainer process is told.
 
@@ -145,6 +184,8 @@ class TrainerConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     domains: dict[str, DomainConfig] = field(default_factory=dict)
     imitation: ImitationConfig = field(default_factory=ImitationConfig)
+    lora: LoraConfig | None = None
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     epochs: int = 1
     minibatches: int = 1
     stream: bool = False
@@ -164,6 +205,11 @@ class TrainerConfig:
             self._streams()
 
     def _streams(self) -> None:
+        if self.parallel.sharded:
+            raise ValueError(
+                "stream sums gradients in one process in full precision: set parallel.ranks to 1 and parallel.dtype to "
+                "float32, or stream to false"
+            )
         if self.epochs > 1 or self.minibatches > 1:
             raise ValueError(
                 f"stream makes one update of one pass, got epochs {self.epochs} and minibatches {self.minibatches}: "
@@ -230,6 +276,10 @@ def _value(hint: Any, raw: object, where: str) -> Any:
         if not isinstance(raw, Mapping):
             raise ValueError(f"{where}: expected an object, got {raw!r}")
         return {str(k): _value(args[1], v, f"{where}.{k}") for k, v in raw.items()}
+    if origin is list:
+        if not isinstance(raw, list):
+            raise ValueError(f"{where}: expected a list, got {raw!r}")
+        return [_value(args[0], v, where) for v in raw]
     if origin is tuple:
         if not isinstance(raw, list | tuple) or len(raw) != len(args):
             raise ValueError(f"{where}: expected {len(args)} numbers, got {raw!r}")

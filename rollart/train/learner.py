@@ -20,13 +20,17 @@ from torch import Tensor
 
 from rollart.errors import TrainerError
 from rollart.model import TrainReport
+from rollart.train import lora
 from rollart.train.advantages import batch_advantages
 from rollart.train.batch import Batch, FloatArray, IntArray
 from rollart.train.config import TrainerConfig
 from rollart.train.losses import policy_loss, statistics, token_weights
 from rollart.train.meter import Meter
-from rollart.train.microbatch import build, plan
+from rollart.train.microbatch import build
 from rollart.train.policy import ActionTensors, Policy, load_model
+from rollart.train.ranks import Ranks
+from rollart.train.shard import full
+from rollart.train.split import portions
 from rollart.train.stream import Accumulation
 
 __all__ = ["Counters", "Learner"]
@@ -58,13 +62,17 @@ class Learner:
     moments of one objective mean nothing to the other.
     """
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         torch.set_num_threads(config.threads)
         self.config = config
-        self.policy = Policy(load_model(config.model, config.device), temperature=config.temperature)
+        self.ranks = ranks or Ranks()
+        model = load_model(config.model, config.device)
+        if config.lora is not None:
+            lora.inject(model, config.lora, config.seed)
+        self.policy = Policy(model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks)
         self.counters = Counters()
         self.optimizers: dict[str, torch.optim.AdamW] = {}
-        self._parameters = list(self.policy.model.parameters())
+        self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
         self._open: Accumulation | None = None
 
     def train(self, batch: Batch, version: int) -> TrainReport:
@@ -96,8 +104,9 @@ class Learner:
             self._set_rate(optimizer, version)
             self._update(optimizer, job, part)
             self.counters.updates += 1
-            gap = job.meter.mean("behaviour_gap") if gap is None else gap
+            gap = self._mean(job.meter, "behaviour_gap") if gap is None else gap
         self.counters.train_calls += 1
+        job.meter.merge(self.ranks, self.policy.device)
         metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage)
         metrics |= {
             "behaviour_gap": gap or 0.0,
@@ -179,6 +188,7 @@ class Learner:
             if stop is not None and len(recent) == STOP_WINDOW and sum(recent) / STOP_WINDOW < stop:
                 break
         self.counters.imitate_calls += 1
+        job.meter.merge(self.ranks, self.policy.device)
         metrics = job.meter.metrics() | {"cpu_seconds": time.thread_time() - cpu}
         return TrainReport(job.meter.tokens, time.perf_counter() - started, metrics)
 
@@ -223,7 +233,7 @@ class Learner:
         scale = torch.from_numpy(shares).to(policy.device, policy.dtype)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=policy.device, dtype=policy.dtype)
-        for samples in plan(job.used[part], config.max_tokens_per_microbatch):
+        for samples in self._portions(job.used[part]):
             micro = build(job.batch, part[samples], job.used, policy.device)
             logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
             per_token, told = job.objective(logprobs, entropy, micro.pick)
@@ -232,12 +242,12 @@ class Learner:
             job.meter.add(micro, told, weighted.detach())
             total = total + weighted.detach()
         job.meter.update(self._step(optimizer))
-        return total
+        return self.ranks.total(total)
 
     def _step(self, optimizer: torch.optim.AdamW) -> Tensor:
         """Clip the gradient and take it; its norm before. `TrainerError`, and nothing taken, if it is not finite."""
         limit = self.config.optimizer.grad_clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True)
+        norm = full(torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
         if not torch.isfinite(norm):
             raise TrainerError(
                 f"the gradient is not finite at update {self.counters.updates + 1}",
@@ -262,10 +272,22 @@ class Learner:
         actions = ActionTensors(batch, policy.device)
         out = torch.zeros(len(batch.loss), device=policy.device, dtype=policy.dtype)
         with torch.no_grad():
-            for samples in plan(used, self.config.max_tokens_per_microbatch):
+            for samples in self._portions(used):
                 micro = build(batch, samples, used, policy.device)
                 out[micro.pick] = policy.score(micro, actions, entropy_grad=False)[0]
-        return out
+        return self.ranks.total(out)
+
+    def _portions(self, used: IntArray) -> list[IntArray]:
+        """Micro-batches of this rank."""
+        most = self.config.max_tokens_per_microbatch
+        return portions(used, most, rank=self.ranks.rank, ranks=self.ranks.size)
+
+    def _mean(self, meter: Meter, name: str) -> float:
+        """Per token, over all ranks."""
+        if self.ranks.size == 1:
+            return meter.mean(name)
+        total, tokens = self.ranks.totals([float(meter.sums[name].item()), meter.tokens], self.policy.device)
+        return total / max(1.0, tokens)
 
     def _optimizer(self, name: str, lr: float) -> torch.optim.AdamW:
         if name not in self.optimizers:

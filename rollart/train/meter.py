@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rollart.train.microbatch import MicroBatch
+from rollart.train.ranks import Ranks
 
 __all__ = ["Meter"]
 
@@ -31,6 +33,16 @@ class Meter:
         self._sum("grad_norm", norm)
         if loss is not None:
             self._sum("loss", loss)
+
+    def merge(self, ranks: Ranks, device: torch.device) -> None:
+        """Add what the other ranks saw. All are told the same `grad_norm`, and make the same updates."""
+        if ranks.size == 1:
+            return
+        names = sorted(self.sums.keys() - {"grad_norm"})
+        sums = [float(self.sums[name].item()) for name in names]
+        real, padded, tokens, *sums = ranks.totals([self.real, self.padded, self.tokens, *sums], device)
+        self.real, self.padded, self.tokens = int(real), int(padded), int(tokens)
+        self.sums |= {name: torch.tensor(value, dtype=torch.float64) for name, value in zip(names, sums, strict=True)}
 
     def mean(self, name: str) -> float:
         """Per update for `loss` and `grad_norm`, per visited token for the rest."""

@@ -69,7 +69,11 @@ def plan(lengths: IntArray, max_tokens: int, overhead: int = OVERHEAD_TOKENS) ->
 
 
 def build(batch: Batch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:
-    """Tensors of one micro-batch. `used` is `batch.used_lengths`."""
+    """Tensors of one micro-batch. `used` is `batch.used_lengths`. Of no samples: one row of one token, without loss."""
+    if not len(samples):
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return MicroBatch(ids=torch.zeros((1, 1), dtype=torch.int64, device=device), at=none, pick=none, free=0,
+                          real_tokens=0)  # fmt: skip
     lengths = used[samples]
     longest = int(lengths.max())
     column = np.arange(longest)

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from rollart.errors import UsageError
 from rollart.train.batch import Batch
-from rollart.train.config import ModelConfig
+from rollart.train.config import ModelConfig, ParallelConfig
 from rollart.train.microbatch import MicroBatch
+from rollart.train.ranks import Ranks
+from rollart.train.shard import prepare
 
-__all__ = ["ActionTensors", "Policy", "load_model"]
+__all__ = ["ActionTensors", "Policy", "Scorer", "load_model"]
 
 ILLEGAL = -1e30
 """Logit of an illegal action: its probability is exactly 0 and, unlike with −inf, 0 × log 0 stays 0 in the entropy."""
@@ -38,48 +40,29 @@ class ActionTensors:
         self.legal_valid = torch.from_numpy(batch.sets.valid).to(device)
 
 
-class Policy:
-    """A causal language model at its sampling temperature."""
+class Scorer(nn.Module):
+    """What is computed of the model: the logits where loss is. One module, so that FSDP2 sees one forward pass."""
 
-    def __init__(self, model: Any, *, temperature: float) -> None:
-        self.model = model
-        self.temperature = temperature
-        self.device: torch.device = next(model.parameters()).device
-        self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self._body = model.base_model
-        self._head = model.get_output_embeddings()
-        self.vocab_size = int(self._head.weight.shape[0])
-        self._check_head()
-        self.trims_last_layer = self._agrees(self._last_layer_trimmed)
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model.base_model
+        self.head = model.get_output_embeddings()
+        self.trims_last_layer = False
 
-    def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
-        hidden = self._last_layer_trimmed if self.trims_last_layer else self._whole
-        logits = self._head(hidden(micro.ids, micro.at)).to(self.dtype)
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        free, total = micro.free, len(micro.pick)
-        parts = []
-        if free:
-            parts.append(_score(logits[:free], actions.target[micro.pick[:free]], entropy_grad))
-        if free < total:
-            pick = micro.pick[free:]
-            legal = actions.legal[pick]
-            narrow = logits[free:].gather(1, actions.legal_ids[legal])
-            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL)
-            parts.append(_score(narrow, actions.slot[pick], entropy_grad))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        """[rows, longest] token ids, flat positions [M] in them -> logits [M, vocabulary]."""
+        hidden = self.last_layer_trimmed if self.trims_last_layer else self.whole
+        logits: Tensor = self.head(hidden(ids, at))
+        return logits
 
-    def _whole(self, ids: Tensor, at: Tensor) -> Tensor:
+    def whole(self, ids: Tensor, at: Tensor) -> Tensor:
         """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest]: any architecture."""
-        hidden: Tensor = self._body(input_ids=ids, use_cache=False).last_hidden_state
+        hidden: Tensor = self.body(input_ids=ids, use_cache=False).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
 
-    def _last_layer_trimmed(self, ids: Tensor, at: Tensor) -> Tensor:
+    def last_layer_trimmed(self, ids: Tensor, at: Tensor) -> Tensor:
         """The same for decoders built like Llama and Qwen: behind the last attention, only the wanted positions."""
-        body = self._body
+        body = self.body
         x = body.embed_tokens(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         rotary = body.rotary_emb(x, positions)
@@ -92,13 +75,62 @@ class Policy:
         hidden: Tensor = body.norm(x)
         return hidden
 
+    def blocks(self) -> list[nn.Module]:
+        """The parts that run one after the other and hold most of the parameters."""
+        layers = list(getattr(self.body, "layers", ()))
+        if self.trims_last_layer:
+            last: Any = layers.pop()
+            layers += [last.self_attn, last.mlp]
+        return layers
+
+
+class Policy:
+    """A causal language model at its sampling temperature, in one process or sharded over `ranks`."""
+
+    def __init__(
+        self, model: Any, *, temperature: float, parallel: ParallelConfig | None = None, ranks: Ranks | None = None
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.device: torch.device = next(model.parameters()).device
+        self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        self._scorer = Scorer(model)
+        self.vocab_size = int(self._scorer.head.weight.shape[0])
+        self._check_head()
+        self._scorer.trims_last_layer = self._agrees(self._scorer.last_layer_trimmed)
+        if parallel is not None:
+            prepare(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks())
+
+    @property
+    def trims_last_layer(self) -> bool:
+        return self._scorer.trims_last_layer
+
+    def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
+        logits = self._scorer(micro.ids, micro.at).to(self.dtype)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        free, total = micro.free, len(micro.pick)
+        parts = []
+        if free or not total:
+            parts.append(_score(logits[:free], actions.target[micro.pick[:free]], entropy_grad))
+        if free < total:
+            pick = micro.pick[free:]
+            legal = actions.legal[pick]
+            narrow = logits[free:].gather(1, actions.legal_ids[legal])
+            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL)
+            parts.append(_score(narrow, actions.slot[pick], entropy_grad))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
     def _agrees(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """Whether a shortcut computes what the model does: tried once, on two rows of four tokens."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size).reshape(2, 4)
         at = torch.tensor([1, 3, 6], device=self.device)
         with torch.no_grad():
             try:
-                return torch.allclose(self._whole(ids, at), shortcut(ids, at), atol=1e-5, rtol=1e-4)
+                return torch.allclose(self._scorer.whole(ids, at), shortcut(ids, at), atol=1e-5, rtol=1e-4)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 return False  # built differently: the general way is slower, not wrong
 
@@ -107,7 +139,7 @@ class Policy:
         with torch.no_grad():
             ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
             whole = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state).float()
+            ours = self._scorer.head(self._scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
         if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 

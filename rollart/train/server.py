@@ -5,7 +5,7 @@
     POST /logprobs {samples}        -> {logprobs: float32[T] as bytes}
     POST /stage {version} -> {}     /publish {version} -> {version, path}
     POST /restore {version, path}   -> {}
-    GET  /health  -> JSON {status, version, queued, stream}           GET /metrics -> Prometheus text
+    GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
 
 `samples` is the wire form of `batch.py`. An error is {"error": one line, "remedy": one line}: 400 for what the caller
 sent, 500 for what went wrong here.
@@ -14,44 +14,54 @@ sent, 500 for what went wrong here.
 from __future__ import annotations
 
 import asyncio
-import sys
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgpack
 import numpy as np
 import torch
 from aiohttp import web
 
-from rollart.errors import RollartError, TrainerError
+from rollart.errors import TrainerError
 from rollart.model import TrainReport
 from rollart.train import checkpoint
 from rollart.train.batch import Batch, decode
+from rollart.train.command import Answer, Outcome, Work, follow, lead
 from rollart.train.config import TrainerConfig
 from rollart.train.learner import Learner
+from rollart.train.ranks import Channel, Ranks
 
 __all__ = ["MAX_BODY", "TrainerService", "make_app"]
 
 MAX_BODY = 1 << 30
 """Bytes of one request: a token is 29 bytes, so 256 samples of 128 k tokens fit."""
 
-Answer: TypeAlias = dict[str, Any]
+TORCH = ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore")
+"""What is done in the learner's thread."""
+
+WATCHED_S = 5.0
+"""Longest wait for the name of a rank that was lost: its process is reaped within milliseconds, unless it is another
+host's, where nobody watches it."""
 
 
 class TrainerService:
     """Owns the learner and the one thread that touches it. Requests queue there in order of arrival; `/health` and
     `/metrics` are answered from the loop and never wait for torch. Versions are written by a second thread, so that one
-    which was staged does not wait for the step that follows it, nor the step for the disk."""
+    which was staged does not wait for the step that follows it, nor the step for the disk.
 
-    def __init__(self, config: TrainerConfig) -> None:
+    Of several ranks, rank 0's serves, and the others' `follow`. Once a rank is lost, or has failed where the others may
+    wait for it, every request is answered at once with the reason: the caller starts the trainer again."""
+
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         self._config = config
+        self._ranks = ranks or Ranks()
         self._tokenizer = checkpoint.tokenizer_files(config.tokenizer)
         self._root = Path(config.weights_root).absolute()
-        checkpoint.clean(self._root)
-        self._learner = Learner(config)
+        if self._ranks.rank == 0:
+            checkpoint.clean(self._root)
+        self._learner = Learner(config, self._ranks)
         self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(config.threads,))
         self._disk = ThreadPoolExecutor(1, "disk", initializer=torch.set_num_threads, initargs=(1,))
         self._staged: dict[int, checkpoint.Snapshot] = {}
@@ -60,15 +70,27 @@ class TrainerService:
         self._version: int | None = None
         self._totals = {"steps": 0.0, "tokens": 0.0, "seconds": 0.0, "published": 0.0}
         self._last: dict[str, float] = {}
+        self._broken: str | None = None
+        self._breaks = asyncio.Event()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        for name in ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore"):
-            app.router.add_post(f"/{name}", self._post(getattr(self, name), self._pool))
-        app.router.add_post("/publish", self._post(self.publish, self._disk))
+        for name in TORCH:
+            app.router.add_post(f"/{name}", self._post(name, self._ranks.torch, self._pool))
+        app.router.add_post("/publish", self._post("publish", self._ranks.disk, self._disk))
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         return app
+
+    def follow(self) -> None:
+        """Every rank but 0: until rank 0 is gone."""
+        torch_works = {name: getattr(self, name) for name in TORCH}
+        follow({self._ranks.torch: torch_works, self._ranks.disk: {"publish": self.publish}})
+
+    def lost(self, reason: str) -> None:
+        """A rank is gone. In the loop's thread."""
+        self._broken = self._broken or reason
+        self._breaks.set()
 
     def train(self, body: Answer) -> Answer:
         report = self._learner.train(self._batch(body), int(body["version"]))
@@ -100,9 +122,15 @@ class TrainerService:
         restored does not find a version there which it never heard of."""
         version, restores = int(body["version"]), self._restores
         staged = self._staged.pop(version, None)
-        if staged is None:
+        if staged is None and self._ranks.size == 1:
             staged = self._pool.submit(self._snapshot, version).result()
-        path = checkpoint.write(staged, self._root, version, self._tokenizer, wanted=lambda: restores == self._restores)
+        gone = TrainerError(f"version {version} was given up before it was written: the trainer was restored")
+        self._ranks.disk.agree(gone if staged is None else None)
+        assert staged is not None, "else all ranks agreed that it is gone"
+        path = checkpoint.write(
+            staged, self._root, version, self._tokenizer, ranks=self._ranks.disk,
+            wanted=lambda: restores == self._restores,
+        )  # fmt: skip
         self._version = version
         self._totals["published"] += 1
         return {"version": version, "path": str(path)}
@@ -117,8 +145,9 @@ class TrainerService:
         return {}
 
     async def health(self, request: web.Request) -> web.Response:
-        about = {"status": "ok", "version": self._version, "queued": self._waiting}
-        return web.json_response(about | {"stream": self._learner.config.stream})
+        about = {"status": self._broken or "ok", "version": self._version, "queued": self._waiting}
+        about |= {"stream": self._learner.config.stream}
+        return web.json_response(about, status=503 if self._broken else 200)
 
     async def metrics(self, request: web.Request) -> web.Response:
         lines = [f"rollart_trainer_{name}_total {value}" for name, value in self._totals.items()]
@@ -141,17 +170,53 @@ class TrainerService:
         self._last = {k: float(np.float64(v)) for k, v in report.metrics.items()}
         return {"trained_tokens": report.trained_tokens, "seconds": report.seconds, "metrics": self._last}
 
-    def _post(self, work: Callable[[Answer], Answer], pool: ThreadPoolExecutor) -> Callable[[web.Request], Any]:
+    def _post(self, name: str, channel: Channel, pool: ThreadPoolExecutor) -> Callable[[web.Request], Any]:
+        work = getattr(self, name)
+
         async def handler(request: web.Request) -> web.Response:
             body = await request.read()
             self._waiting += 1
             try:
-                status, answer = await asyncio.get_running_loop().run_in_executor(pool, _call, work, body)
+                if name == "publish" and self._ranks.size > 1 and not self._has_staged(body):
+                    # Ranks look at their weights together, so in the thread where they train together.
+                    staged = await self._answer("stage", self._ranks.torch, self.stage, body, self._pool)
+                    if staged.status != 200:
+                        return _response(staged)
+                return _response(await self._answer(name, channel, work, body, pool))
             finally:
                 self._waiting -= 1
-            return web.Response(body=answer, status=status, content_type="application/msgpack")
 
         return handler
+
+    async def _answer(self, name: str, channel: Channel, work: Work, body: bytes, pool: ThreadPoolExecutor) -> Outcome:
+        if self._broken is None:
+            loop = asyncio.get_running_loop()
+            working = loop.run_in_executor(pool, lead, channel, name, work, body)
+            breaking = asyncio.ensure_future(self._breaks.wait())
+            try:
+                await asyncio.wait((working, breaking), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                breaking.cancel()
+            if working.done():
+                outcome = working.result()
+                if outcome.sound or self._ranks.size == 1:
+                    return outcome
+                await self._name_the_lost(outcome)
+        return Outcome.failed(500, self._broken or "", "it is restarted and restored", sound=False)
+
+    async def _name_the_lost(self, outcome: Outcome) -> None:
+        """What this rank saw may be that another is gone: its watcher says which, a moment later."""
+        try:
+            async with asyncio.timeout(WATCHED_S):
+                await self._breaks.wait()
+        except TimeoutError:
+            self.lost(outcome.error)
+
+    def _has_staged(self, body: bytes) -> bool:
+        try:
+            return int(msgpack.unpackb(body)["version"]) in self._staged
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException):
+            return True  # whoever reads it next refuses it
 
 
 def make_app(config: TrainerConfig) -> web.Application:
@@ -159,21 +224,5 @@ def make_app(config: TrainerConfig) -> web.Application:
     return TrainerService(config).app()
 
 
-def _call(work: Callable[[Answer], Answer], body: bytes) -> tuple[int, bytes]:
-    """Runs in the worker thread: unpack, work, pack; every exception becomes one line."""
-    remedy = ""
-    try:
-        message = msgpack.unpackb(body)
-        if not isinstance(message, dict):
-            raise ValueError("the body is not a msgpack map")
-        return 200, msgpack.packb(work(message))
-    except RollartError as error:
-        status, line, remedy = 500, error.message, error.remedy
-    except KeyError as error:
-        status, line = 400, f"the request lacks {error}"
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        status, line = 400, str(error) or type(error).__name__
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        status, line = 500, f"{type(error).__name__}: {error}"
-    return status, msgpack.packb({"error": line.splitlines()[0] if line else "unknown", "remedy": remedy})
+def _response(outcome: Outcome) -> web.Response:
+    return web.Response(body=outcome.body, status=outcome.status, content_type="application/msgpack")

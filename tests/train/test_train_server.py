@@ -125,7 +125,7 @@ async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk hangs, the trainer is restored and goes on; then the disk comes back to what it was writing."""
-    hangs, release, write = threading.Event(), threading.Event(), checkpoint._write_tensors
+    hangs, release, write = threading.Event(), threading.Event(), checkpoint.save
 
     def slow(path: Path, tensors: Any) -> None:
         if not hangs.is_set():
@@ -136,7 +136,7 @@ async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
     async with serving(config(tmp_path)) as (trainer, _):
         start = await trainer.publish(0)
         await trainer.train(SAMPLES, 0)
-        monkeypatch.setattr(checkpoint, "_write_tensors", slow)
+        monkeypatch.setattr(checkpoint, "save", slow)
         given_up = asyncio.create_task(trainer.publish(1))
         await asyncio.to_thread(hangs.wait)
         await trainer.restore(start)

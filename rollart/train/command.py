@@ -1,0 +1,103 @@
+"""One command's outcome, and how ranks follow rank 0's commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgpack
+
+from rollart.errors import RollartError, TrainerError
+from rollart.train.ranks import Channel
+
+__all__ = ["Answer", "Outcome", "Work", "call", "follow", "lead"]
+
+Answer: TypeAlias = dict[str, Any]
+Work: TypeAlias = Callable[[Answer], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The HTTP status and the msgpack body of an answer. `sound`: every rank left its work at the same place, so the
+    next command may come; otherwise one of them may still wait for another."""
+
+    status: int
+    body: bytes
+    error: str = ""
+    remedy: str = ""
+    sound: bool = True
+
+    @classmethod
+    def failed(cls, status: int, error: str, remedy: str = "", *, sound: bool = True) -> Outcome:
+        line = error.splitlines()[0] if error else "unknown"
+        return cls(status, msgpack.packb({"error": line, "remedy": remedy}), line, remedy, sound)
+
+
+def call(work: Work, body: bytes) -> Outcome:
+    """Runs in the worker thread: unpack, work, pack; every exception becomes one line."""
+    try:
+        message = msgpack.unpackb(body)
+        if not isinstance(message, dict):
+            raise ValueError("the body is not a msgpack map")
+        return Outcome(200, msgpack.packb(work(message)))
+    except RollartError as error:
+        return Outcome.failed(500, error.message, error.remedy)
+    except KeyError as error:
+        return Outcome.failed(400, f"the request lacks {error}")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        return Outcome.failed(400, str(error) or type(error).__name__)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        return Outcome.failed(500, f"{type(error).__name__}: {error}", sound=False)
+
+
+def lead(channel: Channel, name: str, work: Work, body: bytes) -> Outcome:
+    """Do a command on every rank; this rank's outcome, or the first failure of another. In the channel's thread."""
+    try:
+        channel.say(name, body)
+        mine = call(work, body)
+        if not mine.sound:
+            return mine
+        said = channel.exchange((mine.status, mine.error, mine.remedy))
+    except TrainerError as error:
+        return Outcome.failed(500, error.message, error.remedy, sound=False)
+    if mine.status == 200:
+        for rank, (status, line, remedy) in enumerate(said):
+            if status != 200:
+                return Outcome.failed(500, f"rank {rank}: {line}", remedy)
+    return mine
+
+
+def follow(channels: Mapping[Channel, Mapping[str, Work]]) -> None:
+    """Do what rank 0 says until it is gone, each channel in a thread of its own; ends the process. What a rank does
+    not expect ends it too, at once: the others wait for it in the middle of something, and see that it is gone."""
+
+    def listen(channel: Channel, works: Mapping[str, Work]) -> None:
+        try:
+            while True:
+                name, body = channel.hear()
+                mine = call(works[name], body)
+                if not mine.sound:
+                    break
+                channel.exchange((mine.status, mine.error, mine.remedy))
+        except TrainerError:
+            _end(0)
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        _end(1)
+
+    threads = [threading.Thread(target=listen, args=pair, daemon=True) for pair in channels.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end(status: int) -> None:
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,94 @@
+"""Tensors in safetensors files: whole, or as rows that several files hold. Read by rows, so a rank of any number of
+ranks takes what it needs of files that any other number wrote, and nobody reads a whole model to keep a part of it.
+
+A file with rows says so in its metadata: `rows` = {name: [first row, rows of the whole tensor]} as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+__all__ = ["Pieces", "Rows", "save"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a tensor from `start` on; `of` is how many the whole has."""
+
+    tensor: Tensor
+    start: int
+    of: int
+
+
+def save(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
+    """Write one file. `OSError` and `SafetensorError` as they come."""
+    rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, Rows)}
+    plain = {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}
+    # `format` is what transformers asks for, and an empty file without metadata is one that safetensors cannot read.
+    metadata = {"format": "pt"} | ({"rows": json.dumps(rows)} if rows else {})
+    save_file({name: t.detach().cpu().contiguous() for name, t in plain.items()}, path, metadata=metadata)
+
+
+class Pieces:
+    """The tensors of some files, by name. Closed with `close`; what was read stays."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: list[Any] = []
+        self._where: dict[str, list[tuple[int, int, Any]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in files:
+            file: Any = safe_open(str(path), framework="pt")
+            self._files.append(file)
+            rows = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                self._add(name, file.get_slice(name), rows.get(name))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor in host memory, all by default. `ValueError` if no file has some of them."""
+        shape = self.shapes[name]
+        if not shape:
+            return self._whole(name)
+        stop = shape[0] if stop is None else stop
+        parts, at = [], start
+        for first, last, piece in sorted(self._where[name], key=lambda p: p[:2]):
+            if first <= at < min(last, stop):
+                end = min(last, stop)
+                parts.append(piece[at - first : end - first])
+                at = end
+        if at < stop:
+            raise ValueError(f"{name}: rows {at} to {stop} are in no file")
+        if not parts:
+            first, _, piece = self._where[name][0]
+            parts.append(piece[0:0])
+        whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole
+
+    def close(self) -> None:
+        self._where.clear()
+        self._files.clear()
+
+    def _add(self, name: str, piece: Any, rows: list[int] | None) -> None:
+        shape = tuple(piece.get_shape())
+        start, of = rows or (0, shape[0] if shape else 0)
+        self._where.setdefault(name, []).append((start, start + (shape[0] if shape else 0), piece))
+        self.shapes[name] = (of, *shape[1:]) if shape else ()
+
+    def _whole(self, name: str) -> Tensor:
+        """A number."""
+        for file in self._files:
+            if name in file.keys():  # noqa: SIM118 - not a mapping
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        raise ValueError(f"{name} is in no file")

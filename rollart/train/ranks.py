@@ -1,0 +1,165 @@
+"""The processes of one trainer: what each knows of the others.
+
+Rank 0 serves; the others do what it does, at the same time. Every rank is given every command and all of its samples
+(29 bytes a token), so that what is refused is refused by all, advantages are those of the whole batch, and only the
+forward and backward passes are split. A process of its own has two *channels*, one for each thread that works: torch's
+and the disk's. They are gloo groups on the CPU, never NCCL: an idle rank may wait in them for hours.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from rollart.errors import TrainerError, UsageError
+
+__all__ = ["ALONE", "Channel", "Ranks", "join", "rendezvous"]
+
+IDLE = datetime.timedelta(days=365)
+"""Ranks wait for the next command as long as the run lasts; a lost leader closes the connection."""
+
+START = datetime.timedelta(minutes=10)
+"""How long ranks wait for each other at the start: imports on a cold disk take a minute."""
+
+
+class Channel:
+    """One thread of each rank: rank 0 says what is done, all do it, and all learn whether all did."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, rank: int = 0, size: int = 1) -> None:
+        self._group, self._rank, self._size = group, rank, size
+
+    @property
+    def leads(self) -> bool:
+        return self._rank == 0
+
+    def say(self, command: str, body: bytes) -> None:
+        """Rank 0: the others' `hear` returns it. A failure of the connection is a `TrainerError`."""
+        if self._size == 1:
+            return
+        head = command.encode()
+        size = torch.tensor([len(head), len(body)], dtype=torch.int64)
+        payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
+        try:
+            dist.broadcast(size, 0, self._group)
+            dist.broadcast(payload, 0, self._group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def hear(self) -> tuple[str, bytes]:
+        """The others: the next command. `TrainerError` once rank 0 is gone."""
+        size = torch.zeros(2, dtype=torch.int64)
+        try:
+            dist.broadcast(size, 0, self._group)
+            head, body = size.tolist()
+            payload = torch.empty(head + body, dtype=torch.uint8)
+            dist.broadcast(payload, 0, self._group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        whole = payload.numpy().tobytes()
+        return whole[:head].decode(), whole[head:]
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What each rank says, by rank. Waits for all."""
+        if self._size == 1:
+            return [mine]
+        out: list[Any] = [None] * self._size
+        try:
+            dist.all_gather_object(out, mine, self._group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return out
+
+    def agree(self, problem: TrainerError | None) -> None:
+        """Raise on every rank if any rank has a problem: the own one, else the first with its rank named."""
+        said = self.exchange(None if problem is None else (problem.message, problem.remedy))
+        if problem is not None:
+            raise problem
+        for rank, other in enumerate(said):
+            if other is not None:
+                raise TrainerError(f"rank {rank}: {other[0]}", remedy=other[1])
+
+
+ALONE = Channel()
+
+
+class Ranks:
+    """This process among the ranks of its trainer. Made by `join`; `Ranks()` is a trainer of one process, which
+    never loads a communication library and for which everything here does nothing."""
+
+    def __init__(self, *, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.torch = self.disk = ALONE
+        self.mesh: Any = None
+        if device is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            world = dist.group.WORLD
+            assert world is not None, "the ranks have met"
+            self.mesh = DeviceMesh.from_group(world, device.type)
+            self.torch, self.disk = (
+                Channel(dist.new_group(backend="gloo", timeout=IDLE), rank=rank, size=size) for _ in range(2)
+            )
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def totals(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """The sum of each over the ranks."""
+        if self.size == 1:
+            return list(values)
+        dtype = torch.float64
+        out: list[float] = self.total(torch.tensor(list(values), dtype=dtype, device=device)).tolist()
+        return out
+
+    def assemble(self, rows: Tensor, *, of: int, owner: int) -> Tensor | None:
+        """Put a parameter together on one rank from everybody's rows of it (`split.row_range`): [of, …] there, in host
+        memory, and None on the others."""
+        if self.size == 1:
+            return rows.detach().to("cpu", copy=True)
+        chunk = -(-of // self.size)
+        padded = torch.zeros((chunk, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+        padded[: len(rows)] = rows.detach()
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if owner == self.rank else None
+        dist.gather(padded, parts, dst=owner)
+        return None if parts is None else torch.cat(parts)[:of].cpu()
+
+
+def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
+    """Where the ranks meet; rank 0 opens it (port 0: any). `UsageError` if it cannot be opened or reached."""
+    try:
+        return TCPStore(host, port, size, is_master=rank == 0, timeout=START, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        verb = "open" if rank == 0 else "reach"
+        raise UsageError(f"rank {rank} cannot {verb} the ranks' meeting point {host}:{port}: {_line(error)}") from error
+
+
+def join(store: TCPStore, device: torch.device, *, rank: int, size: int) -> Ranks:
+    """Meet the others, once in a process: NCCL between GPUs, gloo between CPUs. Blocks until all are there; a
+    `UsageError` if they do not come."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=START
+        )
+        return Ranks(rank=rank, size=size, device=device)
+    except RuntimeError as error:
+        raise UsageError(f"rank {rank} of {size} did not meet the others: {_line(error)}") from error
+
+
+def _lost(error: BaseException) -> TrainerError:
+    return TrainerError(f"the trainer's ranks lost each other: {_line(error)}", remedy="it is restarted and restored")
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

@@ -1,0 +1,62 @@
+"""A model made ready for many devices: compiled, its activations recomputed, its parameters in pieces (FSDP2).
+
+Names of parameters stay those of Hugging Face, since nothing is wrapped: a block's `forward` is replaced, and
+`fully_shard` changes parameters in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rollart.train.config import ParallelConfig
+from rollart.train.ranks import Ranks
+
+__all__ = ["full", "local", "prepare"]
+
+
+def prepare(scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks) -> None:
+    """`blocks` are the parts of `scorer` that are gathered, run and dropped one after the other; what is in none of
+    them stays gathered through a step (embeddings, head, norms)."""
+    for block in blocks:
+        if config.compile:
+            block.forward = torch.compile(block.forward, dynamic=True)
+        if config.activation_checkpointing:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if ranks.mesh is not None:
+        _shard(scorer, blocks, config, ranks)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A number that the ranks share, as a plain tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a parameter that lie here; all of them if it is not sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks) -> None:
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if config.dtype == "bfloat16":
+        # Gradients are summed over the ranks in full precision: a sum of 64 in bf16 loses its last bits.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
+    fully_shard(scorer, mesh=ranks.mesh, mp_policy=policy)
+    for part in (*blocks, scorer):
+        assert isinstance(part, FSDPModule)
+        # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)

@@ -1,0 +1,77 @@
+"""Which samples go to which data-parallel rank, and which tensors of a version to which writer: pure, so every rank
+computes the same answer from the same numbers and nothing has to be told."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollart.train.batch import IntArray
+from rollart.train.microbatch import plan
+
+__all__ = ["Bucket", "balanced", "buckets", "portions", "row_range"]
+
+
+def balanced(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
+    """Indices of `sizes` in `parts` portions of nearly equal totals; each index is in exactly one, ascending.
+
+    Largest first, each to the portion with the least so far, the lower number on a tie (Graham 1969, "Bounds on
+    multiprocessing timing anomalies": no total exceeds the mean by more than (1 − 1/parts) × the largest size, nor
+    the best possible by more than a third)."""
+    order = sorted(range(len(sizes)), key=lambda i: (-int(sizes[i]), i))
+    heap = [(0, part) for part in range(parts)]
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for index in order:
+        total, part = heap[0]
+        out[part].append(index)
+        heapq.heapreplace(heap, (total + int(sizes[index]), part))
+    return [np.array(sorted(indices), np.int64) for indices in out]
+
+
+def portions(lengths: IntArray, max_tokens: int, *, rank: int, ranks: int) -> list[IntArray]:
+    """The micro-batches of one rank (`microbatch.plan`), as many as every other rank has: the last ones may be empty.
+    Ranks meet in every forward and backward pass, so one with less to do takes part with nothing."""
+    if ranks == 1:
+        return plan(lengths, max_tokens)
+    alive = np.flatnonzero(lengths > 0)
+    shares = [alive[share] for share in balanced(lengths[alive], ranks)]
+    plans = [[share[part] for part in plan(lengths[share], max_tokens)] for share in shares]
+    longest = max(len(one) for one in plans)
+    return plans[rank] + [np.zeros(0, np.int64)] * (longest - len(plans[rank]))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that one rank writes into one file."""
+
+    owner: int
+    names: tuple[str, ...]
+
+
+def buckets(sizes: Mapping[str, int], *, ranks: int, limit: int) -> list[Bucket]:
+    """Tensors by size in bytes -> files of at most `limit` bytes (a larger tensor alone), spread over the ranks so that
+    each writes about as much. In order of rank; a rank without tensors has no bucket."""
+    names = list(sizes)
+    out = []
+    for owner, share in enumerate(balanced([sizes[name] for name in names], ranks)):
+        current: list[str] = []
+        filled = 0
+        for name in (names[i] for i in share):
+            if current and filled + sizes[name] > limit:
+                out.append(Bucket(owner, tuple(current)))
+                current, filled = [], 0
+            current.append(name)
+            filled += sizes[name]
+        if current:
+            out.append(Bucket(owner, tuple(current)))
+    return out
+
+
+def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows [start, stop) of a parameter that a rank holds: equal chunks, the last ones shorter or empty, as
+    `torch.chunk` and FSDP2 cut the first dimension."""
+    chunk = -(-rows // ranks)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)

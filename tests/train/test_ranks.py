@@ -1,0 +1,256 @@
+"""Real ranks over gloo on two processes: they learn what one learns, publish in shares, and die together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.engine.checkpoint import read_architecture, read_tensors
+from rollart.errors import TrainerError, TrainerRefused
+from rollart.model import WeightsRef
+from rollart.train import checkpoint
+from rollart.train.learner import Learner
+from tests.train.trainkit import batch, config, sample
+
+pytestmark = pytest.mark.slow  # starts processes that load torch
+
+SAMPLES = [
+    sample(f"{i}", turns=[(2 + i % 3, 2), (3, i % 4)], group=f"g{i // 2}", restricted=i % 3 == 1, domain="ab"[i % 2])
+    for i in range(9)
+]  # fmt: skip
+SETUP: dict[str, Any] = {
+    "epochs": 2, "minibatches": 2, "optimizer": {"warmup": 5, "weight_decay": 0.01, "eps": 1e-3},
+    "max_tokens_per_microbatch": 16,
+    "loss": {"kind": "decoupled", "entropy": 0.01, "domain_balance": True},
+}  # fmt: skip
+CLOSE = 1e-9
+"""Of weights, after updates of some 1e-3; float32 would be 1e-7."""
+INIT = {
+    "vocab_size": 24, "hidden_size": 18, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Sizes that two ranks cannot halve evenly."""
+
+
+def setup(root: Path, **changes: Any) -> dict[str, Any]:
+    """`trainer.json` of two ranks. In float64 nothing hides behind rounding; with this eps Adam's updates depend on the
+    gradient's scale, so that a mean in place of a sum over the ranks is seen."""
+    return {
+        "model": {"init": INIT, "seed": 3, "dtype": "float64"}, "weights_root": str(root), "durable": False,
+        "domains": {"a": {"advantage": {"level": "turn", "gamma": 0.8}}, "b": {}}, "parallel": {"ranks": 2},
+    } | SETUP | changes  # fmt: skip
+
+
+def alone(root: Path, **changes: Any) -> Learner:
+    """The same in this process."""
+    raw = {"model": setup(root)["model"], **SETUP, **changes}
+    return Learner(config(root, **raw))
+
+
+class Ranks:
+    """The program with its ranks, and a client per test (a client belongs to one event loop)."""
+
+    def __init__(self, root: Path, **changes: Any) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        path = root / "trainer.json"
+        path.write_text(json.dumps(setup(root / "weights", **changes)))
+        self.weights = root / "weights"
+        self.log = (root / "log").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rollart.train", "--config", str(path)],
+            stdout=subprocess.PIPE, stderr=self.log, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().split()
+        assert line[:1] == ["ready"], Path(self.log.name).read_text()
+        self.url = line[1]
+
+    def use(self, work: Callable[[HttpTrainer], Coroutine[Any, Any, None]]) -> None:
+        async def inside() -> None:
+            trainer = HttpTrainer(self.url)
+            try:
+                await work(trainer)
+            finally:
+                await trainer.aclose()
+
+        asyncio.run(inside())
+
+    def children(self) -> list[int]:
+        """Process ids of the other ranks."""
+        pid = self.process.pid
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [int(child) for child in text.split()]
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self.log.close()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("two"))
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+async def logprobs(trainer: HttpTrainer) -> torch.Tensor:
+    return torch.tensor([value for row in await trainer.logprobs(SAMPLES) for value in row])
+
+
+def own_logprobs(learner: Learner) -> torch.Tensor:
+    return torch.from_numpy(learner.logprobs(batch(SAMPLES))).float()
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[n], b[n], atol=tolerance, rtol=0) for n in a)
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in learner.policy.model.state_dict().items()}
+
+
+def moments(learner: Learner) -> dict[str, torch.Tensor]:
+    names = {p: n for n, p in learner.policy.model.named_parameters()}
+    state = learner.optimizers["policy"].state
+    return {f"{names[p]}/{key}": value for p, one in state.items() for key, value in one.items()}
+
+
+def test_two_ranks_learn_what_one_learns_and_each_goes_on_from_the_other(two: Ranks, tmp_path: Path) -> None:
+    """Imitation, three steps of four updates, Adam's state; then two ranks' version on one rank, and back."""
+    one = alone(tmp_path)
+
+    async def work(trainer: HttpTrainer) -> None:
+        start = await trainer.publish(0)
+        assert torch.allclose(await logprobs(trainer), own_logprobs(one), atol=1e-6)
+        imitated, expected = await trainer.imitate(SAMPLES, 3), one.imitate(batch(SAMPLES), 3)
+        assert imitated.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-6)
+        for version in range(3):
+            report, expected = await trainer.train(SAMPLES, version), one.train(batch(SAMPLES), version)
+            assert report.trained_tokens == expected.trained_tokens
+            same = report.metrics.keys() & expected.metrics.keys() - {"cpu_seconds", "padding_share"}
+            assert {n: report.metrics[n] for n in same} == pytest.approx({n: expected.metrics[n] for n in same})
+            assert same | {"cpu_seconds", "padding_share"} == expected.metrics.keys()
+        path = Path((await trainer.publish(3)).path)
+        assert close(read_tensors(path), weights(one), CLOSE)
+        other = alone(tmp_path)
+        checkpoint.restore(other, path, 3)
+        assert other.counters == one.counters
+        assert close(weights(other), weights(one), CLOSE)
+        assert close(moments(other), moments(one), CLOSE)
+        other.train(batch(SAMPLES), 3)
+        single = checkpoint.publish(other, tmp_path, 4, ())
+        await trainer.restore(WeightsRef(start.version, start.path))
+        await trainer.restore(WeightsRef(4, str(single)))
+        assert torch.allclose(await logprobs(trainer), own_logprobs(other), atol=1e-6)
+        await trainer.train(SAMPLES, 4)
+        other.train(batch(SAMPLES), 4)
+        assert close(read_tensors((await trainer.publish(5)).path), weights(other), CLOSE)
+
+    two.use(work)
+
+
+def test_a_version_is_written_in_shares_that_engines_read(two: Ranks) -> None:
+    async def work(trainer: HttpTrainer) -> None:
+        await trainer.train(SAMPLES, 0)
+        path = Path((await trainer.publish(7)).path)
+        marker = json.loads((path / "COMPLETE").read_text())
+        names = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} - {"COMPLETE"}
+        assert marker["files"].keys() == names
+        assert names == {
+            "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json", "trainer/optimizer-00001-of-00002.safetensors",
+            "trainer/optimizer-00002-of-00002.safetensors", "trainer/state.json",
+        }  # fmt: skip
+        sizes = [(path / f"model-0000{i}-of-00002.safetensors").stat().st_size for i in (1, 2)]
+        assert max(sizes) < 0.6 * sum(sizes), "each rank writes about half"
+        assert read_architecture(path).layers == INIT["num_hidden_layers"]
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        assert close(dict(loaded.state_dict().items()), read_tensors(path), 0.0)
+
+    two.use(work)
+
+
+def test_refusals_and_damage_are_the_same_on_every_rank_and_the_ranks_go_on(two: Ranks, tmp_path: Path) -> None:
+    async def work(trainer: HttpTrainer) -> None:
+        with pytest.raises(TrainerRefused, match=r"^train: domain 'z' is not configured"):
+            await trainer.train([sample("x", domain="z")], 0)
+        with pytest.raises(TrainerRefused, match=r"^imitate: none of the 0 samples"):
+            await trainer.imitate([], 1)
+        path = Path((await trainer.publish(8)).path)
+        before = await logprobs(trainer)
+        for share in (1, 2):  # each file is checked by one rank only
+            file = path / f"model-0000{share}-of-00002.safetensors"
+            whole = file.read_bytes()
+            file.write_bytes(whole[:-4] + b"\1\2\3\4")
+            with pytest.raises(TrainerError, match=rf"restore: .*model-0000{share}-of-00002.safetensors is damaged"):
+                await trainer.restore(WeightsRef(8, str(path)))
+            file.write_bytes(whole)
+        await trainer.restore(WeightsRef(8, str(path)))
+        assert torch.equal(await logprobs(trainer), before)
+        assert await trainer.logprobs([]) == []
+
+    two.use(work)
+
+
+def test_what_was_staged_is_written_beside_the_next_step(two: Ranks) -> None:
+    async def work(trainer: HttpTrainer) -> None:
+        await trainer.train(SAMPLES, 0)
+        expected = read_tensors((await trainer.publish(20)).path)
+        await trainer.stage(21)
+        async with asyncio.TaskGroup() as group:
+            step = group.create_task(trainer.train(SAMPLES, 20))
+            published = group.create_task(trainer.publish(21))
+        assert step.result().trained_tokens
+        assert close(read_tensors(published.result().path), expected, 0.0)
+        assert not close(read_tensors((await trainer.publish(22)).path), expected, CLOSE)
+
+    two.use(work)
+
+
+def test_a_lost_rank_is_named_and_takes_the_trainer_with_it(tmp_path: Path) -> None:
+    """At once for whoever waits and whoever comes; nothing is left running."""
+    ranks = Ranks(tmp_path)
+    [child] = ranks.children()
+    watched = os.pidfd_open(child)
+    try:
+
+        async def work(trainer: HttpTrainer) -> None:
+            await trainer.train(SAMPLES, 0)
+            ref = await trainer.publish(1)
+            os.kill(child, signal.SIGSTOP)  # the step waits for it in the middle of a collective
+            asyncio.get_running_loop().call_later(0.05, os.kill, child, signal.SIGKILL)
+            with pytest.raises(TrainerError, match=r"train: rank 1 of 2 \(process \d+\) was killed by signal 9"):
+                await trainer.train(SAMPLES, 1)
+            with pytest.raises(TrainerError, match="logprobs: rank 1 of 2"):
+                await trainer.logprobs(SAMPLES)
+            assert not await trainer.healthy()
+            assert (Path(ref.path) / "COMPLETE").is_file()
+
+        ranks.use(work)
+    finally:
+        ranks.close()
+        os.close(watched)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
