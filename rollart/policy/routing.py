@@ -12,7 +12,8 @@ engine with the fewest turns running takes it, then fewer sessions, then the low
 
 The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog, then the fewest
 turns, then the fewest trajectories whose KV it keeps (a prefill is over in no time: without the last all of them would
-meet on the first engine, whose memory they do not fit); a priced router weighs the two by their price. A rule (`pricing.RULES`) decides between it and prefilling at home.
+meet on the first engine, whose memory they do not fit); a priced router weighs the two by their
+price. A rule (`pricing.RULES`) decides between it and prefilling at home.
 """
 
 from __future__ import annotations
