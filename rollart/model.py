@@ -220,6 +220,9 @@ class TrainSample:
     sampled), `rewards` the reward paid at that token. A turn's reward is paid at its last action token.
     `allowed` gives, for each sampled token, the legal token ids that its log-probability was normalised
     over, or None where all of the vocabulary was legal; an empty tuple of a whole means no token was restricted.
+    `reference` (log-probabilities under the reference policy) and `advantage` (before it is scaled by the
+    batch's spread) are columns that may be filled while the rest of the batch is rolled out, 0.0 where
+    `loss_mask` is False; empty: the trainer computes them in its step.
     """
 
     id: TrajectoryId
@@ -235,11 +238,14 @@ class TrainSample:
     score: float
     success: bool | None
     allowed: tuple[tuple[int, ...] | None, ...] = ()
+    reference: tuple[float, ...] = ()
+    advantage: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         lengths = {len(self.loss_mask), len(self.logprobs), len(self.versions), len(self.turn), len(self.rewards)}
-        if lengths != {n} or len(self.allowed) not in (0, n):
+        optional = {len(self.allowed), len(self.reference), len(self.advantage)}
+        if lengths != {n} or not optional <= {0, n}:
             raise ValueError(f"sample {self.id}: per-token fields of lengths {sorted(lengths)} for {n} tokens")
 
 

@@ -155,6 +155,13 @@ class Trainer(Protocol):
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Log-probabilities of each sample's tokens under the current weights (0.0 where masked)."""
 
+    async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        """Log-probabilities of each sample's tokens under the reference policy, the run's first version (0.0 where
+        masked). Each depends on its own sample alone. Beside a step that is under way, if the trainer can."""
+
+    async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        """Advantages of whole groups, before they are scaled by what is known only of the batch (0.0 where masked)."""
+
     async def stage(self, version: int) -> None:
         """Copy the current weights and the optimizer's state aside: the `publish` of this version writes the copy, and
         may go on beside the next step. `restore` and the trainer's death drop it."""

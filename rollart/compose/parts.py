@@ -48,9 +48,9 @@ class EngineProgram:
 class TrainerProgram:
     """Implements the `Trainer` port over a `Program` actor, and brings it back when it dies.
 
-    One caller at a time (training, then publish; a staged version is published beside the next
-    step). `recover` restarts the process and restores the current version; what the dead process had begun is gone,
-    which is right: nothing of it was committed.
+    One caller at a time (training, then publish; a staged version is published beside the next step, and columns are
+    filled beside either). `recover` restarts the process and restores the current version; what the dead process had
+    begun is gone, which is right: nothing of it was committed.
     """
 
     def __init__(
@@ -118,6 +118,12 @@ class TrainerProgram:
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         return await self._live().logprobs(samples)
+
+    async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._live().reference(samples)
+
+    async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._live().advantages(samples)
 
     async def stage(self, version: int) -> None:
         await self._live().stage(version)

@@ -215,9 +215,10 @@ class _Cluster:
         return self._place(assignment)
 
     def trainer(self) -> ModelledTrainer:
+        training = self._resolved.run.training
+        penalised = training.loss.kl > 0
         if (seen := self._seen) is not None:
-            streams = self._resolved.run.training.stream
-            return ModelledTrainer(seen.trainer, publish_s=seen.publish_s, streams=streams)
+            return ModelledTrainer(seen.trainer, publish_s=seen.publish_s, streams=training.stream, penalised=penalised)
         spec, device = self._resolved.run.placement.train, self._devices[self._train.pool]
         if spec.seconds_per_token is not None or device.tflops_bf16 is None:
             raise SpecError("training is modelled by FLOPs (rule: devices with tflops_bf16, no seconds_per_token)")
@@ -226,10 +227,10 @@ class _Cluster:
             device,
             len(self._train.devices),
             mfu=spec.mfu,
-            epochs=self._resolved.run.training.epochs,
+            epochs=training.epochs,
             seconds_per_step=spec.seconds_per_step,
         )
-        return ModelledTrainer(speed, transfer=self.transfer, streams=self._resolved.run.training.stream)
+        return ModelledTrainer(speed, transfer=self.transfer, streams=training.stream, penalised=penalised)
 
     def help(self, seat: Seat) -> float:
         """How fast an engine's devices train beside the trainer's."""

@@ -36,7 +36,7 @@ from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import RunEvent
-from rollart.runtime.buffer import Due
+from rollart.runtime.buffer import Column, Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
@@ -269,6 +269,8 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
         cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
         due=None if run.batch.deadline_s is None else Due(run.batch.deadline_s, run.batch.least or 0.5),
+        columns=[Column(name) for name in run.training.columns],
+        reference=run.training.loss.kl > 0,
         waits=WaitLimits(
             env_reset_s=leases.env_step_s,
             env_step_s=leases.env_step_s,

@@ -8,21 +8,38 @@ choice.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollart.model import Group, GroupId
+from rollart.model import Group, GroupId, TrainSample
 from rollart.policy.batching import ReadyGroup, select_batch
-from rollart.policy.samplers import Deadline
+from rollart.policy.samplers import Deadline, Fifo
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.table import Pick, Ready, Row, Sampler, SampleTable, Selection
 from rollart.runtime.sharing import Shares
 
-__all__ = ["COLUMNS", "Due", "SampleBuffer"]
+__all__ = ["COLUMNS", "Column", "Due", "SampleBuffer"]
 
 COLUMNS = ("trajectory", "reward")
 """What is written of a sample before it is here; what trains reads both."""
+
+
+class Column(enum.StrEnum):
+    """What tasks of their own may write of a sample, each task named after its column."""
+
+    REFERENCE = "ref_logprobs"
+    """From the trajectory, sample by sample."""
+    ADVANTAGE = "advantage"
+    """From the rewards of a whole group."""
+
+
+READS = {Column.REFERENCE: ("trajectory",), Column.ADVANTAGE: ("trajectory", "reward")}
+
+PORTION = 16
+"""Rows of one call at most: so many are soon done, and what comes meanwhile waits no longer than that."""
 
 TRAINING = "training"
 ROOM = 2**62
@@ -58,13 +75,20 @@ class SampleBuffer:
         due: Due | None = None,
         measure: Callable[[Sequence[int]], int] = len,
         shares: Shares | None = None,
+        columns: Sequence[Column] = (),
     ) -> None:
         """`measure`: how many tokens ids stand for, which the budget is in. `shares`: say what a batch takes of each
-        domain, instead of the quotas."""
+        domain, instead of the quotas. `columns` are filled by tasks of their own; training reads them all."""
         self._measure = measure
         self._due = due
-        self.table = SampleTable(COLUMNS, capacity=ROOM)
-        self.table.declare(TRAINING, COLUMNS, whole_groups=True)
+        every = (*COLUMNS, *columns)
+        self.table = SampleTable(every, capacity=ROOM)
+        self.table.declare(TRAINING, every, whole_groups=True)
+        self._columns = {column: asyncio.Event() for column in columns}
+        for column in columns:
+            self.table.declare(column, READS[column], whole_groups=column is Column.ADVANTAGE)
+        self._filled: dict[str, TrainSample] = {}
+        """Samples in the table with what is written of them, where there are columns to fill."""
         self._quotas = dict(quotas)
         self._bound = bound
         self._token_budget = token_budget
@@ -89,9 +113,44 @@ class SampleBuffer:
         for sample in group.samples:
             length = self._measure(sample.token_ids)
             tokens += length
-            self.table.add(Row(sample.id, group.id, size, length, sample.v0), *COLUMNS)
+            if not self._columns:
+                self.table.add(Row(sample.id, group.id, size, length, sample.v0), *COLUMNS)
+            elif sample.id not in self._filled:
+                self.offer(sample, size)
         self._groups[group.id] = group
         self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, size, tokens, self._seen)
+        self._changed.set()
+
+    def offer(self, sample: TrainSample, group_size: int) -> None:
+        """A sample of a group that may not be complete yet: tasks may fill its columns from now on."""
+        if not self._columns:
+            return
+        row = Row(sample.id, sample.group, group_size, self._measure(sample.token_ids), sample.v0)
+        self._filled[sample.id] = sample
+        self.table.add(row, *COLUMNS)
+        for changed in self._columns.values():
+            changed.set()
+
+    def withdraw(self, group_id: GroupId) -> None:
+        """A group was given up, complete or not: nothing of it is filled any more."""
+        for row in self.table.drop(group_id) if self._columns else ():
+            self._filled.pop(row, None)
+
+    async def lacking(self, column: Column) -> list[TrainSample]:
+        """The next samples whose column the caller is to fill, at least one, each once; `ADVANTAGE` by whole groups.
+        Unblocked by `offer`."""
+        sampler = _everything if column is Column.ADVANTAGE else Fifo(PORTION, at_least=1)
+        while (taken := self.table.take(column, sampler)) is None:
+            self._columns[column].clear()
+            await self._columns[column].wait()
+        return [self._filled[row] for row in taken.consumed]
+
+    def fill(self, column: Column, row: str, values: tuple[float, ...]) -> None:
+        """Write a column of one sample, which may be gone by now. Empty values: training computes them."""
+        if not self.table.put(row, column):
+            return
+        name = "reference" if column is Column.REFERENCE else "advantage"
+        self._filled[row] = dataclasses.replace(self._filled[row], **{name: values})  # type: ignore[arg-type]
         self._changed.set()
 
     def discard(self, group_id: GroupId) -> bool:
@@ -192,14 +251,14 @@ class SampleBuffer:
     def _fresh(self, version: int) -> dict[str, int]:
         """Samples by domain that a batch may take."""
         found = dict.fromkeys(self._quotas, 0)
-        for ready in self._ready.values():
+        for ready in self._whole():
             if not self._bound.stale(ready.v0, version):
                 found[ready.domain] += ready.samples
         return found
 
     def _fitting(self, version: int, room: Mapping[str, int]) -> list[ReadyGroup]:
         left = dict(room)
-        fresh = [r for r in self._ready.values() if left[r.domain] and not self._bound.stale(r.v0, version)]
+        fresh = [r for r in self._whole() if left[r.domain] and not self._bound.stale(r.v0, version)]
         chosen = []
         for ready in sorted(fresh, key=lambda r: (r.v0, r.order)):
             if ready.samples <= left[ready.domain]:
@@ -243,17 +302,27 @@ class SampleBuffer:
             picks += found.batches[0]
         return Selection((tuple(picks),), tuple(p.row.id for p in picks))
 
+    def _whole(self) -> list[ReadyGroup]:
+        """Complete groups with all of their columns."""
+        if not self._columns:
+            return list(self._ready.values())
+        rows = self.table.ready(TRAINING).rows
+        return [r for r in self._ready.values() if self._groups[r.id].samples[0].id in rows]
+
     def _forget(self, group_id: GroupId) -> Group:
         ready = self._ready.pop(group_id)
         self._held[ready.domain] -= ready.samples
-        return self._groups.pop(group_id)
+        group = self._groups.pop(group_id)
+        if not self._columns:
+            return group
+        return dataclasses.replace(group, samples=tuple(self._filled.pop(s.id) for s in group.samples))
 
     def _select(self, version: int) -> tuple[ReadyGroup, ...] | None:
         quotas = self._quotas if self._shares is None else self._shares.quotas(self._fresh(version))
         if quotas is None:
             return None
         return select_batch(
-            list(self._ready.values()),
+            self._whole(),
             quotas,
             version=version,
             bound=self._bound,
@@ -267,3 +336,7 @@ class SampleBuffer:
         if self._shares is not None:
             return self._shares.quotas(self._held) is not None
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
+
+
+def _everything(ready: Ready) -> Selection | None:
+    return Selection.of(ready.rows.values()) if ready.rows else None

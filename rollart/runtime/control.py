@@ -17,7 +17,8 @@ from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
-from rollart.runtime.buffer import Due, SampleBuffer
+from rollart.runtime.buffer import Column, Due, SampleBuffer
+from rollart.runtime.columns import Columns
 from rollart.runtime.cutting import Cut, whole
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
@@ -54,6 +55,10 @@ class ControlSettings:
     cut_tokens: int | None = None
     """Tokens of a batch that are trained (`cutting.Cut`); None: all."""
     due: Due | None = None
+    columns: Sequence[Column] = ()
+    """What is filled as samples end, before training takes them."""
+    reference: bool = False
+    """Version 0 is kept: the loss is held to it."""
     waits: WaitLimits = field(default_factory=WaitLimits)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
@@ -149,18 +154,27 @@ class ControlPlane:
             drained=self._drained,
             in_use=self._versions_in_use,
         )  # fmt: skip
-        self._training = Training(
+        self._training = self._trains(trainer, buffer, publisher, leases, trainer_clock)
+        self._columns = Columns(
+            settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
+        )
+        self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
+
+    def _trains(
+        self, trainer: Trainer, buffer: SampleBuffer, publisher: Publisher, leases: Leases, clock: ResourceClock
+    ) -> Training:
+        settings, hooks = self._settings, self._hooks
+        return Training(
             trainer, buffer, publisher, leases,
-            clock=trainer_clock,
+            clock=clock,
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
             samples=whole if settings.cut_tokens is None else Cut(settings.cut_tokens, settings.measure),
-            overlap=settings.overlap and not rules.training_blocks_rollout,
+            overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
         )  # fmt: skip
-        self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 
     def session(
         self,
@@ -190,6 +204,8 @@ class ControlPlane:
         if self.lender is not None:
             self.scheduler.rolling.watch = self.lender
             found["lending"] = self.lender.run
+        if self._settings.columns:
+            found["columns"] = self._columns.run
         return found
 
     def move_by(self, fleet: Fleet) -> None:
@@ -220,7 +236,8 @@ class ControlPlane:
 
     def _versions_in_use(self) -> Iterable[int]:
         updates = self.gateway.updates
-        return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading())]
+        first = (0,) if self._settings.reference else ()
+        return [*self._hooks.versions_in_use(), *(() if updates is None else updates.loading()), *first]
 
     def _lending(self, recorder: Recorder, trainer: ResourceClock) -> Lender | None:
         settings, borrow = self._settings.lending, self._hooks.borrow
@@ -275,6 +292,7 @@ def _buffer(domains: Sequence[Domain], settings: ControlSettings, shares: Shares
         due=settings.due,
         measure=settings.measure,
         shares=shares,
+        columns=settings.columns,
     )
 
 

@@ -59,5 +59,5 @@ class Cut:
             sample,
             token_ids=sample.token_ids[:end], loss_mask=sample.loss_mask[:end], logprobs=sample.logprobs[:end],
             versions=sample.versions[:end], turn=sample.turn[:end], rewards=tuple(rewards),
-            allowed=sample.allowed[:end],
+            allowed=sample.allowed[:end], reference=sample.reference[:end], advantage=sample.advantage[:end],
         )  # fmt: skip

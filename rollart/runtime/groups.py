@@ -117,7 +117,7 @@ class Rolling:
 class GroupTable:
     """Owns the incomplete groups. Everything here is synchronous: decisions take effect between two awaits.
 
-    `on_drop` is told of each dropped group, `on_complete` of each complete one.
+    `on_drop` is told of each dropped group, `on_complete` of each complete one, `on_sample` before of each sample.
     """
 
     def __init__(
@@ -127,11 +127,13 @@ class GroupTable:
         max_attempts: int,
         on_complete: Callable[[GroupRun], None],
         on_drop: Callable[[GroupRun, AbortReason, str], None],
+        on_sample: Callable[[GroupRun, TrainSample], None] = lambda *_: None,
     ) -> None:
         self._bound = bound
         self._max_attempts = max_attempts
         self._on_complete = on_complete
         self._on_drop = on_drop
+        self._on_sample = on_sample
         self._runs: dict[str, GroupRun] = {}
         self._leftover: dict[str, GroupRun] = {}
         """Given up, with members that still run."""
@@ -145,6 +147,7 @@ class GroupTable:
         """A member is scored and durable."""
         run.samples[member] = sample
         run.trying.discard(member)
+        self._on_sample(run, sample)
         if run.state.finish(sample.id, sample.v0) is GroupDecision.COMPLETE:
             self._leave(run, AbortReason.REDUNDANT)
             run.cancel(list(run.live), AbortReason.REDUNDANT)

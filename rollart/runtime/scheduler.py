@@ -102,6 +102,7 @@ class Scheduler:
             max_attempts=settings.max_attempts,
             on_complete=self._completed,
             on_drop=self._dropped,
+            on_sample=lambda run, sample: buffer.offer(sample, run.domain.group_size),
         )
         self._freed = asyncio.Event()
         self._prefetch = prefetch
@@ -351,6 +352,7 @@ class Scheduler:
     def _release(self, group_id: GroupId, reason: AbortReason) -> None:
         if self._prefetch is not None:
             self._prefetch.forget(group_id)
+        self._buffer.withdraw(group_id)
         self._slots.release(group_id)
         self._drops.append((group_id, str(reason)))
         self._freed.set()

@@ -83,8 +83,6 @@ class _Behind:
     done: StepDone
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: TrainerError | None = None
-    wait: asyncio.Timeout | None = None
-    """Training's wait for samples, which a failure ends."""
 
 
 class Training:
@@ -127,6 +125,13 @@ class Training:
         self._samples = samples
         self._tasks: asyncio.TaskGroup | None = None
         self._behind: _Behind | None = None
+        self.lives = 1
+        """Of the trainer: how often it was started, as far as training knows."""
+        self._failed: TrainerError | None = None
+        """What somebody else's call said, of a trainer that is to be brought back."""
+        self._wait: asyncio.Timeout | None = None
+        """For samples: a failure ends it."""
+        self._mended = asyncio.Event()
         self._later: Sequence[Group] = ()
         """Taken while the version before was on its way: told when it is current."""
         self._steps = 0
@@ -139,6 +144,18 @@ class Training:
             return await self._run(first_step, version)
         async with asyncio.TaskGroup() as self._tasks:
             await self._run(first_step, version)
+
+    async def mend(self, error: TrainerError, life: int) -> None:
+        """For whoever else asked the trainer, in that life (`lives` at the call), and was failed: returns when it was
+        brought back since, which training does between two steps, or in one that fails too."""
+        if life == self.lives:
+            self._failed = error
+            self._wake()
+            await self._mended.wait()
+
+    def _wake(self) -> None:
+        if self._wait is not None:
+            self._wait.reschedule(asyncio.get_running_loop().time())
 
     async def _run(self, first_step: int, version: int) -> None:
         loop = asyncio.get_running_loop()
@@ -170,7 +187,7 @@ class Training:
         while True:
             try:
                 with self._leases.note("training", f"a batch for step {step}"):
-                    async with self._unless_unpublished():
+                    async with self._unless_broken():
                         return await self._buffer.take(version)
             except TrainerError:
                 await self._restart()
@@ -204,7 +221,7 @@ class Training:
         """Wait for more groups; notes when there are all."""
         self._clock.enter(State.IDLE, "waits_for_samples")
         with self._leases.note("training", f"groups for step {step}"):
-            async with self._unless_unpublished():
+            async with self._unless_broken():
                 more = await self._buffer.grow(version, state.groups)
         state.whole = not more
         if more:
@@ -269,14 +286,12 @@ class Training:
         self._tasks.create_task(self._publish_behind(self._behind), name=f"publish v{version + 1}")
 
     async def _publish_behind(self, behind: _Behind) -> None:
-        loop = asyncio.get_running_loop()
         done = behind.done
         try:
             await self._publisher.publish(done.version, done.step + 1, done.groups, done.report.metrics)
         except (TrainerError, LeaseExpired) as error:
             behind.error = TrainerError(f"v{done.version} could not be published: {error}")
-            if behind.wait is not None:
-                behind.wait.reschedule(loop.time())
+            self._wake()
         else:
             self._published(done)
         finally:
@@ -299,24 +314,24 @@ class Training:
                 raise behind.error
 
     @contextlib.asynccontextmanager
-    async def _unless_unpublished(self) -> AsyncIterator[None]:
-        """The body waits for samples. They may never come if the version on its way fails: then that ends the wait."""
-        behind = self._behind
-        if behind is None:
-            yield
-            return
-        if behind.error is not None:
-            raise behind.error
-        behind.wait = asyncio.timeout(None)
+    async def _unless_broken(self) -> AsyncIterator[None]:
+        """The body waits for samples. They may never come if the version on its way fails, or the trainer when it is to
+        fill their columns: then that ends the wait."""
+        if (error := self._broken()) is not None:
+            raise error
+        self._wait = asyncio.timeout(None)
         try:
-            async with behind.wait as scope:
+            async with self._wait as scope:
                 yield
         except TimeoutError:
-            if not scope.expired() or behind.error is None:
+            if not scope.expired() or (error := self._broken()) is None:
                 raise
-            raise behind.error from None
+            raise error from None
         finally:
-            behind.wait = None
+            self._wait = None
+
+    def _broken(self) -> TrainerError | None:
+        return self._failed or (None if self._behind is None else self._behind.error)
 
     def _taken(self, groups: Sequence[Group]) -> None:
         """The next batch may start once the weights are current that it is to begin with."""
@@ -340,6 +355,10 @@ class Training:
                 await self._recover()
                 if self._behind is not None:
                     await self._again(self._behind.done)
+                self._failed = None
+                self.lives += 1
+                self._mended.set()
+                self._mended = asyncio.Event()
                 return
             except (PartDied, TrainerError, LeaseExpired):
                 if attempt == self._attempts:

@@ -19,7 +19,7 @@ from rollart.policy.schedules import SCHEDULES
 from rollart.policy.tailbatch import TailSettings
 from rollart.policy.updates import UpdatePolicy
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
-from rollart.runtime.buffer import Due
+from rollart.runtime.buffer import Column, Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.entrance import ConcurrencySettings
@@ -70,6 +70,7 @@ class SimulatedRun:
     token_budget: int | None = None
     cut_tokens: int | None = None
     due: Due | None = None
+    columns: Sequence[Column] = ()
     overlap: bool = False
     updates: UpdatePolicy | None = None
     redundancy: Redundancy = field(default_factory=Redundancy)
@@ -163,6 +164,7 @@ class SimulatedRun:
             token_budget=self.token_budget,
             cut_tokens=self.cut_tokens,
             due=self.due,
+            columns=self.columns,
             overlap=self.overlap,
             updates=self.updates,
             waits=self.waits,

@@ -19,7 +19,7 @@ from rollart.model import TrainReport, TrainSample, WeightsRef
 from rollart.sim.mass import mass_of, sampled_mass
 from rollart.sim.weights import WeightTransfer
 
-__all__ = ["MeasuredSpeed", "ModelledTrainer", "Speed", "TrainerSpeed"]
+__all__ = ["MeasuredSpeed", "ModelledTrainer", "Speed", "TrainerSpeed", "above_group"]
 
 DRIFT = 0.001
 """KL between a version and the next, nats per token: of the order that clipped losses keep to. Assumed, not fitted."""
@@ -95,8 +95,17 @@ class TrainerSpeed:
         return self.seconds_per_step + self.epochs * self.pass_s(lengths)
 
 
+def above_group(samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+    """Each sample's score above the mean of its group, at its sampled tokens."""
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        scores.setdefault(sample.group, []).append(sample.score)
+    mean = {group: math.fsum(mine) / len(mine) for group, mine in scores.items()}
+    return [tuple(s.score - mean[s.group] if m else 0.0 for m in s.loss_mask) for s in samples]
+
+
 class ModelledTrainer:
-    """Implements `ports.Trainer`; a sample's tokens are masses. One call at a time.
+    """Implements `ports.Trainer`; a sample's tokens are masses. Calls that come together take turns on the devices.
 
     With `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push; what was
     staged took `publish_s` by then, and is pushed beside the next step. `fail` breaks the call that is under way (a
@@ -112,8 +121,10 @@ class ModelledTrainer:
         publish_s: float = 0.0,
         streams: bool = False,
         drift: float = DRIFT,
+        penalised: bool = False,
     ) -> None:
-        """`drift`: KL from a version to the next; over n of them it is n times that."""
+        """`drift`: KL from a version to the next; over n of them it is n times that. `penalised`: a step needs
+        reference log-probabilities, and computes those that its samples do not bring."""
         if streams and speed.epochs > 1:
             raise ValueError(f"{speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
         self.speed = speed
@@ -125,8 +136,10 @@ class ModelledTrainer:
         self._open: list[TrainSample] | None = None
         self._staged: set[int] = set()
         self._drift = drift
+        self._penalised = penalised
         self._version = 0
         self._under_way: asyncio.Future[None] | None = None
+        self._devices = asyncio.Lock()
         self._passing: _Work | None = None
         self.help = 0.0
         self.busy_s = 0.0
@@ -135,7 +148,7 @@ class ModelledTrainer:
         self.steps = 0
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
-        seconds = self.speed.step_s([mass_of(s.token_ids) for s in samples])
+        seconds = self.speed.step_s([mass_of(s.token_ids) for s in samples]) + self._references_s(samples)
         await self._work(seconds)
         tokens = sum(map(sampled_mass, samples))
         self.trained_tokens += tokens
@@ -150,7 +163,8 @@ class ModelledTrainer:
     async def accumulate(self, samples: Sequence[TrainSample]) -> None:
         """The pass over these; the step's own time is `finish`'s."""
         held = self._begun()
-        await self._work(self.speed.pass_s([mass_of(s.token_ids) for s in samples]), shared=True)
+        seconds = self.speed.pass_s([mass_of(s.token_ids) for s in samples]) + self._references_s(samples)
+        await self._work(seconds, shared=True)
         held.extend(samples)
 
     async def finish(self) -> TrainReport:
@@ -177,6 +191,18 @@ class ModelledTrainer:
             )
             for s in samples
         ]
+
+    async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        """A forward pass on the trainer's own devices, between whatever else they do."""
+        await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
+        return [
+            tuple(p - drifted(v, self._drift) if v >= 0 else p for p, v in zip(s.logprobs, s.versions, strict=True))
+            for s in samples
+        ]
+
+    async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        """Takes no time beside the rest."""
+        return above_group(samples)
 
     async def stage(self, version: int) -> None:
         await self._work(self._publish_s)
@@ -222,6 +248,10 @@ class ModelledTrainer:
         if dead and self._under_way is not None and not self._under_way.done():
             self._under_way.set_exception(TrainerError("the trainer died"))
 
+    def _references_s(self, samples: Sequence[TrainSample]) -> float:
+        lacking = [mass_of(s.token_ids) for s in samples if not s.reference] if self._penalised else []
+        return FORWARD_SHARE * self.speed.pass_s(lacking) if lacking else 0.0
+
     def _begun(self) -> list[TrainSample]:
         if self._open is None:
             raise TrainerError("no step was begun")
@@ -235,6 +265,10 @@ class ModelledTrainer:
 
     async def _work(self, seconds: float, *, shared: bool = False) -> None:
         """`shared`: lent devices have a part in it."""
+        async with self._devices:
+            await self._worked(seconds, shared=shared)
+
+    async def _worked(self, seconds: float, *, shared: bool) -> None:
         if self._dead:
             raise TrainerError("the trainer is down")
         loop = asyncio.get_running_loop()

@@ -31,6 +31,7 @@ from rollart.model import (
     VersionSpan,
     WeightsRef,
 )
+from rollart.sim.trainers import above_group
 from serverless.types import FaultKind
 
 __all__ = [
@@ -255,10 +256,16 @@ class SimulatedTrainer:
     streams: bool = False
     accumulated: list[int] = field(default_factory=list)
     """Samples of every portion that was accumulated, in the order of calls."""
+    column_s: Callable[[random.Random], float] | None = None
+    fail_columns: frozenset[int] = frozenset()
+    """Calls that fill columns and end with the trainer's death."""
+    asked: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    """Of calls that filled columns: which, of which samples."""
     pushes: int = 0
     staged: set[int] = field(default_factory=set)
     _calls: int = 0
     _lives: int = 1
+    _columns: int = 0
     _open: tuple[int, list[TrainSample]] | None = None
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
@@ -314,6 +321,25 @@ class SimulatedTrainer:
             )
             for s in samples
         ]
+
+    async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        await self._column("ref_logprobs", samples)
+        return [tuple(p - 0.25 if m else 0.0 for p, m in zip(s.logprobs, s.loss_mask, strict=True)) for s in samples]
+
+    async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        await self._column("advantage", samples)
+        return above_group(samples)
+
+    async def _column(self, column: str, samples: Sequence[TrainSample]) -> None:
+        self._columns += 1
+        calls, life = self._columns, self._lives
+        if self.column_s is not None:
+            await asyncio.sleep(self.column_s(random.Random(f"{self.seed}:column:{calls}")))
+        if life == self._lives and calls in self.fail_columns:
+            self._die()
+        if life != self._lives:
+            raise TrainerError("the simulated trainer died")
+        self.asked.append((column, tuple(s.id for s in samples)))
 
     async def stage(self, version: int) -> None:
         if self._open is not None:

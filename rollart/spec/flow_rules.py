@@ -12,7 +12,31 @@ __all__ = ["flow_problems"]
 
 def flow_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule, in the order of the spec's parts."""
-    return [*_sampler(run), *_weights(run)]
+    return [*_sampler(run), *_weights(run), *_columns(run)]
+
+
+def _columns(run: RunSpec) -> Iterable[Problem]:
+    """A column is filled once, from what is known before the batch is whole."""
+    columns, place = run.training.columns, ("training", "columns")
+    if len(set(columns)) < len(columns):
+        yield Problem(place, f"training.columns is {', '.join(columns)} (rule: each at most once)")
+    if "ref_logprobs" in columns and not run.training.loss.kl:
+        yield Problem(place, "training.columns has ref_logprobs (rule: with training.loss.kl above 0)")
+    if "advantage" not in columns:
+        return
+    if run.batch.sampler == "token_budget":
+        yield Problem(
+            place,
+            "training.columns has advantage with batch.sampler token_budget (rule: fifo or deadline; "
+            "baselines are over the samples that are trained)",
+        )
+    for i, domain in enumerate(run.domains):
+        if domain.advantage.baseline == "domain":
+            yield Problem(
+                ("domains", i, "advantage", "baseline"),
+                f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch (rule: group or "
+                "none with advantage in training.columns)",
+            )
 
 
 def _weights(run: RunSpec) -> Iterable[Problem]:

@@ -227,6 +227,9 @@ class LossSpec(Entry):
     clip_high: float = Field(default=0.2, ge=0, description="Ratio is clipped above 1 + clip_high.")
     cap: float = Field(default=2.0, gt=0, description="Largest importance weight (decoupled, tis).")
     entropy: float = Field(default=0.0, ge=0, description="Factor of the entropy bonus.")
+    kl: float = Field(
+        default=0.0, ge=0, description="Factor of the KL penalty towards the run's first version (after a warm start)."
+    )
 
 
 class TrainingSpec(Entry):
@@ -247,6 +250,11 @@ class TrainingSpec(Entry):
         default=False,
         description="Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs "
         "`epochs` and `minibatches` 1 and no advantage with `baseline: domain`.",
+    )
+    columns: list[Literal["ref_logprobs", "advantage"]] = Field(
+        default_factory=list,
+        description="What is computed as samples and groups end, while the rest of the batch is rolled out, instead of "
+        "in the step; the step is the same. ref_logprobs: of the KL penalty; advantage: without `baseline: domain`.",
     )
     domain_balance: Literal["tokens", "domains"] = Field(
         default="tokens",

@@ -17,11 +17,11 @@ Every token of a unit gets the unit's advantage. Rewards at tokens that were not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from rollart.train.batch import Batch, BoolArray, FloatArray, IntArray
+from rollart.train.batch import Batch, BoolArray, FloatArray, IntArray, select
 from rollart.train.config import AdvantageConfig, DomainConfig
 
 __all__ = [
@@ -30,6 +30,8 @@ __all__ = [
     "batch_advantages",
     "centred",
     "credit_units",
+    "credited",
+    "group_advantages",
     "known",
     "returns_to_go",
     "spread",
@@ -43,16 +45,53 @@ MIN_STD = 1e-6
 def batch_advantages(batch: Batch, domains: Mapping[str, DomainConfig]) -> FloatArray:
     """Advantage of every loss token [N]. `ValueError` for a domain that is not configured."""
     out = np.zeros(len(batch.loss), np.float64)
-    at, owner = batch.loss.position, batch.loss.sample
+    for name, pick in _by_domain(batch, domains):
+        config = domains[name].advantage
+        value, units = credited(config, batch, pick)
+        out[pick] = value / spread(units) if config.normalize else value
+    return out
+
+
+def group_advantages(batch: Batch, domains: Mapping[str, DomainConfig], *, by_id: bool) -> FloatArray:
+    """Advantage of every token [T] before `normalize`, 0.0 where it carries no loss, of whole groups: what does not
+    wait for the rest of the batch. `by_id`: samples of a group add up in the order of their ids, as in a streamed
+    step. `ValueError` for a domain whose baseline is of the whole batch."""
+    out = np.zeros(len(batch.tokens), np.float64)
+    for name, _ in _by_domain(batch, domains):
+        if domains[name].advantage.baseline == "domain":
+            raise ValueError(f"the advantages of domain {name!r} are known only with the whole batch")
+    order = sorted(range(len(batch)), key=batch.ids.__getitem__) if by_id else range(len(batch))
+    for number in np.unique(batch.group):
+        rows = np.array([s for s in order if batch.group[s] == number], np.int64)
+        group = select(batch, rows)
+        value = np.zeros(len(group.tokens), np.float64)
+        for name, pick in _by_domain(group, domains):
+            value[group.loss.position[pick]], _ = credited(domains[name].advantage, group, pick)
+        for n, s in enumerate(rows):
+            out[batch.offsets[s] : batch.offsets[s + 1]] = value[group.offsets[n] : group.offsets[n + 1]]
+    return out
+
+
+def credited(config: AdvantageConfig, batch: Batch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Advantages before `normalize` of some loss tokens [N] of one domain, whole samples, and of their credit units
+    [U]: computed, or read where the batch brings them."""
+    sample, at = batch.loss.sample[pick], batch.loss.position[pick]
+    if batch.advantage is None:
+        return centred(config, sample=sample, turn=batch.turn[at], rewards=batch.rewards[at], group=batch.group)
+    value = batch.advantage[at]
+    unit = credit_units(config.level, sample, batch.turn[at])
+    _, first = np.unique(np.stack((sample, unit)), axis=1, return_index=True)
+    return value, value[first]
+
+
+def _by_domain(batch: Batch, domains: Mapping[str, DomainConfig]) -> Iterator[tuple[str, IntArray]]:
+    """Domains with loss, and their loss tokens."""
+    owner = batch.loss.sample
     for index, name in enumerate(batch.domains):
-        config = known(domains, name)
+        known(domains, name)
         pick = np.flatnonzero(batch.domain[owner] == index)
         if len(pick):
-            out[pick] = advantages(
-                config.advantage, sample=owner[pick], turn=batch.turn[at[pick]],
-                rewards=batch.rewards[at[pick]], group=batch.group,
-            )  # fmt: skip
-    return out
+            yield name, pick
 
 
 def advantages(

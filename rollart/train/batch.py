@@ -10,6 +10,7 @@ S samples, T tokens in total:
     score     float64[S]
     tokens    int32[T]    mask uint8[T]   logprobs float32[T]   versions int32[T]   turn int32[T]   rewards float64[T]
     sets      list[list[int]]   the distinct legal sets;  legal  int32[T]  is 1 + index into it, 0 = unrestricted
+    reference, advantage  float64[T]   columns that were filled before; each may be missing
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class Batch:
     legal: IntArray
     sets: LegalSets
     loss: LossTokens
+    reference: FloatArray | None = None
+    """Log-probabilities under the reference policy; None: not known yet."""
+    advantage: FloatArray | None = None
+    """Advantages before `normalize`; None: not known yet."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -113,6 +118,8 @@ def select(batch: Batch, samples: IntArray) -> Batch:
         group=batch.group[samples], offsets=offsets, score=batch.score[samples], tokens=tokens, mask=mask,
         logprobs=batch.logprobs[pick], versions=batch.versions[pick], turn=batch.turn[pick],
         rewards=batch.rewards[pick], legal=legal, sets=sets, loss=_loss_tokens(mask, offsets, tokens, legal, sets),
+        reference=None if batch.reference is None else batch.reference[pick],
+        advantage=None if batch.advantage is None else batch.advantage[pick],
     )  # fmt: skip
 
 
@@ -128,6 +135,7 @@ def _unpack(wire: Mapping[str, Any]) -> Batch:
         "versions": ints("versions"), "turn": ints("turn"), "legal": legal, "tokens": tokens, "mask": mask,
         "logprobs": np.frombuffer(wire["logprobs"], "<f4").astype(np.float64),
         "rewards": np.frombuffer(wire["rewards"], "<f8"),
+        **{name: np.frombuffer(wire[name], "<f8") for name in ("reference", "advantage") if name in wire},
     }  # fmt: skip
     per_sample = {"domain": ints("domain"), "group": ints("group"), "score": np.frombuffer(wire["score"], "<f8")}
     for name, array in (*arrays.items(), *per_sample.items()):
@@ -187,4 +195,7 @@ def _check(batch: Batch, vocab_size: int) -> None:
     wrong = ~np.isfinite(batch.logprobs[at]) | (batch.logprobs[at] > 1e-3)
     refuse(wrong, loss.sample, "a log-probability is not finite or above 0")
     refuse(~np.isfinite(batch.rewards[at]), loss.sample, "a reward is not finite")
+    for name, column in (("reference", batch.reference), ("advantage", batch.advantage)):
+        if column is not None:
+            refuse(~np.isfinite(column[at]), loss.sample, f"its {name} is not finite")
     refuse(~np.isfinite(batch.score), np.arange(len(batch)), "its score is not finite")

@@ -39,10 +39,10 @@ from rollart.train.ranks import ALONE, Channel
 from rollart.train.shard import local
 from rollart.train.snapshot import ADAPTER, MODEL, OPTIMIZER, Snapshot, snapshot
 from rollart.train.split import row_range
+from rollart.train.versions import MARKER, version_path
 
 __all__ = ["MARKER", "Snapshot", "clean", "publish", "restore", "snapshot", "tokenizer_files", "version_path", "write"]
 
-MARKER = "COMPLETE"
 STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
 T = TypeVar("T")
@@ -51,10 +51,6 @@ TOKENIZER_NAMES = (
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """What engines look for beside the weights."""
-
-
-def version_path(root: Path, version: int) -> Path:
-    return root / f"v{version:06d}"
 
 
 def tokenizer_files(source: str | None) -> tuple[Path, ...]:

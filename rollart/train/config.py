@@ -70,7 +70,8 @@ class LossConfig:
     """The policy loss (`losses.py` has the formulas). `cap` bounds the importance weight of `decoupled` and `tis`.
 
     `domain_balance` averages each domain's tokens by themselves before the weighted mean over domains, so that a
-    domain with long answers does not drown one with short answers.
+    domain with long answers does not drown one with short answers. `kl` is the factor of the estimated KL to the
+    reference policy, the version 0 under `weights_root`; at 0 there is none.
     """
 
     kind: Literal["pg", "ppo", "decoupled", "tis"] = "ppo"
@@ -78,11 +79,14 @@ class LossConfig:
     clip_high: float = 0.2
     cap: float = 2.0
     entropy: float = 0.0
+    kl: float = 0.0
     domain_balance: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_low <= 1 or self.clip_high <= 0 or self.cap <= 0:
             raise ValueError("clip_low must be in (0, 1], clip_high and cap positive")
+        if self.kl < 0:
+            raise ValueError(f"kl must not be negative, got {self.kl}")
 
 
 @dataclass(frozen=True, slots=True)

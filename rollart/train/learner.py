@@ -21,14 +21,15 @@ from torch import Tensor
 from rollart.errors import TrainerError
 from rollart.model import TrainReport
 from rollart.train import lora
-from rollart.train.advantages import batch_advantages
+from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import Batch, FloatArray, IntArray
 from rollart.train.config import TrainerConfig
-from rollart.train.losses import policy_loss, statistics, token_weights
+from rollart.train.losses import kl_estimate, policy_loss, statistics, token_weights
 from rollart.train.meter import Meter
 from rollart.train.microbatch import build
 from rollart.train.policy import ActionTensors, Policy, load_model
 from rollart.train.ranks import Ranks
+from rollart.train.reference import Reference
 from rollart.train.shard import full
 from rollart.train.split import portions
 from rollart.train.stream import Accumulation
@@ -73,6 +74,7 @@ class Learner:
         self.counters = Counters()
         self.optimizers: dict[str, torch.optim.AdamW] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        self.reference = Reference(config)
         self._open: Accumulation | None = None
 
     def train(self, batch: Batch, version: int) -> TrainReport:
@@ -124,7 +126,7 @@ class Learner:
         """Start a streamed step from `version`. `ValueError` if the config does not stream."""
         if not self.config.stream:
             raise ValueError("the trainer was not configured to stream: set stream in its config (training.stream)")
-        self._open = Accumulation(self.policy, self.config, self._parameters, version)
+        self._open = Accumulation(self.policy, self.config, self._parameters, version, self.reference)
 
     def accumulate(self, batch: Batch) -> int:
         """Add the gradient of some whole groups; the loss tokens so far. `ValueError` for samples that cannot be
@@ -200,6 +202,11 @@ class Learner:
             out[batch.loss.position] = self._score(batch, used).double().cpu().numpy()
         return out
 
+    def advantages(self, batch: Batch) -> FloatArray:
+        """Advantage of every token [T] of whole groups before `normalize`, in the bits of the step that trains them.
+        Reads nothing that changes."""
+        return group_advantages(batch, self.config.domains, by_id=self.config.stream)
+
     def optimizer(self, name: str) -> torch.optim.AdamW:
         """The optimizer of that name ("policy", "imitation"), made if it is not there: for restoring its state."""
         return self._optimizer(name, self.config.optimizer.lr if name == "policy" else self.config.imitation.lr)
@@ -209,6 +216,7 @@ class Learner:
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(device, dtype)
         credit = torch.from_numpy(advantage).to(device, dtype)
         proximal = self._score(batch, used) if config.kind == "decoupled" else None
+        anchor = self.reference.tensor(batch, self.policy) if config.kl else None
 
         def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             near = None if proximal is None else proximal[pick]
@@ -217,9 +225,13 @@ class Learner:
                 config, logprobs=logprobs, behaviour=behaviour[pick], advantage=credit[pick], proximal=near
             )
             loss = token.loss - config.entropy * entropy if config.entropy else token.loss
-            return loss, statistics(
+            told = statistics(
                 token, logprobs=logprobs.detach(), entropy=entropy, behaviour=behaviour[pick], reference=reference
             )
+            if anchor is None:
+                return loss, told
+            penalty = kl_estimate(anchor[pick], logprobs)
+            return loss + config.kl * penalty, told | {"reference_kl": penalty.detach()}
 
         return objective
 

@@ -9,6 +9,9 @@ ago), π₀ the proximal policy (the weights at the start of the step), A the ad
     decoupled  −w min(ρ A, clip(ρ) A),  ρ = π/π₀,  w = min(π₀/μ, cap)   arXiv:2110.00641; as in AReaL, 2505.24298
     tis        −sg[min(π/μ, cap)] A log π                               truncated importance sampling, arXiv:1802.01561
 
+A KL penalty adds kl × (x − 1 − log x) with x = π_ref/π to a token's loss, and has a gradient through π: an estimate of
+KL(π ‖ π_ref) from samples of π (Schulman 2020, "k3"; GRPO, arXiv:2402.03300, eq. 4).
+
 The batch loss is Σ_t w_t ℓ_t with Σ_t w_t = 1 over the loss tokens of the mini-batch, so masked tokens are in neither
 the numerator nor the denominator, and splitting a mini-batch into micro-batches does not change it.
 """

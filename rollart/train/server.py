@@ -3,6 +3,7 @@
     POST /train {samples, version}  /imitate {samples, batches}  -> {trained_tokens, seconds, metrics}
     POST /begin {version} -> {}     /accumulate {samples} -> {tokens}     /finish {} -> what /train answers
     POST /logprobs {samples}        -> {logprobs: float32[T] as bytes}
+    POST /reference, /advantages {samples} -> {column: float64[T] as bytes}
     POST /stage {version} -> {}     /publish {version} -> {version, path}
     POST /restore {version, path}   -> {}
     GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
@@ -31,7 +32,7 @@ from rollart.train.batch import Batch, decode
 from rollart.train.command import Answer, Outcome, Work, follow, lead
 from rollart.train.config import TrainerConfig
 from rollart.train.learner import Learner
-from rollart.train.ranks import Channel, Ranks
+from rollart.train.ranks import ALONE, Channel, Ranks
 
 __all__ = ["MAX_BODY", "TrainerService", "make_app"]
 
@@ -49,7 +50,8 @@ host's, where nobody watches it."""
 class TrainerService:
     """Owns the learner and the one thread that touches it. Requests queue there in order of arrival; `/health` and
     `/metrics` are answered from the loop and never wait for torch. Versions are written by a second thread, so that one
-    which was staged does not wait for the step that follows it, nor the step for the disk.
+    which was staged does not wait for the step that follows it, nor the step for the disk. Columns of samples that are
+    still rolled out are filled by a third, from what never changes.
 
     Of several ranks, rank 0's serves, and the others' `follow`. Once a rank is lost, or has failed where the others may
     wait for it, every request is answered at once with the reason: the caller starts the trainer again."""
@@ -64,6 +66,7 @@ class TrainerService:
         self._learner = Learner(config, self._ranks)
         self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(config.threads,))
         self._disk = ThreadPoolExecutor(1, "disk", initializer=torch.set_num_threads, initargs=(1,))
+        self._columns = ThreadPoolExecutor(1, "columns", initializer=torch.set_num_threads, initargs=(config.threads,))
         self._staged: dict[int, checkpoint.Snapshot] = {}
         self._restores = 0
         self._waiting = 0
@@ -78,6 +81,8 @@ class TrainerService:
         for name in TORCH:
             app.router.add_post(f"/{name}", self._post(name, self._ranks.torch, self._pool))
         app.router.add_post("/publish", self._post("publish", self._ranks.disk, self._disk))
+        for name in ("reference", "advantages"):
+            app.router.add_post(f"/{name}", self._post(name, ALONE, self._columns))
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         return app
@@ -111,6 +116,12 @@ class TrainerService:
 
     def logprobs(self, body: Answer) -> Answer:
         return {"logprobs": self._learner.logprobs(self._batch(body)).astype("<f4").tobytes()}
+
+    def reference(self, body: Answer) -> Answer:
+        return {"column": self._learner.reference.logprobs(self._batch(body)).astype("<f8").tobytes()}
+
+    def advantages(self, body: Answer) -> Answer:
+        return {"column": self._learner.advantages(self._batch(body)).astype("<f8").tobytes()}
 
     def stage(self, body: Answer) -> Answer:
         version = int(body["version"])

@@ -5,8 +5,9 @@ domain alone, so what can be summed before is, per domain d, the bare gradient G
 
     gradient = Σ_d (c_d / s_d) G_d,    c_d = w_t of a token of d,    s_d = the spread that `normalize` divides by
 
-since every policy loss is linear in a positive factor of the advantage. An entropy bonus has no such factor: with
-`normalize` it is summed apart. A baseline over the domain's batch enters otherwise, and is refused by the config.
+since every policy loss is linear in a positive factor of the advantage. An entropy bonus and a KL penalty have no such
+factor: with `normalize` they are summed apart. A baseline over the domain's batch enters otherwise, and is refused by
+the config.
 
 Which samples share a forward pass never depends on what else is there: micro-batches are cut within a group, samples in
 the order of their ids. The sums are independent of order (`exact.py`). So groups give the same weights bit for bit, in
@@ -24,14 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from rollart.errors import TrainerError
-from rollart.train.advantages import centred, known, spread
+from rollart.train.advantages import credited, known, spread
 from rollart.train.batch import Batch, FloatArray, select
 from rollart.train.config import TrainerConfig
 from rollart.train.exact import ExactSum
-from rollart.train.losses import policy_loss, statistics
+from rollart.train.losses import kl_estimate, policy_loss, statistics
 from rollart.train.meter import Meter
 from rollart.train.microbatch import build, plan
 from rollart.train.policy import ActionTensors, Policy
+from rollart.train.reference import Reference
 
 __all__ = ["Accumulation"]
 
@@ -64,8 +66,16 @@ class Accumulation:
     """One step's gradient so far. Reads the weights, which must not change meanwhile, and touches nothing of the
     learner's; dropping it is an abort. `add` takes whole groups: a part of one would have another baseline."""
 
-    def __init__(self, policy: Policy, config: TrainerConfig, parameters: Sequence[nn.Parameter], version: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainerConfig,
+        parameters: Sequence[nn.Parameter],
+        version: int,
+        reference: Reference,
+    ) -> None:
         self.version = version
+        self._reference = reference
         self.meter = Meter()
         self.seconds = self.cpu_seconds = 0.0
         self.samples = 0
@@ -141,11 +151,7 @@ class Accumulation:
         config = known(self._config.domains, name)
         if not len(group.loss):
             return _Group(name, group, np.zeros(0), np.zeros(0))
-        at = group.loss.position
-        advantage, units = centred(
-            config.advantage, sample=group.loss.sample, turn=group.turn[at], rewards=group.rewards[at],
-            group=group.group,
-        )  # fmt: skip
+        advantage, units = credited(config.advantage, group, np.arange(len(group.loss)))
         return _Group(name, group, advantage, units)
 
     def _backward(self, group: _Group) -> None:
@@ -153,11 +159,12 @@ class Accumulation:
         if not len(batch.loss):
             return
         domain = self._domain(group.name)
-        apart = config.entropy != 0 and self._config.domains[group.name].advantage.normalize
+        apart = (config.entropy != 0 or config.kl != 0) and self._config.domains[group.name].advantage.normalize
         actions = ActionTensors(batch, policy.device)
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
         credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
         used = batch.used_lengths
+        near = self._reference.tensor(batch, policy) if config.kl else None
         for samples in plan(used, self._config.max_tokens_per_microbatch):
             micro = build(batch, samples, used, policy.device)
             logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
@@ -169,13 +176,17 @@ class Accumulation:
                 config, logprobs=logprobs, behaviour=mu, advantage=credit[micro.pick], proximal=proximal
             )
             main, bonus = token.loss.sum(), -config.entropy * entropy.sum()
-            if config.entropy and not apart:
+            penalty = None if near is None else kl_estimate(near[micro.pick], logprobs)
+            if penalty is not None:
+                bonus = bonus + config.kl * penalty.sum()
+            if (config.entropy or config.kl) and not apart:
                 main = main + bonus
             domain.main.add([*self._grad(main, keep=apart), main])
             if apart:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
             reference = mu if proximal is None else proximal
-            self.meter.add(micro, statistics(token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference))
+            told = statistics(token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference)
+            self.meter.add(micro, told if penalty is None else told | {"reference_kl": penalty.detach()})
 
     def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value, self._parameters, retain_graph=keep, allow_unused=True)

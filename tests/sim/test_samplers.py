@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rollart.compose.simulate import simulate
 from tests.compose.test_simulate import Make, made, specs  # noqa: F401
 
@@ -22,3 +24,16 @@ def test_a_token_budget_evens_steps_out(made: Make, tmp_path: Path) -> None:  # 
 
     whole, cut = spread("whole"), spread("cut", "batch.sampler=token_budget", "batch.tokens=9000")
     assert cut - 1 < 0.5 * (whole - 1), "what remains is attention, which grows with lengths"
+
+
+def test_references_hide_behind_the_rollout(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    """Modelled: a third of a training pass, in the step or before it, on the same devices."""
+
+    def trained(name: str, *overrides: str) -> list[float]:
+        run = made("schedule=sync_plus", *overrides)
+        return [s.train_s for s in simulate(run, tmp_path / name, steps=3).steps]
+
+    plain, step = trained("plain"), trained("step", "training.loss.kl=0.1")
+    filled = trained("filled", "training.loss.kl=0.1", "training.columns=[ref_logprobs]")
+    assert step == pytest.approx([seconds * 4 / 3 for seconds in plain], rel=1e-3)
+    assert filled == pytest.approx(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -310,3 +311,32 @@ async def test_what_was_staged_is_published_beside_the_next_step(tmp_path: Path)
         assert await staged.logprobs(SAMPLES) == await plain.logprobs(SAMPLES)
         again = Path((await staged.publish(2)).path)
         assert (again / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.asyncio
+async def test_columns_are_filled_beside_a_step_and_are_those_of_the_step(tmp_path: Path) -> None:
+    domains = {"a": {"advantage": {"baseline": "group"}}}
+    async with serving(config(tmp_path, loss={"kl": 0.1}, domains=domains)) as (trainer, service):
+        await trainer.publish(0)
+        began, goes_on = threading.Event(), threading.Event()
+        train = service._learner.train
+
+        def held(*args: Any) -> TrainReport:
+            began.set()
+            assert goes_on.wait(60)
+            return train(*args)
+
+        service._learner.train = held  # type: ignore[method-assign]
+        step = asyncio.ensure_future(trainer.train(SAMPLES, 0))
+        await asyncio.to_thread(began.wait, 60)
+        reference = await trainer.reference(SAMPLES)  # although the learner's thread is busy
+        advantage = await trainer.advantages(SAMPLES)
+        assert not step.done()
+        goes_on.set()
+        computed = await step
+        assert [tuple(v != 0 for v in row) for row in reference] == [s.loss_mask for s in SAMPLES]
+        assert await trainer.reference(SAMPLES[1:2]) == reference[1:2]
+        columns = zip(SAMPLES, reference, advantage, strict=True)
+        filled = [dataclasses.replace(s, reference=r, advantage=a) for s, r, a in columns]
+        await trainer.restore(WeightsRef(0, str(tmp_path / "v000000")))
+        assert (await trainer.train(filled, 0)).metrics["loss"] == computed.metrics["loss"]

@@ -58,13 +58,13 @@ class HttpTrainer:
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         answer = await self._post("logprobs", {"samples": encode_samples(samples)})
-        values = array("f", answer["logprobs"])
-        out: list[tuple[float, ...]] = []
-        start = 0
-        for sample in samples:
-            out.append(tuple(values[start : start + len(sample.token_ids)]))
-            start += len(sample.token_ids)
-        return out
+        return _per_sample(samples, array("f", answer["logprobs"]))
+
+    async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._column("reference", samples)
+
+    async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        return await self._column("advantages", samples)
 
     async def stage(self, version: int) -> None:
         await self._post("stage", {"version": version})
@@ -88,6 +88,10 @@ class HttpTrainer:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _column(self, route: str, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+        answer = await self._post(route, {"samples": encode_samples(samples)})
+        return _per_sample(samples, array("d", answer["column"]))
 
     async def _post(self, route: str, message: Mapping[str, object]) -> dict[str, Any]:
         body: bytes = msgpack.packb(message)
@@ -140,7 +144,22 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
         "rewards": _pack("d", _flat(s.rewards for s in samples)),
         "legal": b"".join(_legal(s, legal_sets) for s in samples),
         "sets": [list(members) for members in legal_sets],
+        **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in _filled(samples)},
     }
+
+
+def _filled(samples: Sequence[TrainSample]) -> list[str]:
+    """Columns that every sample brings; of one that some lack the trainer computes all."""
+    return [name for name in ("reference", "advantage") if all(getattr(s, name) or not s.token_ids for s in samples)]
+
+
+def _per_sample(samples: Sequence[TrainSample], values: Sequence[float]) -> list[tuple[float, ...]]:
+    out: list[tuple[float, ...]] = []
+    start = 0
+    for sample in samples:
+        out.append(tuple(values[start : start + len(sample.token_ids)]))
+        start += len(sample.token_ids)
+    return out
 
 
 def _legal(sample: TrainSample, known: dict[tuple[int, ...], int]) -> bytes:

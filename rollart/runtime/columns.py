@@ -1,0 +1,79 @@
+"""Columns that are filled while a batch is rolled out: reference log-probabilities and advantages (AsyncFlow §6.1).
+
+Each column is a task of its own over the sample table: it takes every row once, as soon as what it reads is written,
+and training takes the rows whose columns are all there. What is filled here has the bits of what the step would
+compute, so nothing but time depends on it; a resume fills it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rollart.errors import LeaseExpired, TrainerError, TrainerRefused
+from rollart.model import TrainSample
+from rollart.policy.lease import Expiry
+from rollart.ports import Trainer
+from rollart.runtime.buffer import Column, SampleBuffer
+from rollart.runtime.leases import Leases
+from rollart.runtime.training import Training
+
+__all__ = ["Columns"]
+
+ATTEMPTS = 3
+"""Of the same rows, in as many lives of the trainer: then the run ends with what the last one said."""
+
+
+class Columns:
+    """One loop per column. Each waits for rows (unblocked by samples that end) and for the trainer; where that fails,
+    for training to bring it back. Invariant: a row is taken once per column, and written once or gone by then.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        trainer: Trainer,
+        buffer: SampleBuffer,
+        leases: Leases,
+        *,
+        column_s: float,
+        training: Training,
+    ) -> None:
+        """`column_s`: longest call. `training` brings the trainer back."""
+        self._columns = columns
+        self._trainer = trainer
+        self._buffer = buffer
+        self._leases = leases
+        self._column_s = column_s
+        self._training = training
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for column in self._columns:
+                tasks.create_task(self._run(column), name=column)
+
+    async def _run(self, column: Column) -> None:
+        while True:
+            samples = await self._buffer.lacking(column)
+            values = await self._values(column, samples)
+            for sample, mine in zip(samples, values, strict=True):
+                self._buffer.fill(column, sample.id, mine)
+
+    async def _values(self, column: Column, samples: Sequence[TrainSample]) -> Sequence[tuple[float, ...]]:
+        """Nothing for what the trainer refuses: the step will find out which of its samples it cannot have."""
+        ask = self._trainer.reference if column is Column.REFERENCE else self._trainer.advantages
+        attempt = 1
+        while True:
+            life = self._training.lives
+            try:
+                what = f"{column} of {len(samples)} samples"
+                async with self._leases.hold("columns", what, self._column_s, Expiry.RESTART_PART):
+                    return await ask(samples)
+            except TrainerRefused:
+                return [()] * len(samples)
+            except (TrainerError, LeaseExpired) as error:
+                if attempt == ATTEMPTS:
+                    raise
+                attempt += 1
+                await self._training.mend(error if isinstance(error, TrainerError) else TrainerError(str(error)), life)

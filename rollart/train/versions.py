@@ -1,0 +1,13 @@
+"""Where published versions lie, and what marks one that is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["MARKER", "version_path"]
+
+MARKER = "COMPLETE"
+
+
+def version_path(root: Path, version: int) -> Path:
+    return root / f"v{version:06d}"

@@ -1,0 +1,141 @@
+"""KL to the run's first version, and columns that are filled before the step: the bits of the step that fills none."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollart.errors import TrainerError
+from rollart.model import TrainSample
+from rollart.train import checkpoint
+from rollart.train.config import parse_config
+from rollart.train.learner import Learner
+from rollart.train.losses import kl_estimate
+from tests.train.test_stream import ADVANTAGES, flat, groups, same, state
+from tests.train.trainkit import batch, config, sample
+
+COLUMNS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def learner(root: Path, *, kl: float = 0.3, stream: bool = False, advantage: int = 0, **more: Any) -> Learner:
+    """In float64, with version 0 published where its reference looks for it."""
+    setup = config(
+        root,
+        domains={name: {"advantage": ADVANTAGES[advantage]} for name in "ab"},
+        loss={"kl": kl, "entropy": 0.01} | more.pop("loss", {}),
+        stream=stream,
+        optimizer={"lr": 1e-2},
+        **more,
+    )
+    made = Learner(dataclasses.replace(setup, model=dataclasses.replace(setup.model, dtype="float64")))
+    if not checkpoint.version_path(root, 0).exists():
+        checkpoint.publish(made, root, 0, ())
+    return made
+
+
+def filled(of: Learner, samples: list[TrainSample], *, reference: bool, advantage: bool) -> list[TrainSample]:
+    """The samples with columns, each computed by itself: references of single samples, advantages of single groups."""
+    out = []
+    for group in dict.fromkeys(s.group for s in samples):
+        mine = [s for s in samples if s.group == group]
+        credit = np.split(of.advantages(batch(mine)), np.cumsum([len(s.token_ids) for s in mine])[:-1])
+        for one, value in zip(mine, credit, strict=True):
+            changes: dict[str, Any] = {"advantage": tuple(value)} if advantage else {}
+            if reference:
+                changes["reference"] = tuple(of.reference.logprobs(batch([one])))
+            out.append(dataclasses.replace(one, **changes))
+    return out
+
+
+@COLUMNS
+@given(
+    seed=st.integers(0, 10_000), count=st.integers(1, 5), stream=st.booleans(), advantage=st.integers(0, 2),
+    kind=st.sampled_from(["pg", "ppo", "decoupled", "tis"]), which=st.sampled_from([(1, 0), (0, 1), (1, 1)]),
+)  # fmt: skip
+def test_columns_that_were_filled_before_give_the_bits_of_the_step_that_computes_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int, count: int, stream: bool, advantage: int, kind: str, which: tuple[int, int],
+) -> None:  # fmt: skip
+    root = tmp_path_factory.mktemp("w")
+    options: dict[str, Any] = {"stream": stream, "advantage": advantage, "loss": {"kind": kind}}
+    step, streamed = learner(root, **options), learner(root, **options)
+    samples = flat(groups(seed, count))
+    before = filled(streamed, samples, reference=bool(which[0]), advantage=bool(which[1]))
+    for version in (0, 1):
+        one = step.train(batch(samples), version)
+        other = streamed.train(batch(before), version)
+        assert same(state(step), state(streamed))
+        assert one.metrics["reference_kl"] == other.metrics["reference_kl"]
+
+
+def test_a_streamed_step_is_penalised_like_the_one_that_is_not(tmp_path: Path) -> None:
+    samples = flat(groups(5, 4))
+    for advantage in (0, 1):
+        whole, streamed = (learner(tmp_path, stream=s, advantage=advantage) for s in (False, True))
+        for version in (0, 1, 2):
+            one, other = whole.train(batch(samples), version), streamed.train(batch(samples), version)
+            assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], rel=1e-5)
+            assert one.metrics["reference_kl"] == pytest.approx(other.metrics["reference_kl"], rel=1e-5, abs=1e-12)
+
+
+def test_a_reference_does_not_depend_on_what_else_is_there_nor_on_the_weights_now(tmp_path: Path) -> None:
+    made = learner(tmp_path)
+    samples = flat(groups(3, 5))
+    before = made.reference.logprobs(batch(samples))
+    assert before == pytest.approx(made.logprobs(batch(samples)), abs=1e-5), "version 0 is what it starts from"
+    made.train(batch(samples), 0)
+    shuffled = random.Random(1).sample(samples, len(samples))
+    again = learner(tmp_path).reference.logprobs(batch(shuffled))
+    ends = np.cumsum([len(s.token_ids) for s in shuffled])
+    parts = dict(zip([s.id for s in shuffled], np.split(again, ends[:-1]), strict=True))
+    assert (np.concatenate([parts[s.id] for s in samples]) == before).all()
+
+
+def test_the_penalty_holds_the_policy_to_its_first_version(tmp_path: Path) -> None:
+    """A reward moves the policy away; with a penalty it stays nearer. Without one nothing is measured."""
+    samples = [
+        sample(f"g{g}.{m}", turns=((3, 4),), group=f"g{g}", domain="a", seed=g, rewards=[float(m)], logprob=-3.0)
+        for g in range(4)
+        for m in range(2)
+    ]
+    moved = {}
+    for kl in (0.01, 10.0):
+        made = learner(tmp_path, kl=kl, loss={"kind": "pg", "entropy": 0.0})
+        reports = [made.train(batch(samples), version) for version in range(8)]
+        moved[kl] = [r.metrics["reference_kl"] for r in reports]
+        assert moved[kl][0] == pytest.approx(0.0, abs=1e-9)
+    assert moved[10.0][-1] < 0.5 * moved[0.01][-1]
+    assert "reference_kl" not in learner(tmp_path, kl=0.0).train(batch(samples), 0).metrics
+
+
+def test_the_penalty_has_the_gradient_of_its_formula(tmp_path: Path) -> None:
+    """d/dlogπ of x − 1 − log x, x = π_ref/π, is 1 − x: nothing where the two agree."""
+    ours = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
+    anchor = torch.tensor([-1.0, -1.0, -3.0], dtype=torch.float64)
+    kl_estimate(anchor, ours).sum().backward()
+    assert torch.allclose(ours.grad, 1 - (anchor - ours.detach()).exp())
+
+
+def test_without_a_first_version_the_reference_says_so(tmp_path: Path) -> None:
+    made = Learner(config(tmp_path, loss={"kl": 0.1}))
+    with pytest.raises(TrainerError, match="reference policy is version 0, which is not at"):
+        made.train(batch([sample("s")]), 0)
+
+
+def test_advantages_of_the_whole_batch_are_no_column(tmp_path: Path) -> None:
+    made = Learner(config(tmp_path, domains={"a": {"advantage": {"baseline": "domain"}}}))
+    with pytest.raises(ValueError, match="domain 'a' are known only with the whole batch"):
+        made.advantages(batch([sample("s")]))
+
+
+def test_a_negative_penalty_is_refused() -> None:
+    with pytest.raises(ValueError, match="kl must not be negative"):
+        parse_config({"model": {"init": {}}, "weights_root": "/nonexistent", "loss": {"kl": -1.0}})
