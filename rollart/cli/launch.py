@@ -60,7 +60,11 @@ def launch(
         with native_output_to_stderr():
             resolved = resolve_files(run_file, cluster, overrides, measure=measure)
     if dry_run:
+        from rollart.compose.dry import commands
+
         click.echo(resolved.to_yaml(), nl=False)
+        for line in commands(resolved):
+            click.echo(f"# {line}")
         return
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved.run.name)

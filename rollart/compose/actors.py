@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from placement.types import Assignment, Role
+from rollart.compose.routing import SERVING
+from rollart.compose.vllm import VllmCommand, vllm_command
 from rollart.errors import SpecError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
@@ -13,7 +19,22 @@ from rollart.ports import ActorSpec, Node
 from rollart.spec.cluster import PoolSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["engine_actor", "nodes", "part_clock", "torch_device", "trainer_actor", "unused_clock"]
+__all__ = [
+    "attached",
+    "engine_actor",
+    "engine_command",
+    "nodes",
+    "part_clock",
+    "torch_device",
+    "trainer_actor",
+    "unused_clock",
+]
+
+PYTHON = "ROLLART_VLLM_PYTHON"
+"""Names the interpreter of vLLM's environment where the cluster spec does not."""
+
+ALIAS = "vllm-model"
+"""Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
 
 
 def nodes(resolved: Resolved) -> list[Node]:
@@ -62,6 +83,8 @@ def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpe
 
 
 def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
+    if resolved.cluster.engines.kind == "vllm":
+        return _vllm_actor(resolved, directory, assignment)
     arguments = [
         "--max-slots",
         str(resolved.cluster.engines.max_slots),
@@ -75,6 +98,44 @@ def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) ->
     return _program(resolved, directory, assignment, "rollart.engine", arguments)
 
 
+def engine_command(resolved: Resolved, assignment: Assignment) -> VllmCommand:
+    """How the plan's engine is started where it is vLLM's."""
+    return vllm_command(
+        resolved.cluster.engines.vllm,
+        role=assignment.role,
+        devices=len(assignment.devices),
+        cpu=torch_device(resolved, assignment) == "cpu",
+        context=resolved.run.model.context,
+        slots=resolved.cluster.engines.max_slots,
+    )
+
+
+def attached(resolved: Resolved) -> dict[str, str]:
+    """URLs of the servers that run already, by the name of the engine that each is."""
+    names = [a.name for role in SERVING for a in resolved.plan.of(role)]
+    return dict(zip(names, resolved.cluster.engines.attach, strict=False))
+
+
+def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
+    python = resolved.cluster.engines.vllm.python or os.environ.get(PYTHON)
+    if not python:
+        raise SpecError(
+            f"engines.vllm.python is not given, nor is {PYTHON} (rule: the interpreter of the environment that vLLM is "
+            "installed in)",
+            remedy="see docs/fleet.md, vLLM engines",
+        )
+    command = engine_command(resolved, assignment)
+    arguments = ["--python", python, "--log", str(_log(directory, assignment.name)), "--args", json.dumps(command.args)]
+    if assignment.role in (Role.PREFILL, Role.DECODE):
+        arguments += ["--alias", str(directory / "weights" / ALIAS)]
+    module = "rollart.adapters.engines.vllm_server"
+    return _program(resolved, directory, assignment, module, arguments, env=command.env, together=True)
+
+
+def _log(directory: Path, name: str) -> Path:
+    return directory / "logs" / f"{name}.log"
+
+
 def _pool(resolved: Resolved, assignment: Assignment) -> PoolSpec:
     return next(p for p in resolved.cluster.pools if p.name == assignment.pool)
 
@@ -84,14 +145,22 @@ def _resource(pool: PoolSpec) -> str:
 
 
 def _program(
-    resolved: Resolved, directory: Path, assignment: Assignment, module: str, arguments: list[str]
+    resolved: Resolved,
+    directory: Path,
+    assignment: Assignment,
+    module: str,
+    arguments: list[str],
+    *,
+    env: Mapping[str, str] = MappingProxyType({}),
+    together: bool = False,
 ) -> ActorSpec:
+    """`together`: the program can use several GPUs."""
     name, devices = assignment.name, len(assignment.devices)
     pool = _pool(resolved, assignment)
     resource = _resource(pool)
-    env = {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices)}
+    env = {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices), **env}
     if resource == "GPU":
-        if devices > 1:
+        if devices > 1 and not together:
             raise SpecError(
                 f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine and trainer have "
                 "no tensor parallelism)",
@@ -101,7 +170,7 @@ def _program(
     return ActorSpec(
         name=name,
         factory="rollart.adapters.clusters.program:Program",
-        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
+        args=(name, module, arguments, str(_log(directory, name))),
         kwargs={"env": env},
         resources={resource: float(devices)},
         labels={"pool": pool.name},

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from placement.types import Assignment, Role
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import engine_actor, part_clock, unused_clock
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import VllmEngine
+from rollart.compose.actors import attached, engine_actor, part_clock, unused_clock
 from rollart.compose.devices import free_devices
-from rollart.compose.parts import EngineProgram
+from rollart.compose.parts import AttachedEngine, EngineProgram
 from rollart.compose.routing import SERVING, seat
 from rollart.errors import RunFailed
 from rollart.fleet import EngineKind
@@ -29,8 +31,8 @@ __all__ = ["LocalSite"]
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    part: EngineProgram
-    program: Handle
+    part: EngineProgram | AttachedEngine
+    program: Handle | None
     clock: ResourceClock
 
 
@@ -71,7 +73,7 @@ class LocalSite:
             self._rebill(pool)
 
     @property
-    def parts(self) -> list[EngineProgram]:
+    def parts(self) -> list[EngineProgram | AttachedEngine]:
         return [engine.part for engine in self._engines.values()]
 
     @property
@@ -101,7 +103,8 @@ class LocalSite:
             return
         try:
             await engine.part.close()
-            await engine.program.kill()
+            if engine.program is not None:
+                await engine.program.kill()
         finally:
             engine.clock.close()
             self._settle()
@@ -120,12 +123,18 @@ class LocalSite:
         now = asyncio.get_running_loop().time()
         return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
 
-    async def _make(self, assignment: Assignment) -> EngineProgram:
-        actor = engine_actor(self._resolved, self._directory, assignment)
-        program = await self._runtime.spawn(actor)
+    async def _make(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
+        name, url = EngineId(assignment.name), attached(self._resolved).get(assignment.name)
+        program: Handle | None = None
+        part: EngineProgram | AttachedEngine
+        if url is not None:
+            part = AttachedEngine(name, url)
+        else:
+            program = await self._runtime.spawn(engine_actor(self._resolved, self._directory, assignment))
+            client = VllmEngine if self._resolved.cluster.engines.kind == "vllm" else HttpEngine
+            part = EngineProgram(name, program, client=client)
         self._settle()
         self._held[assignment.name] = assignment
-        part = EngineProgram(EngineId(assignment.name), program)
         clock = part_clock(self._resolved, self._ledger, assignment)
         self._engines[part.id] = _Engine(part, program, clock)
         self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)

@@ -6,24 +6,27 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.errors import TrainerError
+from rollart.errors import PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
-from rollart.model import EngineId, TrainReport, TrainSample, WeightsRef
+from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import Engine, Handle, Recorder, RunEvent
 from rollart.runtime.leases import Leases
 
-__all__ = ["EngineProgram", "TrainerProgram"]
+__all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram"]
 
 
 class EngineProgram:
     """Implements `supervise.EnginePart` over a `Program` actor."""
 
-    def __init__(self, name: EngineId, program: Handle) -> None:
+    def __init__(self, name: EngineId, program: Handle, *, client: Callable[..., HttpEngine] = HttpEngine) -> None:
+        """`client` speaks with what the program serves: (id, url, version) -> Engine."""
         self._id = name
         self._program = program
+        self._connect = client
         self._client: HttpEngine | None = None
 
     @property
@@ -33,11 +36,46 @@ class EngineProgram:
     async def start(self, weights: WeightsRef) -> Engine:
         await self.close()
         address = await self._program.call("start", ["--model", weights.path, "--weight-version", str(weights.version)])
-        self._client = HttpEngine(self._id, address, version=weights.version)
+        self._client = self._connect(self._id, address, version=weights.version)
         return self._client
 
     async def wait(self) -> str:
         return str(await self._program.call("wait"))
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class AttachedEngine:
+    """Implements `supervise.EnginePart` over a vLLM server that somebody else runs: it is told to load the weights, and
+    to wait when the run is over. Its end is found out by those who call it."""
+
+    def __init__(self, name: EngineId, url: str) -> None:
+        self._id = name
+        self._url = url
+        self._client: VllmEngine | None = None
+
+    @property
+    def id(self) -> EngineId:
+        return self._id
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        await self.close()
+        self._client = VllmEngine(self._id, self._url, version=weights.version)
+        if not await self._client.healthy():
+            raise PartDied(
+                self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
+            )
+        await self._client.pause(PauseMode.ABORT)  # what is under way there is of an earlier life of the run
+        await self._client.update_weights(weights)
+        await self._client.resume()
+        return self._client
+
+    async def wait(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable: its process is not ours")
 
     async def close(self) -> None:
         if self._client is not None:

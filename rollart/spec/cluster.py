@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollart.spec.base import Entry, Name
 from rollart.spec.prices import PriceEntry
+from rollart.spec.vllm import VllmSpec
 
 __all__ = [
     "ClusterFunctions",
@@ -21,6 +22,13 @@ __all__ = [
     "PoolSpec",
     "TrainerSpec",
 ]
+
+
+def http_url(value: str) -> str:
+    parts = urllib.parse.urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an http or https URL")
+    return value
 
 
 class DeviceSpec(Entry):
@@ -103,6 +111,21 @@ class EnginesSpec(Entry):
         default=1, ge=1, le=100_000, description="Devices of one engine (cores, or GPUs: tensor parallelism)."
     )
     max_slots: int = Field(default=64, ge=1, le=2**31 - 1, description="Requests that one engine decodes at a time.")
+    kind: Literal["embedded", "vllm"] = Field(
+        default="embedded",
+        description="What serves: the engine that comes with rollart, or vLLM in an environment of its own.",
+    )
+    attach: list[str] = Field(
+        default_factory=list,
+        description="URLs of vLLM servers that run already, one per engine, which are used and never started or "
+        "stopped. They read the run's directory.",
+    )
+    vllm: VllmSpec = Field(default_factory=VllmSpec, description="How vLLM is started.")
+
+    @field_validator("attach")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        return [http_url(one) for one in value]
 
     @property
     def fixed(self) -> bool:
@@ -161,10 +184,7 @@ class HttpFunction(Entry):
     @field_validator("url")
     @classmethod
     def _a_url(cls, value: str) -> str:
-        parts = urllib.parse.urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("an http or https URL")
-        return value
+        return http_url(value)
 
     @model_validator(mode="after")
     def _one_way(self) -> HttpFunction:

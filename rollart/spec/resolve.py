@@ -192,6 +192,7 @@ def resolve_specs(specs: Specs) -> Resolved:
     Where the engines are given and every domain's work is known, what the plan yields is predicted as well.
     """
     run, cluster, base = specs.run, specs.cluster, specs.base
+    _served(run, cluster)
     listed = merged_prices(specs.prices, cluster.price_list)
     specs = replace(specs, prices=listed)
     pools = pools_of(cluster, listed)
@@ -200,6 +201,17 @@ def resolve_specs(specs: Specs) -> Resolved:
     notes += _rehearsal(cluster)
     functions = {entry.name: effective(entry, base) for entry in run.functions}
     return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem, functions)
+
+
+def _served(run: RunSpec, cluster: ClusterSpec) -> None:
+    """SpecError for what the engines cannot do."""
+    cut = [d.name for d in run.domains if d.top_p < 1.0]
+    if cluster.engines.kind == "vllm" and cut:
+        raise SpecError(
+            f"domain '{cut[0]}' has top_p below 1 (rule: 1 with engines of kind vllm, whose log-probabilities are "
+            "after the cut; those that losses take are before it)",
+            remedy="leave top_p out, or use embedded engines",
+        )
 
 
 Planned = tuple[Plan, Problem | None, tuple[str, ...]]

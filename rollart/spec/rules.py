@@ -338,6 +338,14 @@ def _engines(cluster: ClusterSpec) -> Iterable[Problem]:
     if (engines.prefill is None) != (engines.decode is None):
         lone, other = ("prefill", "decode") if engines.decode is None else ("decode", "prefill")
         yield Problem(("engines", lone), f"engines.{lone} is given alone (rule: with engines.{other})")
+    if engines.attach and engines.kind != "vllm":
+        yield Problem(("engines", "attach"), "engines.attach is given (rule: only with `kind: vllm`)")
+    total = sum(n or 0 for n in (engines.count, engines.prefill, engines.decode))
+    if engines.attach and len(engines.attach) != total:
+        yield Problem(
+            ("engines", "attach"),
+            f"engines.attach names {len(engines.attach)} servers (rule: as many as count, prefill and decode, {total})",
+        )
 
 
 def _wanted_devices(cluster: ClusterSpec) -> Iterable[Problem]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import VllmEngine
 from rollart.engine.handoff import Settings
 from rollart.model import EngineId, WeightsRef
 from tests.contracts.engine_contract import EngineContract, PdContract, PdScenario, PdSubject, Scenario, Subject
@@ -32,8 +33,8 @@ def publisher(base: Path) -> Callable[[int], WeightsRef]:
     return lambda version: WeightsRef(version, str(publish(base.parent / f"v{version}", version)))
 
 
-async def play(url: str, base: Path, scenario: Scenario, *, streaming: bool) -> None:
-    engine = HttpEngine(EngineId("e0"), url, streaming=streaming)
+async def play(url: str, base: Path, scenario: Scenario, *, streaming: bool, vllm: bool = False) -> None:
+    engine = VllmEngine(EngineId("e0"), url) if vllm else HttpEngine(EngineId("e0"), url, streaming=streaming)
     try:
         async with asyncio.timeout(20):
             await scenario(Subject(engine, publisher(base)))
@@ -43,6 +44,7 @@ async def play(url: str, base: Path, scenario: Scenario, *, streaming: bool) -> 
 
 class TestStream(EngineContract):
     streaming = True
+    vllm = False
 
     @pytest.fixture(autouse=True)
     def _base(self, base: Path) -> None:
@@ -51,7 +53,7 @@ class TestStream(EngineContract):
     def run(self, scenario: Scenario) -> None:
         async def body() -> None:
             async with served(self.base) as url:
-                await play(url, self.base, scenario, streaming=self.streaming)
+                await play(url, self.base, scenario, streaming=self.streaming, vllm=self.vllm)
 
         asyncio.run(body())
 
@@ -60,6 +62,13 @@ class TestHttp(TestStream):
     """As with vLLM: no stream."""
 
     streaming = False
+
+
+class TestVllmClient(TestStream):
+    """vLLM's client at the embedded engine, which speaks its protocol; at vLLM itself it is tested in tests/vllm."""
+
+    vllm = True
+    RELEASES = False
 
 
 @pytest.mark.slow

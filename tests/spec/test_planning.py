@@ -293,6 +293,7 @@ SHIPPED = [
     ("moe-235b", "3000-gpus"),
     ("quickstart", "one-h200"),
     ("quickstart", "local"),
+    ("quickstart", "local-vllm"),
 ]
 
 

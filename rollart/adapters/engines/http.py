@@ -1,7 +1,6 @@
-"""An engine behind vLLM's HTTP protocol: the embedded one, or vLLM itself.
+"""An engine behind vLLM's HTTP protocol: the embedded one, and with what `vllm` adds to it, vLLM itself.
 
-vLLM must run with `VLLM_SERVER_DEV_MODE=1 --enable-scale-out --logprobs-mode processed_logprobs` and a weight
-transfer backend that reads `update_info.path`. Third-party errors become `EngineError` here and nowhere else.
+Third-party errors become `EngineError` here and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rollart.model import (
     WeightsRef,
 )
 
-__all__ = ["HttpEngine"]
+__all__ = ["VLLM_PREFIX", "HttpEngine"]
 
 CONNECT_S = 10.0
 """How long a connection may take to open, seconds. Calls have no other limit here: their leases are their limit."""
@@ -47,16 +46,23 @@ class HttpEngine:
 
     Any number of calls may run at once, on one loop. `close` ends the connections; calls after it fail. `version` is
     that of the weights the server started with: it labels tokens of a server that reports no versions. Without
-    `streaming`, or with a server that offers no stream, generations travel over HTTP like everything else.
+    `streaming`, or with a server that offers no stream, generations travel over HTTP like everything else. A connection
+    is used again for `keepalive_s` seconds: less than the server keeps it.
     """
 
-    def __init__(self, id: EngineId, url: str, *, version: int = 0, streaming: bool = True) -> None:
+    _once = False
+    """Whether control calls have a connection each, for servers that end it after an error of theirs."""
+
+    def __init__(
+        self, id: EngineId, url: str, *, version: int = 0, streaming: bool = True, keepalive_s: float = 600.0
+    ) -> None:
         self._id = id
         self._url = url.rstrip("/")
-        self._version = version
+        self._first = version
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
         self._streaming = streaming
+        self._keepalive_s = keepalive_s
         self._stream: EngineStream | None = None
         self._opening = asyncio.Lock()
 
@@ -77,7 +83,7 @@ class HttpEngine:
                 return await stream.generate(request)
         raw = await self._request("POST", "/inference/v1/generate", _generate_body(request), session=request.session)
         try:
-            return _completion(json.loads(raw), self._version)
+            return _completion(json.loads(raw), self._first)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{self._url}: answer not understood: {error!r}", retryable=False) from error
 
@@ -106,9 +112,11 @@ class HttpEngine:
     async def update_weights(self, weights: WeightsRef) -> None:
         await self._control("/start_weight_update", {})
         await self._control("/update_weights", {"update_info": {"path": weights.path}})
-        await self._control("/finish_weight_update", {"weight_version": weights.version})
-        self._version = weights.version
-        # vLLM keeps its prefix cache, and running requests their KV, across an update unless told otherwise.
+        await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
+        await self._drop_kv()
+
+    async def _drop_kv(self) -> None:
+        """vLLM keeps its prefix cache, and running requests their KV, across an update unless told otherwise."""
         answer = await self._control("/reset_prefix_cache?reset_running_requests=true", {})
         if answer.get("success") is False:
             raise EngineError(f"{self._url} kept stale KV: reset_prefix_cache failed", retryable=True)
@@ -182,7 +190,7 @@ class HttpEngine:
             return self._stream
 
     async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
-        return _object(await self._request("POST", path, body, limit_s=None, optional=optional))
+        return _object(await self._request("POST", path, body, once=self._once, optional=optional))
 
     async def _request(
         self,
@@ -193,11 +201,14 @@ class HttpEngine:
         session: str = "",
         limit_s: float | None = None,
         optional: bool = False,
+        once: bool = False,
     ) -> bytes:
         """The body of the answer; empty for a route that is not there and `optional`. EngineError otherwise."""
         headers = {"Content-Type": "application/json"}
         if session:
             headers["X-Session-ID"] = session
+        if once:
+            headers["Connection"] = "close"
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
         data = None if body is None else json.dumps(body).encode()
         try:
@@ -220,7 +231,7 @@ class HttpEngine:
         if self._closed:
             raise EngineError(f"{self._url}: this engine's client was closed", retryable=True)
         if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=600.0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s)
             self._http = aiohttp.ClientSession(connector=connector)
         return self._http
 

@@ -1,0 +1,44 @@
+"""What vLLM loads of rollart, in each of its processes: the entry point `vllm.general_plugins`.
+
+Weight transfer backend `rollart`: `--weight-transfer-config '{"backend": "rollart"}'`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["register"]
+
+BACKEND = "rollart"
+
+BOUND = "ROLLART_VLLM_BOUND"
+"""Set for servers that rollart starts: each process of the server ends with the one that started it."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Called by vLLM in the API server, the engine core and every worker."""
+    if os.environ.get(BOUND) and sys.platform == "linux":
+        _die_with_parent()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "rollart_vllm.transfer", "DirectoryTransfer")
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from rollart_vllm.heads import accept_small_heads
+
+        accept_small_heads()
+
+
+def _die_with_parent() -> None:
+    """SIGKILL when the parent ends. vLLM's engine core would outlive an API server that is killed, and keep its
+    memory and its devices."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:  # it died before the call
+        os._exit(1)

@@ -1,0 +1,101 @@
+"""A vLLM server: what it does otherwise than the protocol that it shares with the embedded engine.
+
+It runs with `VLLM_SERVER_DEV_MODE=1 --enable-scale-out --logprobs-mode processed_logprobs
+--enable-prompt-tokens-details` and the weight transfer backend of integrations/vllm. vLLM itself is never imported:
+it lives in an environment and in processes of its own. Measured on vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine
+from rollart.errors import EngineError, HandoffFailed
+from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode
+
+__all__ = ["VllmEngine"]
+
+ABORT_S, ABORTS = 0.25, 8
+"""Seconds that an aborted request may take to answer before it is aborted again, and how often. vLLM reports success
+for ids that it does not know, such as that of a request which is still on its way to it."""
+
+KEEPALIVE_S = 2.0
+"""Seconds that an idle connection is used again; vLLM ends it after 5."""
+
+RESET_S = 0.25
+"""Seconds between two attempts to drop KV that another engine may still pull."""
+
+
+class VllmEngine(HttpEngine):
+    """Implements the `Engine` port. As `HttpEngine`; it also counts what it has sent: while vLLM is paused it takes no
+    step, and its gauges are of its last one."""
+
+    _once = True
+
+    def __init__(self, id: EngineId, url: str, *, version: int = 0) -> None:
+        super().__init__(id, url, version=version, streaming=False, keepalive_s=KEEPALIVE_S)
+        self._sent: dict[str, asyncio.Event] = {}
+        self._paused = False
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        over = self._sent[request.request_id] = asyncio.Event()
+        try:
+            return await super().generate(request)
+        except EngineError as error:
+            if error.retryable and _pulls(request.kv_transfer) and await self.healthy():
+                raise HandoffFailed(str(error)) from None  # `kv_load_failure_policy: fail` answers 500
+            raise
+        finally:
+            over.set()
+            if self._sent.get(request.request_id) is over:
+                del self._sent[request.request_id]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Returns when the requests have answered, those that are under way from here."""
+        ids = list(request_ids)
+        for _ in range(ABORTS):
+            if not ids:  # an empty list would abort everything
+                return
+            await self._control("/abort_requests", {"request_ids": [VLLM_PREFIX + i for i in ids]})
+            ids = [i for i in ids if i in self._sent]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_S):
+                    await asyncio.gather(*(self._sent[i].wait() for i in ids))
+
+    async def release(self, session: str) -> None:
+        """vLLM has no call for it: what was used longest ago goes when somebody needs the room."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        # KV that is to be dropped is dropped after the update: doing it twice would recompute it twice.
+        clear = str(mode is not PauseMode.KEEP).lower()
+        await self._control(f"/pause?mode={mode.value}&clear_cache={clear}", {})
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self._control("/resume", {})
+        self._paused = False
+
+    async def stats(self) -> EngineStats:
+        seen = await super().stats()
+        if not self._paused:
+            return seen
+        running = min(seen.running, len(self._sent))
+        return dataclasses.replace(seen, running=running, waiting=len(self._sent) - running)
+
+    async def _drop_kv(self) -> None:
+        """Waits for other engines to pull what they were promised, until vLLM's own lease on it ends: as long as such
+        KV is there nothing can be dropped. The caller's lease bounds that."""
+        while True:
+            try:
+                return await super()._drop_kv()
+            except EngineError as error:
+                if not await self.healthy():
+                    raise error
+            await asyncio.sleep(RESET_S)
+
+
+def _pulls(kv_transfer: Mapping[str, object] | None) -> bool:
+    return bool(kv_transfer and kv_transfer.get("do_remote_prefill"))

@@ -1,0 +1,144 @@
+"""`python -m rollart.adapters.engines.vllm_server --python VLLM_PYTHON --model DIR`: vLLM as one program.
+
+Starts vLLM's API server under the interpreter of vLLM's own environment, on a free port, and says `ready ADDRESS` on
+stdout once it answers and names the version of its weights. What vLLM says goes to stderr. SIGTERM, SIGINT and the
+death of the parent end it and all of vLLM's processes; it ends when vLLM does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from rollart.adapters.clusters.pdeathsig import die_with_parent
+
+__all__ = ["main"]
+
+LOOK_S = 0.25
+"""Between two looks whether vLLM answers; it starts in 20 s at best."""
+
+STOP_S = 3.0
+"""Seconds between SIGTERM and SIGKILL for vLLM, less than this program is given itself."""
+
+SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+"""Where other engines ask for KV. Two servers of one host need two ports."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rollart.adapters.engines.vllm_server")
+    parser.add_argument("--python", required=True, help="interpreter of the environment that vLLM is installed in")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--log", default="", help="file that stderr goes to: what failed is looked up there")
+    parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--weight-version", default="0", help="version of --model")
+    parser.add_argument("--alias", default="", help="start on this path instead, made a link to --model")
+    parser.add_argument("--args", type=json.loads, default=[], help="passed on to vLLM: a list, as JSON")
+    return asyncio.run(_main(parser.parse_args(argv)))
+
+
+async def _main(args: argparse.Namespace) -> int:
+    port, side = _free_ports(args.host)
+    command = [args.python, "-m", "vllm.entrypoints.openai.api_server"]
+    model = _linked(args.model, args.alias) if args.alias else args.model
+    command += ["--host", args.host, "--port", str(port), "--model", model, *args.args]
+    env = {SIDE_CHANNEL: str(side), **os.environ, "ROLLART_VLLM_BOUND": "1"}
+    env.pop("PYTHONPATH", None)  # of our environment, not of vLLM's
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            env=env,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+    except OSError as error:
+        print(f"vllm: {args.python} cannot be run: {error.strerror}", file=sys.stderr)
+        return 2
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    async with asyncio.TaskGroup() as tasks:
+        ended = tasks.create_task(process.wait(), name="the end of vllm")
+        ended.add_done_callback(lambda _: told.set())
+        ready = tasks.create_task(_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
+        await told.wait()
+        ready.cancel()
+        if process.returncode is None:
+            await _stop(process)
+            return 0
+    print(f"vllm ended with status {process.returncode}: {_why(args.log)}", file=sys.stderr)
+    return 1
+
+
+async def _ready(url: str, version: str) -> None:
+    """Returns once it answers; its lease is the supervisor's."""
+    async with aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(url + "/health") as answer:
+                    if answer.status == 200:
+                        break
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(LOOK_S)
+        async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
+            if answer.status != 200:
+                print(f"vllm: the version of its weights cannot be set: {answer.status}", file=sys.stderr)
+    print(f"ready {url}", flush=True)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _linked(model: str, alias: str) -> str:
+    """A server that starts with an older version meanwhile may read this one: it is brought up to it when it joins."""
+    link = Path(alias)
+    fresh = link.with_name(f".{link.name}-{os.getpid()}")
+    fresh.symlink_to(Path(model).resolve())
+    fresh.replace(link)
+    return alias
+
+
+def _free_ports(host: str) -> tuple[int, int]:
+    """Two ports that nobody listens on. Somebody may take one before vLLM does: it then ends, and is started again."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind((host, 0))
+        other.bind((host, 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def _why(log: str) -> str:
+    """The first error in the log's last part: vLLM's last line only says that something failed above."""
+    try:
+        lines = Path(log).read_text(errors="replace").splitlines()[-400:]
+    except OSError:
+        return "see its log"
+    starts = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    for line in lines[starts[0] :] if starts else lines[-1:]:
+        text = line.rpartition("] ")[2].strip()
+        if not starts or text.split(":")[0].endswith(("Error", "Exception")):
+            return text[:300]
+    return "see its log"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

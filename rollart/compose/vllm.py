@@ -1,0 +1,90 @@
+"""The one translation of a plan's engine into vLLM's command line. Pure: nothing is looked up or started here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from placement.types import Role
+from rollart.spec.vllm import VllmSpec
+
+__all__ = ["KV_LEASE_S", "VllmCommand", "vllm_command"]
+
+KV_LEASE_S = 10
+"""How long a prefill engine keeps KV that nobody pulls, seconds; one that decodes renews it while its request waits.
+An update of the weights waits as long for KV whose decode engine died, so it is shorter than vLLM's 30 s."""
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class VllmCommand:
+    """Arguments of `vllm serve` and its environment, without model, host and ports."""
+
+    args: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def vllm_command(
+    spec: VllmSpec, *, role: Role = Role.ENGINE, devices: int = 1, cpu: bool = False, context: int, slots: int
+) -> VllmCommand:
+    """For an engine of `devices` cores or GPUs that serves contexts of `context` tokens, `slots` at a time."""
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight updates are there with it alone
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    args = [
+        "--max-model-len", str(context),
+        "--max-num-seqs", str(slots),
+        "--dtype", spec.dtype,
+        "--skip-tokenizer-init",  # token in, token out
+        "--enable-scale-out",  # /inference/v1/generate
+        "--enable-prompt-tokens-details",  # how many tokens were cached
+        "--logprobs-mode", "processed_logprobs",  # after temperature and legal actions: what a loss forms ratios of
+        "--weight-transfer-config", json.dumps({"backend": "rollart"}),
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+    if spec.block_size is not None:
+        args += ["--block-size", str(spec.block_size)]
+    if cpu:
+        args += ["--kv-cache-memory-bytes", str(int(spec.kv_gb * GB)), *CPU_ARGS]
+        args += ["--max-num-batched-tokens", str(max(CPU_STEP_TOKENS, context))]
+        env |= {**CPU_ENV, "OMP_NUM_THREADS": str(devices)}
+    else:
+        args += ["--tensor-parallel-size", str(devices), "--gpu-memory-utilization", f"{spec.memory:g}"]
+    if role in (Role.PREFILL, Role.DECODE):
+        args += ["--kv-transfer-config", json.dumps(_transfer(cpu))]
+        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        if cpu:
+            env["UCX_TLS"] = "tcp,sm,self"
+    return VllmCommand((*args, *spec.args), {**env, **spec.env})
+
+
+CPU_ARGS = ("--enforce-eager", "--distributed-executor-backend", "uni", "--no-enable-chunked-prefill")
+"""Compiling takes a minute at every start; the worker needs no process of its own; and a request with a seed whose
+prompt is computed in two steps ends vLLM 0.32 ("CPU Generator does not use offset")."""
+
+CPU_STEP_TOKENS = 2048
+"""Tokens of a step at least. Without chunks it is also the longest prompt."""
+
+CPU_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets `uni` stand; the engine core has its process all the same
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default all engines of a host share core 0
+    "TORCH_COMPILE_DISABLE": "1",  # the first log-probability would be compiled, eager or not
+}
+
+
+def _transfer(cpu: bool) -> dict[str, object]:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",  # roles are the router's, and may flip
+        "kv_buffer_device": "cpu" if cpu else "cuda",
+        "kv_load_failure_policy": "fail",  # the gateway prefills where it decodes, and says so
+        "kv_connector_extra_config": {
+            "backends": ["UCX"],
+            "bidirectional_kv_xfer": True,
+            "kv_lease_duration": KV_LEASE_S,
+        },
+    }

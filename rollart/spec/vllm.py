@@ -1,0 +1,36 @@
+"""Engines that are vLLM's: where it is installed, and what the plan cannot know of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollart.spec.base import Entry
+
+__all__ = ["VllmSpec"]
+
+
+class VllmSpec(Entry):
+    """vLLM servers. Tensor parallelism, context, requests at a time and roles are the plan's and the run's."""
+
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that vLLM and integrations/vllm are installed in; "
+        "ROLLART_VLLM_PYTHON if not given.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="Of weights and computation; `auto` is the checkpoint's."
+    )
+    memory: float = Field(
+        default=0.9, gt=0, le=1, description="Share of a GPU's memory that vLLM takes, weights and KV together."
+    )
+    kv_gb: float = Field(
+        default=1.0, ge=0.001, le=1e6, description="KV memory of an engine on CPU cores, GB of 1e9 bytes."
+    )
+    block_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Tokens of a KV block: what prefixes are found again by. vLLM's own."
+    )
+    args: list[str] = Field(default_factory=list, description="More arguments of `vllm serve`; they win.")
+    env: dict[str, str] = Field(default_factory=dict, description="More environment variables of it; they win.")

@@ -1,0 +1,117 @@
+"""A plan's engine as vLLM's command line, and what `launch --dry-run` shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from placement.types import Role
+from rollart.compose.actors import engine_actor
+from rollart.compose.dry import commands
+from rollart.compose.vllm import vllm_command
+from rollart.errors import SpecError
+from rollart.spec.load import builtin
+from rollart.spec.resolve import Resolved, resolve_files
+from rollart.spec.vllm import VllmSpec
+
+H200 = "name: h\npools: [{name: a, device: H200, count: 8}]\nengines: {kind: vllm, %s}\ntrainer: {threads: 2}\n"
+
+
+def option(args: tuple[str, ...], name: str) -> str:
+    return args[args.index(name) + 1]
+
+
+def resolved(tmp_path: Path, engines: str, *overrides: str, cluster: str = H200) -> Resolved:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster % engines)
+    return resolve_files(None, path, overrides)
+
+
+def test_an_engine_on_gpus_is_one_tensor_parallel_server() -> None:
+    made = vllm_command(VllmSpec(memory=0.8, dtype="bfloat16"), devices=4, context=4096, slots=64)
+    assert option(made.args, "--tensor-parallel-size") == "4"
+    assert option(made.args, "--gpu-memory-utilization") == "0.8"
+    assert option(made.args, "--max-model-len") == "4096"
+    assert option(made.args, "--max-num-seqs") == "64"
+    assert option(made.args, "--dtype") == "bfloat16"
+    assert json.loads(option(made.args, "--weight-transfer-config")) == {"backend": "rollart"}
+    assert option(made.args, "--logprobs-mode") == "processed_logprobs"
+    assert "--kv-transfer-config" not in made.args
+    assert "--enforce-eager" not in made.args
+    assert made.env["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_an_engine_on_cores_has_threads_and_its_own_kv_memory() -> None:
+    made = vllm_command(VllmSpec(kv_gb=0.5), devices=3, cpu=True, context=4096, slots=8)
+    assert option(made.args, "--kv-cache-memory-bytes") == "500000000"
+    assert made.env["OMP_NUM_THREADS"] == "3"
+    assert "--tensor-parallel-size" not in made.args
+    assert int(option(made.args, "--max-num-batched-tokens")) >= 4096, "a prompt is computed in one step"
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("cpu", [True, False])
+def test_engines_that_hand_kv_over_have_a_connector(role: Role, cpu: bool) -> None:
+    made = vllm_command(VllmSpec(), role=role, cpu=cpu, context=64, slots=8)
+    config = json.loads(option(made.args, "--kv-transfer-config"))
+    assert (config["kv_connector"], config["kv_role"]) == ("NixlConnector", "kv_both")
+    assert config["kv_buffer_device"] == ("cpu" if cpu else "cuda")
+    assert config["kv_load_failure_policy"] == "fail"
+    assert ("UCX_TLS" in made.env) == cpu
+
+
+def test_what_the_user_says_wins() -> None:
+    spec = VllmSpec(args=["--max-num-seqs", "3"], env={"VLLM_SERVER_DEV_MODE": "0"})
+    made = vllm_command(spec, context=64, slots=8)
+    assert made.args[-2:] == ("--max-num-seqs", "3")
+    assert made.env["VLLM_SERVER_DEV_MODE"] == "0"
+
+
+def test_engines_take_several_gpus_where_they_are_vllms(tmp_path: Path) -> None:
+    run = resolved(tmp_path, "count: 2, threads: 2, vllm: {python: /opt/vllm/bin/python}")
+    one, two = (engine_actor(run, tmp_path, a) for a in run.plan.of(Role.ENGINE))
+    assert one.args[1] == "rollart.adapters.engines.vllm_server"
+    assert {one.kwargs["env"]["CUDA_VISIBLE_DEVICES"], two.kwargs["env"]["CUDA_VISIBLE_DEVICES"]} == {"0,1", "2,3"}
+
+
+def test_vllm_must_be_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
+    run = resolved(tmp_path, "count: 1")
+    with pytest.raises(SpecError, match="ROLLART_VLLM_PYTHON"):
+        engine_actor(run, tmp_path, run.plan.of(Role.ENGINE)[0])
+    monkeypatch.setenv("ROLLART_VLLM_PYTHON", "/opt/vllm/bin/python")
+    assert "/opt/vllm/bin/python" in engine_actor(run, tmp_path, run.plan.of(Role.ENGINE)[0]).args[2]
+
+
+def test_a_dry_run_shows_every_server(tmp_path: Path) -> None:
+    lines = list(commands(resolved(tmp_path, "prefill: 1, decode: 1, threads: 2")))
+    assert [line.split(":")[0] for line in lines] == ["prefill-0", "decode-0"]
+    assert all("vllm serve MODEL" in line and "--tensor-parallel-size 2" in line for line in lines)
+    urls = "[http://one:8000, http://two:8000]"
+    attached = list(commands(resolved(tmp_path, f"count: 2, attach: {urls}")))
+    assert attached[1] == "engine-1: http://two:8000, which runs already"
+    assert list(commands(resolve_files(None, builtin("clusters/local.yaml")))) == []
+
+
+@pytest.mark.parametrize(
+    ("engines", "said"),
+    [
+        ("count: 2, attach: ['http://one:8000']", "names 1 servers (rule: as many as count"),
+        ("count: 1, attach: [one]", "http or https URL"),
+        ("count: 1, vllm: {memory: 2}", "memory"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, engines: str, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        resolved(tmp_path, engines)
+    assert said in str(refused.value)
+    embedded = "name: h\npools: [{name: a, count: 8}]\nengines: {%s}\n"
+    with pytest.raises(SpecError, match="kind: vllm"):
+        resolved(tmp_path, "count: 1, attach: ['http://one:8000']", cluster=embedded)
+
+
+def test_probabilities_cut_by_top_p_are_none_to_learn_from(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="top_p"):
+        resolved(tmp_path, "count: 1", "domains.frozen_lake.top_p=0.9")

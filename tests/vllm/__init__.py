@@ -1,0 +1,1 @@
+"""Tests against real vLLM: `make vllm-test`."""

@@ -1,0 +1,69 @@
+"""vLLM servers for tests, as runs start them: the program that holds one, with the arguments of a cluster spec."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.types import Role
+from rollart.compose.vllm import vllm_command
+from rollart.spec.vllm import VllmSpec
+from tests.engine.models import QWEN
+from tests.engine.models import publish as publish_random
+
+PYTHON = os.environ.get("ROLLART_VLLM_PYTHON", "")
+
+REQUIRED = bool(os.environ.get("ROLLART_VLLM_REQUIRED"))
+"""Set by `make vllm-test`: there, vLLM is not left out."""
+
+needs_vllm = pytest.mark.skipif(
+    not PYTHON and not REQUIRED, reason="vLLM has an environment of its own: `make vllm-test`, or ROLLART_VLLM_PYTHON"
+)
+
+CONFIG: dict[str, Any] = {
+    **QWEN, "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 256,
+    "hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "vocab_size": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+"""What vLLM's CPU kernels take of a head is a multiple of 32."""
+
+TIED: dict[str, Any] = {**CONFIG, "tie_word_embeddings": True}
+
+
+def publish(directory: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> Path:
+    """A version with random weights, once per directory."""
+    return directory if (directory / "COMPLETE").exists() else publish_random(directory, seed, config)
+
+
+SPEC = VllmSpec(dtype="float32", kv_gb=0.064, block_size=32)
+
+
+@contextlib.contextmanager
+def server(model: Path, log: Path, *, role: Role = Role.ENGINE, version: int = 0) -> Iterator[str]:
+    """The URL of a vLLM server. It is stopped with SIGTERM, and nothing of it may be left."""
+    made = vllm_command(SPEC, role=role, cpu=True, context=256, slots=16)
+    command = [sys.executable, "-m", "rollart.adapters.engines.vllm_server", "--python", PYTHON, "--log", str(log)]
+    command += ["--model", str(model), "--weight-version", str(version), "--args", json.dumps(made.args)]
+    with log.open("wb") as said:
+        started = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, **made.env},
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        assert started.stdout is not None
+        word, _, url = started.stdout.readline().strip().partition(" ")
+        if word != "ready":
+            started.wait(30)
+            raise AssertionError(log.read_text(errors="replace")[-3000:])
+        yield url
+    finally:
+        started.send_signal(signal.SIGTERM)
+        started.communicate(timeout=30)

@@ -1,0 +1,127 @@
+"""The engine's contract, kept by a real vLLM server: the suite that the embedded engine passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollart.adapters.engines.vllm import VllmEngine
+from rollart.errors import EngineError
+from rollart.model import EngineId, PauseMode, WeightsRef
+from tests.contracts.engine_contract import EngineContract, Scenario, Subject, check, request
+from tests.engine.models import reference
+from tests.vllm.hosting import TIED, needs_vllm, publish, server
+
+pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def url(root: Path) -> Iterator[str]:
+    with server(publish(root / "v0", 0), root / "vllm.log") as url:
+        yield url
+
+
+def publisher(root: Path) -> Callable[[int], WeightsRef]:
+    return lambda version: WeightsRef(version, str(publish(root / f"v{version}", version)))
+
+
+async def to_version(engine: VllmEngine, weights: WeightsRef) -> None:
+    await engine.pause(PauseMode.KEEP)
+    await engine.update_weights(weights)
+    await engine.resume()
+
+
+async def play(url: str, root: Path, scenario: Scenario) -> None:
+    """With version 0 loaded, nothing cached, and nothing left behind."""
+    engine = VllmEngine(EngineId("e0"), url)
+    try:
+        async with asyncio.timeout(120):
+            await to_version(engine, publisher(root)(0))
+            await scenario(Subject(engine, publisher(root)))
+            await engine.resume()
+    finally:
+        await engine.close()
+
+
+class TestVllm(EngineContract):
+    PREFIX = tuple(range(1, 41))
+    RELEASES = False
+    GAUGES = False
+    LONG = 200
+
+    @pytest.fixture(autouse=True)
+    def _served(self, url: str, root: Path) -> None:
+        self.url, self.root = url, root
+
+    def run(self, scenario: Scenario) -> None:
+        asyncio.run(play(self.url, self.root, scenario))
+
+    def test_log_probabilities_are_those_of_the_weights(self) -> None:
+        """Greedy tokens and their log-probabilities, against a forward pass in double precision."""
+
+        async def scenario(s: Subject) -> None:
+            for version in (0, 3):
+                await to_version(self._vllm(s), s.publish(version))
+                answer = await s.engine.generate(request(f"v{version}", (5, 17, 2, 40), max_tokens=24, temperature=0.0))
+                ids = (5, 17, 2, 40, *answer.token_ids)
+                expected = reference(self.root / f"v{version}", ids)[3:-1]
+                assert answer.token_ids == tuple(expected.argmax(-1).tolist())
+                assert answer.logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
+
+        self.run(scenario)
+
+    def test_log_probabilities_are_after_temperature_and_legal_actions(self) -> None:
+        async def scenario(s: Subject) -> None:
+            turn = request("a", (5, 17), max_tokens=1, temperature=0.7, allowed=(3, 8, 21))
+            answer = await s.engine.generate(turn)
+            legal = reference(self.root / "v0", (5, 17))[-1][[3, 8, 21]] / 0.7
+            expected = dict(zip((3, 8, 21), legal.log_softmax(-1).tolist(), strict=True))
+            assert answer.logprobs == pytest.approx([expected[answer.token_ids[0]]], abs=1e-4)
+
+        self.run(scenario)
+
+    def test_what_goes_on_after_an_update_is_computed_anew(self) -> None:
+        """No KV of the version before is left in what continues (I5): it goes on as if it had just been sent."""
+
+        async def scenario(s: Subject) -> None:
+            old = await s.engine.stats()
+            task = asyncio.create_task(s.engine.generate(request("a", self.PREFIX, max_tokens=200, temperature=0.0)))
+            while (await s.engine.stats()).generated_tokens - old.generated_tokens < 3:
+                await asyncio.sleep(0)
+            await to_version(self._vllm(s), s.publish(4))
+            long = await task
+            if long.spans[-1].version == 4:
+                kept = long.spans[-1].start
+                rest = request("b", (*self.PREFIX, *long.token_ids[:kept]), max_tokens=200 - kept, temperature=0.0)
+                assert (await s.engine.generate(rest)).token_ids == long.token_ids[kept:]
+
+        self.run(scenario)
+
+    def test_a_version_that_is_torn_changes_nothing(self) -> None:
+        async def scenario(s: Subject) -> None:
+            before = await s.engine.generate(request("a", max_tokens=9, temperature=0.0))
+            torn = publish(self.root / "torn", 9)
+            (torn / "COMPLETE").unlink()
+            for path in (torn, publish(self.root / "other", 9, TIED)):
+                await s.engine.pause(PauseMode.KEEP)
+                with pytest.raises(EngineError, match=r"not a whole version|another model"):
+                    await s.engine.update_weights(WeightsRef(9, str(path)))
+                await s.engine.resume()
+            after = await s.engine.generate(request("b", max_tokens=9, temperature=0.0))
+            check(after, [0])
+            assert after.token_ids == before.token_ids
+
+        self.run(scenario)
+
+    @staticmethod
+    def _vllm(s: Subject) -> VllmEngine:
+        assert isinstance(s.engine, VllmEngine)
+        return s.engine
