@@ -222,7 +222,8 @@ class TrainSample:
     over, or None where all of the vocabulary was legal; an empty tuple of a whole means no token was restricted.
     `reference` (log-probabilities under the reference policy) and `advantage` (before it is scaled by the
     batch's spread) are columns that may be filled while the rest of the batch is rolled out, 0.0 where
-    `loss_mask` is False; empty: the trainer computes them in its step.
+    `loss_mask` is False; empty: the trainer computes them in its step. `weight` is a factor of its tokens in the
+    loss, with a mean of 1 over its domain's samples.
     """
 
     id: TrajectoryId
@@ -240,6 +241,7 @@ class TrainSample:
     allowed: tuple[tuple[int, ...] | None, ...] = ()
     reference: tuple[float, ...] = ()
     advantage: tuple[float, ...] = ()
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)

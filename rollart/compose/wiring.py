@@ -51,7 +51,7 @@ from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
 from rollart.spec.rollout import RolloutSpec
-from rollart.spec.run_parts import LeasesSpec
+from rollart.spec.run_parts import BatchSpec, LeasesSpec
 from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
 
@@ -268,7 +268,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         ),
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
         cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
-        due=None if run.batch.deadline_s is None else Due(run.batch.deadline_s, run.batch.least or 0.5),
+        due=due(run.batch),
         columns=[Column(name) for name in run.training.columns],
         reference=run.training.loss.kl > 0,
         waits=WaitLimits(
@@ -299,6 +299,12 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         lending=lending_settings(resolved),
         together=not run.rollout.replication,
     )
+
+
+def due(batch: BatchSpec) -> Due | None:
+    if batch.deadline_s is None:
+        return None
+    return Due(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
 
 
 def prefetching(rollout: RolloutSpec) -> PrefetchSettings | None:

@@ -52,6 +52,8 @@ class Due:
 
     seconds: float
     least: float = 0.5
+    decay: float = 1.0
+    """What a sample's weight in the loss falls to with every version that it is behind."""
 
 
 NEVER = 2**31
@@ -271,8 +273,10 @@ class SampleBuffer:
         taken = self.table.take(TRAINING, sampler)
         if taken is None:
             return ()
-        rows = (pick.row.group for batch in taken.batches for pick in batch)
-        return tuple(self._forget(GroupId(group)) for group in dict.fromkeys(rows))
+        picks = [pick for batch in taken.batches for pick in batch]
+        groups = tuple(self._forget(GroupId(group)) for group in dict.fromkeys(pick.row.group for pick in picks))
+        weights = {pick.row.id: pick.weight for pick in picks if pick.weight != 1.0}
+        return tuple(_weighted(group, weights) for group in groups) if weights else groups
 
     def _of(self, chosen: Sequence[ReadyGroup] | None) -> Sampler:
         """These groups, or nothing yet."""
@@ -295,7 +299,7 @@ class SampleBuffer:
         picks: list[Pick] = []
         for domain, quota in self._quotas.items():
             least = max(1, math.ceil(self._due.least * quota - 1e-9))
-            sampler = Deadline(quota, least, version, due=late, whole_groups=True)
+            sampler = Deadline(quota, least, version, due=late, gamma=self._due.decay, whole_groups=True)
             found = sampler(Ready(by_domain[domain], ready.missing))
             if found is None:
                 return None
@@ -336,6 +340,12 @@ class SampleBuffer:
         if self._shares is not None:
             return self._shares.quotas(self._held) is not None
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
+
+
+def _weighted(group: Group, weights: Mapping[str, float]) -> Group:
+    """With what its samples weigh in the loss."""
+    samples = (dataclasses.replace(s, weight=weights[s.id]) if s.id in weights else s for s in group.samples)
+    return dataclasses.replace(group, samples=tuple(samples))
 
 
 def _everything(ready: Ready) -> Selection | None:

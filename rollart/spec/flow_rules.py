@@ -88,7 +88,7 @@ def _sampler(run: RunSpec) -> Iterable[Problem]:
         if batch.tokens is not None:
             yield Problem(("batch", "tokens"), "batch.tokens is given with sampler 'deadline' (rule: one of them)")
         return
-    for key in ("deadline_s", "least"):
+    for key in ("deadline_s", "least", "age_decay"):
         if getattr(batch, key) is not None:
             yield Problem(
                 ("batch", key), f"batch.{key} is given with sampler '{batch.sampler}' (rule: only with deadline)"

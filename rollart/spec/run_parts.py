@@ -78,6 +78,13 @@ class BatchSpec(Entry):
         le=1,
         description="Share of every domain's part of the batch without which no step starts (deadline), there 0.5.",
     )
+    age_decay: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Weight of a sample in the loss for every version that it is behind when it is trained (deadline), "
+        "scaled to a mean of 1 within its domain; there 1.",
+    )
 
 
 class AdvantageSpec(Entry):

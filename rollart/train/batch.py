@@ -11,6 +11,7 @@ S samples, T tokens in total:
     tokens    int32[T]    mask uint8[T]   logprobs float32[T]   versions int32[T]   turn int32[T]   rewards float64[T]
     sets      list[list[int]]   the distinct legal sets;  legal  int32[T]  is 1 + index into it, 0 = unrestricted
     reference, advantage  float64[T]   columns that were filled before; each may be missing
+    weight    float64[S]        factors of the samples' tokens in the loss; all 1 if missing
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Batch:
     """Log-probabilities under the reference policy; None: not known yet."""
     advantage: FloatArray | None = None
     """Advantages before `normalize`; None: not known yet."""
+    weight: FloatArray | None = None
+    """Factor of each sample's tokens in the loss [S]; None: all 1."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -120,6 +123,7 @@ def select(batch: Batch, samples: IntArray) -> Batch:
         rewards=batch.rewards[pick], legal=legal, sets=sets, loss=_loss_tokens(mask, offsets, tokens, legal, sets),
         reference=None if batch.reference is None else batch.reference[pick],
         advantage=None if batch.advantage is None else batch.advantage[pick],
+        weight=None if batch.weight is None else batch.weight[samples],
     )  # fmt: skip
 
 
@@ -138,6 +142,8 @@ def _unpack(wire: Mapping[str, Any]) -> Batch:
         **{name: np.frombuffer(wire[name], "<f8") for name in ("reference", "advantage") if name in wire},
     }  # fmt: skip
     per_sample = {"domain": ints("domain"), "group": ints("group"), "score": np.frombuffer(wire["score"], "<f8")}
+    if "weight" in wire:
+        per_sample["weight"] = np.frombuffer(wire["weight"], "<f8")
     for name, array in (*arrays.items(), *per_sample.items()):
         expected = int(offsets[-1]) if name in arrays else len(ids)
         if len(array) != expected:
@@ -198,4 +204,7 @@ def _check(batch: Batch, vocab_size: int) -> None:
     for name, column in (("reference", batch.reference), ("advantage", batch.advantage)):
         if column is not None:
             refuse(~np.isfinite(column[at]), loss.sample, f"its {name} is not finite")
+    if batch.weight is not None:
+        wrong = ~np.isfinite(batch.weight) | (batch.weight <= 0)
+        refuse(wrong, np.arange(len(batch)), "its weight is not a positive number")
     refuse(~np.isfinite(batch.score), np.arange(len(batch)), "its score is not finite")

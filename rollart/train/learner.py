@@ -242,6 +242,8 @@ class Learner:
         shares = np.zeros(len(loss))
         domain = job.batch.domain[loss.sample[tokens]]
         shares[tokens] = token_weights(domain, job.weight, balance=config.loss.domain_balance)
+        if job.batch.weight is not None:
+            shares[tokens] *= job.batch.weight[loss.sample[tokens]]
         scale = torch.from_numpy(shares).to(policy.device, policy.dtype)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=policy.device, dtype=policy.dtype)

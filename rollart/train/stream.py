@@ -94,6 +94,8 @@ class Accumulation:
     def add(self, batch: Batch) -> None:
         """Forward and backward of some whole groups. `ValueError` for what cannot be trained on, and none was added."""
         started, cpu = time.perf_counter(), time.thread_time()
+        if batch.weight is not None:
+            raise ValueError(f"sample {batch.ids[0]}: a streamed step has no weights of samples, which are a batch's")
         again = self._ids.intersection(batch.ids)
         if again or len(set(batch.ids)) < len(batch):
             raise ValueError(f"sample {min(again or batch.ids)} is in this step already")

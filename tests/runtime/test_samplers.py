@@ -45,6 +45,21 @@ def test_a_batch_by_deadline_has_its_share_of_every_domain(seed: int, seconds: f
     assert not run.leases.book.open
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([0.25, 0.7, 1.0]))
+def test_older_samples_weigh_less_and_a_domain_as_much_as_before(seed: int, decay: float) -> None:
+    run = tailed(seed=seed)
+    run.due = Due(2.0, 0.25, decay)
+    loop.run(run.run(), seed=seed)
+    for version, batch in run.trainer.batches:
+        for domain in run.domains:
+            mine = [s for s in batch if s.domain == domain.name]
+            assert sum(s.weight for s in mine) == pytest.approx(len(mine)), "a mean of 1"
+            first = min(mine, key=lambda s: version - s.v0)
+            for sample in mine:
+                assert sample.weight == pytest.approx(first.weight * decay ** (first.v0 - sample.v0))
+
+
 def test_a_deadline_bounds_the_wait_for_stragglers() -> None:
     waited = {}
     for due in (None, Due(2.0, 0.25)):

@@ -266,3 +266,25 @@ def test_it_trains_a_batch_that_was_cut_to_a_budget(tmp_path: Path) -> None:
     assert sum(len(s.token_ids) for s in cut) in (24, 25)
     report = Learner(config(tmp_path)).train(batch(cut), 0)
     assert report.trained_tokens == sum(sum(s.loss_mask) for s in cut) < sum(sum(s.loss_mask) for s in samples)
+
+
+def test_a_samples_weight_is_a_factor_of_its_tokens_in_the_loss() -> None:
+    """pg without baseline: the loss of two weighted samples is the weighted sum of what each adds alone."""
+    domains = {"a": {"advantage": {"baseline": "none", "normalize": False}}}
+    samples = [sample(name, turns=((3, 3),), domain="a", rewards=[1.0 + i]) for i, name in enumerate("xy")]
+
+    def loss(x: float, y: float) -> float:
+        made = Learner(config(domains=domains, loss=PG))
+        weighted = [dataclasses.replace(s, weight=w) for s, w in zip(samples, (x, y), strict=True)]
+        return made.train(batch(weighted), 0).metrics["loss"]
+
+    both, x, y = loss(1.0, 1.0), loss(2.0, 1.0) - loss(1.0, 1.0), loss(1.0, 2.0) - loss(1.0, 1.0)
+    assert x + y == pytest.approx(both, rel=1e-5)
+    assert loss(1.5, 0.5) == pytest.approx(1.5 * x + 0.5 * y, rel=1e-5)
+    assert abs(x - y) > 1e-3
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_a_weight_that_is_not_positive_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="sample s: its weight is not a positive number"):
+        batch([dataclasses.replace(sample("s"), weight=weight)])

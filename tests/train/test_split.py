@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.policy.samplers import partition
 from rollart.train.split import balanced, buckets, portions, row_range
 
 sizes = st.lists(st.integers(0, 5000), max_size=40)
@@ -66,3 +67,9 @@ def test_no_samples_are_no_passes() -> None:
 def test_a_lone_long_sample_is_met_by_empty_passes(ranks: int) -> None:
     plans = [portions(np.array([900]), 100, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert [[list(part) for part in one] for one in plans] == [[[0]], [[]]][:ranks]
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
+def test_ranks_share_a_batch_by_the_rule_of_the_sample_table(sizes: list[int], parts: int) -> None:
+    """The trainer may import nothing of the policies: its split is held to theirs here."""
+    assert tuple(tuple(part.tolist()) for part in balanced(sizes, parts)) == partition(sizes, parts)

@@ -1,4 +1,4 @@
-"""Columns that are filled while a batch is rolled out: what each needs of the run."""
+"""What flows to the trainer: columns that are filled while a batch is rolled out, and what samples weigh in it."""
 
 from __future__ import annotations
 
@@ -39,3 +39,10 @@ def test_what_no_column_can_be_is_refused(
     with pytest.raises(SpecError) as caught:
         load_run(write(text(columns, **changes)))  # type: ignore[arg-type]
     assert problem in caught.value.message
+
+
+def test_age_decay_belongs_to_batches_by_deadline(write: Write) -> None:
+    late = {"sampler": "deadline", "deadline_s": 5, "age_decay": 0.5}
+    assert load_run(write(yaml.safe_dump(RUN | {"schedule": "rollart", "batch": late}))).batch.age_decay == 0.5
+    with pytest.raises(SpecError, match="age_decay is given with sampler 'fifo'"):
+        load_run(write(yaml.safe_dump(RUN | {"batch": {"age_decay": 0.5}})))
