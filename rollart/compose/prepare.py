@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from placement.types import Role
+from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.actors import torch_device
+from rollart.episodes import HarnessFactory
 from rollart.errors import PartDied, SpecError
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.runtime.domain import Domain, derive_seed
@@ -109,9 +113,10 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     return path
 
 
-def domains(resolved: Resolved, tokenizer: HubTokenizer) -> list[Domain]:
-    """The runtime's view of the spec's domains; environments are imported, not made."""
-    return [_domain(spec, resolved.quotas[spec.name], tokenizer) for spec in resolved.run.domains]
+def domains(resolved: Resolved, tokenizer: HubTokenizer, harnesses: Harnesses | None = None) -> list[Domain]:
+    """The runtime's view of the spec's domains; environments are imported, not made. `harnesses`: where agent programs
+    run, if anything is to be played."""
+    return [_domain(spec, resolved.quotas[spec.name], tokenizer, harnesses) for spec in resolved.run.domains]
 
 
 def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
@@ -183,7 +188,7 @@ def _worked(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int,
     )
 
 
-def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer) -> Domain:
+def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer, harnesses: Harnesses | None) -> Domain:
     try:
         stops = tuple(tokenizer.token_id(text) for text in spec.stop)
     except ValueError as error:
@@ -198,10 +203,30 @@ def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer) -> Domain:
         temperature=spec.temperature,
         top_p=spec.top_p,
         stop_token_ids=stops,
+        harness=_harness(spec, harnesses),
     )
 
 
+def _harness(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory | None:
+    if isinstance(spec.environment, str):
+        return None
+    path = spec.environment.harness
+    agent = import_attribute(path, f"harness of domain '{spec.name}'")
+    if not inspect.iscoroutinefunction(agent):
+        raise SpecError(
+            f"harness of domain '{spec.name}': {path} is no coroutine function",
+            remedy="async def agent(base_url, session, seed, ...) -> float",
+        )
+    try:
+        inspect.signature(agent).bind(base_url="", session="", seed=0, **spec.environment_args)
+    except TypeError as error:
+        raise SpecError(f"harness of domain '{spec.name}': {path} refuses its arguments: {error}") from None
+    return None if harnesses is None else harnesses.factory(agent, spec.environment_args)
+
+
 def _factory(spec: DomainSpec) -> Callable[[], Any]:
+    if not isinstance(spec.environment, str):
+        return functools.partial(_no_environment, spec.name)
     make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")
     arguments = dict(spec.environment_args)
     try:
@@ -215,6 +240,13 @@ def _factory(spec: DomainSpec) -> Callable[[], Any]:
             f"environment of domain '{spec.name}' cannot be made: {one_line(error)}", remedy=f"mend {spec.environment}"
         ) from None
     return lambda: make(**arguments)
+
+
+def _no_environment(domain: str) -> Any:
+    raise SpecError(
+        f"domain '{domain}' is a harness, which nothing but the policy plays",
+        remedy="give it a `profile` for plans and simulations, and leave it out of warm_start",
+    )
 
 
 async def _produce(function: str, producer: str, directory: Path, seed: int) -> None:

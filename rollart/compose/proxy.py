@@ -11,13 +11,15 @@ from aiohttp import web
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.adapters.proxy.record import Recording
 from rollart.adapters.proxy.server import Proxy
 from rollart.errors import SpecError, UsageError
 from rollart.model import EngineId
+from rollart.spec.resolve import Resolved
 
-__all__ = ["ProxySettings", "listening", "proxying"]
+__all__ = ["ProxySettings", "harnesses", "listening", "proxying"]
 
 SHUTDOWN_S = 2.0
 """How long answers under way may take once the proxy is told to stop, seconds."""
@@ -54,6 +56,15 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
     finally:
         await pool.close()
         recording.close()
+
+
+async def harnesses(stack: contextlib.AsyncExitStack, resolved: Resolved, tokenizer: Path) -> Harnesses | None:
+    """Where the run's agent programs ask; None if it has none. It listens for this machine alone."""
+    if all(isinstance(d.environment, str) for d in resolved.run.domains):
+        return None
+    proxy = Proxy(chat_format(tokenizer), model=resolved.run.name)
+    url = await stack.enter_async_context(listening(proxy.app(), host="127.0.0.1", port=0))
+    return await stack.enter_async_context(Harnesses(proxy, url, context=resolved.run.model.context))
 
 
 @contextlib.asynccontextmanager

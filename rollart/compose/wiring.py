@@ -23,6 +23,7 @@ from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, ready, translated
+from rollart.compose.proxy import harnesses
 from rollart.compose.rewards import Rewards
 from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import SERVING, concurrency, router, seats
@@ -378,7 +379,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             runtime,
             leases,
             tokenizer,
-            domains(resolved, tokenizer),
+            domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir)),
             trainer,
             by_part["trainer-0"],
             site,

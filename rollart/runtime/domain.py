@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from rollart.episodes import HarnessFactory
 from rollart.model import Sampling
 from rollart.ports import EVAL_SEEDS_FROM, EnvironmentFactory
 
@@ -24,6 +25,8 @@ class Domain:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    harness: HarnessFactory | None = None
+    """An agent program in the environment's place."""
 
     def sampling(self, *, seed: int, max_tokens: int, allowed: tuple[int, ...] | None, greedy: bool) -> Sampling:
         return Sampling(

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
 from rollart.errors import LeaseExpired, RollartError
 from rollart.model import (
     AbortReason,
@@ -15,6 +16,7 @@ from rollart.model import (
     GroupId,
     Observation,
     Purpose,
+    Sampling,
     Segment,
     SegmentKind,
     Step,
@@ -25,10 +27,12 @@ from rollart.model import (
 from rollart.policy.lease import Expiry
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, Tokenizer
+from rollart.runtime.aborted import Aborted
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.border import checked_observation, checked_step
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
+from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import Ahead, Prefetcher
 
@@ -37,15 +41,6 @@ __all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
 
 _PROMPT, _ACTION, _OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
 _TRAIN = Purpose.TRAIN
-
-
-class Aborted(Exception):
-    """A trajectory ends without a sample, for a reason that the ledger keeps. Data, not a crash."""
-
-    def __init__(self, reason: AbortReason, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else str(reason))
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +134,8 @@ class TrajectoryRunner:
 
     async def run(self, live: Live) -> Trajectory:
         """The episode. Raises `Aborted`; an environment that breaks or stalls is an infrastructure fault."""
+        if live.domain.harness is not None:
+            return await self._harnessed(live, live.domain.harness)
         ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
         environment = (ahead and ahead.environment) or _made(live)
         self._barrier.join()
@@ -191,15 +188,22 @@ class TrajectoryRunner:
             allowed=allowed,
             greedy=live.purpose is Purpose.EVAL,
         )
+        completion = await self._generate(live, tuple(live.tokens), sampling, live.length)
+        self._append(live, completion, turn, allowed)
+        return completion
+
+    async def _generate(
+        self, live: Live, token_ids: tuple[int, ...], sampling: Sampling, length: int | None
+    ) -> Completion:
         try:
             completion = await self._gateway.generate(
                 live.id,
-                tuple(live.tokens),
+                token_ids,
                 sampling,
                 spend=live.spend,
                 sent=live.note_sent,
                 domain=live.domain.name,
-                length=live.length,
+                length=length,
                 prompt=str(live.seed),
             )
         except LeaseExpired as error:
@@ -207,8 +211,59 @@ class TrajectoryRunner:
         except RollartError as error:
             raise Aborted(AbortReason.INFRA_FAULT, str(error)) from None
         live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
-        self._append(live, completion, turn, allowed)
+        if completion.finish is FinishReason.ABORT or not completion.token_ids:
+            raise Aborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
+        if live.v0 is None:
+            live.v0 = completion.spans[0].version
         return completion
+
+    async def _harnessed(self, live: Live, begin: HarnessFactory) -> Trajectory:
+        """An agent program's episode: it asks, as long as it likes or has turns left. What it makes of an answer is its
+        own matter, so staleness is judged before each is given out."""
+        self._barrier.join()
+        episode: HarnessEpisode | None = None
+        try:
+            episode = begun(begin, live.id, live.seed)
+            asked = 0
+            while (wanted := await self._wanted(live, episode)) is not None:
+                self._judge(live)
+                room = self._limits.context_tokens - len(wanted.token_ids)
+                sampling = harness_sampling(live.domain, wanted, derive_seed(live.run_seed, live.id, asked), room,
+                                            greedy=live.purpose is Purpose.EVAL)  # fmt: skip
+                completion = await self._generate(live, wanted.token_ids, sampling, None)
+                self._judge(live)
+                asked += 1
+                if asked == live.domain.max_turns:
+                    episode.exhaust()
+                episode.answer(completion)
+                if self._barrier.lockstep:
+                    await self._barrier.turn()
+            step = ended(episode)
+            self._take_over(live, episode.segments(), step)
+            return self._finished(live, step)
+        finally:
+            self._barrier.leave()
+            await self._close(live, episode)
+
+    async def _wanted(self, live: Live, episode: HarnessEpisode) -> Wanted | None:
+        what = "request of its harness"
+        try:
+            with self._leases.hold(live.id, what, self._limits.env_step_s, Expiry.GAP_FILL) as lease:
+                wanted = await episode.wanted()
+        except Exception as error:
+            raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+        live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        return wanted
+
+    def _take_over(self, live: Live, segments: Sequence[Segment], step: Step) -> None:
+        """The branch that is trained becomes the trajectory."""
+        live.segments[:] = segments
+        live.turns[:] = harness_turns(segments, self._tokenizer, live.domain.stop_token_ids, step.reward)
+        live.length = sum(len(s.token_ids) for s in segments)
+        live.first_tokens = len(segments[0].token_ids) if segments else 0
+        live.action_tokens = sum(len(s.token_ids) for s in segments if s.kind is _ACTION)
+        if not live.action_tokens:
+            raise Aborted(AbortReason.INFRA_FAULT, "its harness ended without an answer of the policy")
 
     def _legal(self, actions: Sequence[str]) -> tuple[int, ...]:
         try:
@@ -218,13 +273,9 @@ class TrajectoryRunner:
 
     def _append(self, live: Live, completion: Completion, turn: int, allowed: tuple[int, ...] | None) -> None:
         token_ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.spans
-        if completion.finish is FinishReason.ABORT or not token_ids:
-            raise Aborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
         for span in spans:
             at = slice(span.start, span.end)
             live.segments.append(Segment(_ACTION, turn, token_ids[at], span.version, logprobs[at], allowed))
-        if live.v0 is None:
-            live.v0 = spans[0].version
         live.tokens.extend(token_ids)
         sampled = completion.sampled
         live.action_tokens += sampled
@@ -297,7 +348,7 @@ class TrajectoryRunner:
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return step
 
-    async def _close(self, live: Live, environment: Environment) -> None:
+    async def _close(self, live: Live, environment: Environment | HarnessEpisode | None) -> None:
         """Give back what the episode held. A close that fails or stalls is noted by its lease, and no more."""
         limit = self._limits.env_close_s
         try:
@@ -311,7 +362,8 @@ class TrajectoryRunner:
                 contextlib.suppress(Exception),
                 self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL),
             ):
-                await environment.close()
+                if environment is not None:
+                    await environment.close()
 
 
 def _made(live: Live) -> Environment:

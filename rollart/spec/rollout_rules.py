@@ -12,7 +12,17 @@ __all__ = ["rollout_problems"]
 
 def rollout_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of `rollout`."""
-    return [*_beyond(run), *_filter(run), *_concurrency(run), *_lending(run), *_fairness(run)]
+    return [*_harnesses(run), *_beyond(run), *_filter(run), *_concurrency(run), *_lending(run), *_fairness(run)]
+
+
+def _harnesses(run: RunSpec) -> Iterable[Problem]:
+    for i, domain in enumerate(run.domains):
+        if not isinstance(domain.environment, str) and run.rollout.prefetch != 0:
+            yield Problem(
+                ("domains", i, "environment"),
+                f"domain '{domain.name}' is a harness with rollout.prefetch {run.rollout.prefetch} (rule: 0, since it "
+                "has no reset)",
+            )
 
 
 def _beyond(run: RunSpec) -> Iterable[Problem]:

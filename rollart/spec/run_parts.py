@@ -18,6 +18,7 @@ __all__ = [
     "EvaluationSpec",
     "FaultsSpec",
     "FunctionEntry",
+    "HarnessSpec",
     "LeasesSpec",
     "LossSpec",
     "ModelSpec",
@@ -110,12 +111,23 @@ class RewardUse(Entry):
     )
 
 
+class HarnessSpec(Entry):
+    """An agent program in an environment's place: it talks to the run's capture proxy (docs/proxy.md)."""
+
+    harness: ImportPath = Field(
+        description="`package.module:function`, a coroutine function that is called with `base_url`, `session`, `seed` "
+        "and the `environment_args`, and returns the episode's reward or a Step."
+    )
+
+
 class DomainSpec(Entry):
     """A task: where episodes come from, how they are sampled, and what they are paid."""
 
     name: Name = Field(description="Name of the domain.")
     tag: Name | None = Field(default=None, description="What `hw_affinity` calls it; its name if not given.")
-    environment: ImportPath = Field(description="Class or factory of the environment, `package.module:attribute`.")
+    environment: ImportPath | HarnessSpec = Field(
+        description="Class or factory of the environment, `package.module:attribute`; or `harness`, an agent program."
+    )
     environment_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     weight: float = Field(
         default=1.0, ge=1e-9, le=1e9, description="Share of the batch, relative to the other domains."

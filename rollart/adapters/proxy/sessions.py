@@ -52,6 +52,8 @@ class ProxySession:
         self.busy = 0
         """Requests under way."""
         self.ending = Ending()
+        self.full = False
+        """A request found no room for an answer."""
         self._form = form
         self._kept = kept
 
@@ -60,6 +62,7 @@ class ProxySession:
         planned = self.capture.plan(ask.prompt)
         room = self.policy.context - len(planned.token_ids)
         if room < 1 or not planned.token_ids:
+            self.full = room < 1
             raise BadRequest(
                 f"the prompt has {len(planned.token_ids)} tokens (rule: at least 1, and room for an answer within "
                 f"{self.policy.context})", code="context_length_exceeded", field="messages",

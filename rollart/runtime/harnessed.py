@@ -1,0 +1,65 @@
+"""An agent program's episode in the terms of every other: how its answers are sampled, and what was said as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
+from rollart.errors import LeaseExpired
+from rollart.model import AbortReason, Sampling, Segment, SegmentKind, Step, Turn
+from rollart.ports import Tokenizer
+from rollart.runtime.aborted import Aborted
+from rollart.runtime.border import checked_step
+from rollart.runtime.domain import Domain
+
+__all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns"]
+
+
+def harness_sampling(domain: Domain, wanted: Wanted, seed: int, room: int, *, greedy: bool) -> Sampling:
+    """The domain's sampling, whatever temperature the program would like: the trainer has one. `room` = tokens left in
+    the context, at least one."""
+    most = min(domain.max_tokens, wanted.max_tokens or domain.max_tokens, max(room, 1))
+    sampling = domain.sampling(seed=seed, max_tokens=most, allowed=None, greedy=greedy)
+    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *wanted.stop_token_ids)))
+    return dataclasses.replace(sampling, stop_token_ids=stops)
+
+
+def harness_turns(
+    segments: Sequence[Segment], tokenizer: Tokenizer, stops: Sequence[int], reward: float
+) -> tuple[Turn, ...]:
+    """Turns as rewards and people read them; the program's own reward is that of the last."""
+    shown: dict[int, list[int]] = {}
+    said: dict[int, list[int]] = {}
+    for segment in segments:
+        (said if segment.kind is SegmentKind.ACTION else shown).setdefault(segment.turn, []).extend(segment.token_ids)
+    turns = []
+    for index, ids in shown.items():
+        answer = said.get(index, [])
+        text = tokenizer.decode(answer[:-1] if answer and answer[-1] in stops else answer)
+        tokens = tuple(map(tokenizer.token, answer))
+        turns.append(Turn(index, tokenizer.decode(ids), text, tokens, 0.0))
+    if turns:
+        turns[-1] = dataclasses.replace(turns[-1], env_reward=reward)
+    return tuple(turns)
+
+
+def begun(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
+    """The episode, started. `Aborted` if it cannot be."""
+    try:
+        return begin(session, seed)
+    except Exception as error:
+        raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+
+
+def ended(episode: HarnessEpisode) -> Step:
+    """What it was worth by its own account. `Aborted` if that is no usable step."""
+    try:
+        return checked_step(episode.ending())
+    except Exception as error:
+        raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+
+
+def harness_fault(error: Exception) -> str:
+    """One line about what it raised, or for how long it said nothing."""
+    return error.cause if isinstance(error, LeaseExpired) else f"harness raised {type(error).__name__}: {error}"

@@ -1,0 +1,152 @@
+"""One episode of an agent program: what it asks, how it ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.harness import Agent, Episode, Harnesses
+from rollart.adapters.proxy.server import Proxy
+from rollart.compose.proxy import listening
+from rollart.model import Completion, FinishReason, Observation, SegmentKind, Step, VersionSpan
+from tests.proxy.agents import chat, endless
+from tests.proxy.scripted import spelling
+
+
+@pytest.fixture(scope="module")
+def form(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    path = tmp_path_factory.mktemp("spelling")
+    spelling(path)
+    return ChatFormat(path)
+
+
+def play(form: ChatFormat, agent: Agent, scenario: Callable[[Episode], Awaitable[None]], *, context: int = 256) -> None:
+    async def body() -> None:
+        proxy = Proxy(form)
+        async with asyncio.timeout(30), listening(proxy.app(), host="127.0.0.1", port=0) as url:
+            async with Harnesses(proxy, url, context=context) as harnesses:
+                episode = harnesses.factory(agent, {})("lake-1.0r2", 7)
+                await scenario(episode)
+                await episode.close()
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/sessions") as answer:
+                assert (await answer.json())["sessions"] == [], "its session is gone"
+
+    asyncio.run(body())
+
+
+def world(form: ChatFormat) -> Completion:
+    ids = form.encode("world") + form.stop_ids
+    return Completion(ids, (-0.5,) * len(ids), (VersionSpan(3, 0, len(ids)),), FinishReason.STOP)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def one_answer(base_url: str, session: str, seed: int) -> float:
+    assert (session, seed, base_url.rpartition("/")[2]) == ("lake-1.0r2", 7, session)
+    async with aiohttp.ClientSession() as http:
+        return float((await chat(http, base_url, [user("hi")]))["content"] == "world")
+
+
+def test_its_requests_are_the_trajectorys_and_its_answer_is_the_reward(form: ChatFormat) -> None:
+    async def scenario(episode: Episode) -> None:
+        wanted = await episode.wanted()
+        assert wanted is not None
+        assert form.text(wanted.token_ids) == "<|user|>hi<|end|><|answer|>"
+        assert (wanted.max_tokens, wanted.stop_token_ids) == (1, form.stop_ids)
+        episode.answer(world(form))
+        assert await episode.wanted() is None
+        assert [s.kind for s in episode.segments()] == [SegmentKind.PROMPT, SegmentKind.ACTION]
+        ending = episode.ending()
+        assert (ending.reward, ending.done, ending.success) == (1.0, True, None)
+        assert ending.metadata == {"branches": 1, "sampled_elsewhere": 0}
+
+    play(form, one_answer, scenario)
+
+
+def test_a_reward_may_be_told_to_the_proxy_or_be_a_step(form: ChatFormat) -> None:
+    async def told(base_url: str, session: str, seed: int) -> None:
+        end = f"{base_url.rpartition('/s/')[0]}/sessions/{session}/end"
+        async with aiohttp.ClientSession() as http, http.post(end, json={"reward": 0.5, "success": True}):
+            return
+
+    async def stepped(base_url: str, session: str, seed: int) -> Step:
+        return Step(Observation("over"), reward=0.5, success=True, metadata={"reference_answer": "4"})
+
+    for agent in (told, stepped):
+
+        async def scenario(episode: Episode) -> None:
+            assert await episode.wanted() is None
+            assert (episode.ending().reward, episode.ending().success) == (0.5, True)
+
+        play(form, agent, scenario)
+
+
+def test_the_longest_branch_is_trained(form: ChatFormat) -> None:
+    async def branching(base_url: str, session: str, seed: int) -> None:
+        async with aiohttp.ClientSession() as http:
+            messages = [user("hi")]
+            messages.append(await chat(http, base_url, messages))
+            await chat(http, base_url, [*messages, user("more")])
+            await chat(http, base_url, [user("something else")])
+
+    async def scenario(episode: Episode) -> None:
+        while await episode.wanted() is not None:
+            episode.answer(world(form))
+        assert [s.turn for s in episode.segments()] == [0, 0, 1, 1]
+        assert episode.ending().metadata == {"branches": 2, "sampled_elsewhere": 2}
+
+    play(form, branching, scenario)
+
+
+def test_out_of_turns_or_room_is_an_end_and_no_fault(form: ChatFormat) -> None:
+    async def turns(episode: Episode) -> None:
+        assert await episode.wanted() is not None
+        episode.exhaust()
+        episode.answer(world(form))
+        assert await episode.wanted() is None
+        assert (episode.ending().reward, episode.ending().success) == (0.0, False)
+
+    async def room(episode: Episode) -> None:
+        asked = 0
+        while await episode.wanted() is not None:
+            episode.answer(world(form))
+            asked += 1
+        assert asked == 2
+        assert episode.ending().success is False
+
+    play(form, endless, turns)
+    play(form, endless, room, context=40)
+
+
+def test_what_it_raises_is_told(form: ChatFormat) -> None:
+    async def broken(base_url: str, session: str, seed: int) -> None:
+        raise OSError("the sandbox is gone")
+
+    async def scenario(episode: Episode) -> None:
+        with pytest.raises(OSError, match="the sandbox is gone"):
+            await episode.wanted()
+
+    play(form, broken, scenario)
+
+
+def test_one_that_is_closed_while_it_waits_is_cancelled(form: ChatFormat) -> None:
+    ended = []
+
+    async def waiting(base_url: str, session: str, seed: int) -> None:
+        try:
+            await endless(base_url, session, seed)
+        finally:
+            ended.append(session)
+
+    async def scenario(episode: Episode) -> None:
+        assert await episode.wanted() is not None
+
+    play(form, waiting, scenario)
+    assert ended == ["lake-1.0r2"]
