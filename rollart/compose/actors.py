@@ -27,6 +27,7 @@ __all__ = [
     "part_clock",
     "torch_device",
     "trainer_actor",
+    "trainer_ranks",
     "unused_clock",
 ]
 
@@ -77,9 +78,31 @@ def unused_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) ->
     )
 
 
+def trainer_ranks(resolved: Resolved) -> int:
+    """Processes of the embedded trainer: what the cluster spec says, else one per GPU, or one for all cores. SpecError
+    if the plan's devices do not allow it."""
+    assignment, given = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.ranks
+    devices, gpus = len(assignment.devices), _resource(_pool(resolved, assignment)) == "GPU"
+    ranks = given or (devices if gpus else 1)
+    if ranks > devices or (gpus and ranks != devices):
+        rule = "the number of its GPUs" if gpus else "at most its cores"
+        raise SpecError(
+            f"trainer.ranks is {ranks}, and the plan gives the trainer {devices} devices of pool '{assignment.pool}' "
+            f"(rule: {rule})",
+            remedy="set trainer.ranks, or trainer.threads or placement.train.devices, so that they agree",
+        )
+    if ranks > 1 and resolved.run.training.stream:
+        raise SpecError(
+            f"training.stream is true, and the trainer has {ranks} ranks (rule: one)",
+            remedy="set training.stream to false, or give the trainer one device",
+        )
+    return ranks
+
+
 def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
     assignment = resolved.plan.of(Role.TRAINER)[0]
-    return _program(resolved, directory, assignment, "rollart.train", ["--config", str(config)])
+    arguments = ["--config", str(config)]
+    return _program(resolved, directory, assignment, "rollart.train", arguments, processes=trainer_ranks(resolved))
 
 
 def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
@@ -153,18 +176,20 @@ def _program(
     *,
     env: Mapping[str, str] = MappingProxyType({}),
     together: bool = False,
+    processes: int = 1,
 ) -> ActorSpec:
     """`together`: the program can use several GPUs."""
     name, devices = assignment.name, len(assignment.devices)
     pool = _pool(resolved, assignment)
     resource = _resource(pool)
-    env = {"OMP_NUM_THREADS": str(devices), "MKL_NUM_THREADS": str(devices), **env}
+    threads = str(max(1, devices // processes))
+    env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **env}
     if resource == "GPU":
-        if devices > 1 and not together:
+        if devices > 1 and not (together or assignment.role is Role.TRAINER):
             raise SpecError(
-                f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine and trainer have "
-                "no tensor parallelism)",
-                remedy="give engines.count with threads 1, or keep tensor_parallel and train.devices of placement at 1",
+                f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine has no tensor "
+                "parallelism)",
+                remedy="give engines.count with threads 1, or keep placement.tensor_parallel at 1",
             )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.devices))
     return ActorSpec(

@@ -17,7 +17,7 @@ from placement.types import Role
 from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
-from rollart.compose.actors import torch_device
+from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.episodes import HarnessFactory
 from rollart.errors import PartDied, SpecError
 from rollart.model import GroupId, TrainSample, TrajectoryId
@@ -76,6 +76,7 @@ def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
 def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     """Write the trainer's `trainer.json`; its path."""
     run, trainer = resolved.run, resolved.plan.of(Role.TRAINER)[0]
+    shape = resolved.cluster.trainer
     training, warm = run.training, run.warm_start
     model: dict[str, Any]
     if run.model.path is not None:
@@ -105,9 +106,18 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "stream": training.stream,
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
         "temperature": run.domains[0].temperature,
-        "threads": len(trainer.devices),
+        "threads": max(1, len(trainer.devices) // trainer_ranks(resolved)),
         "device": torch_device(resolved, trainer),
+        "parallel": {
+            "ranks": trainer_ranks(resolved),
+            "dtype": shape.dtype,
+            "activation_checkpointing": shape.activation_checkpointing,
+            "compile": shape.compile,
+            "bucket_mb": shape.bucket_mb,
+        },
     }
+    if training.lora is not None:
+        config["lora"] = training.lora.model_dump()
     path = run_dir / "trainer.json"
     path.write_text(json.dumps(config, indent=2) + "\n")
     return path

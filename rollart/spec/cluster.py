@@ -143,6 +143,32 @@ class TrainerSpec(Entry):
         le=1_000_000,
         description="Devices of the trainer (cores or GPUs) beside a given number of engines.",
     )
+    ranks: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="Processes that the embedded trainer is sharded over (FSDP2). If no number is given, one per GPU, "
+        "or one for all cores; given for GPUs, it is their number.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="What passes through the model are computed with; weights and optimizer stay in float32.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute activations again in the backward pass instead of keeping them."
+    )
+    compile: bool = Field(default=False, description="Compile the model's blocks; the first step pays for it.")
+    bucket_mb: int = Field(
+        default=1000,
+        ge=1,
+        le=1_000_000,
+        description="Largest file of a version that several ranks write, MB of 1e6 bytes; a larger tensor is alone.",
+    )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the spec itself asks for FSDP2."""
+        return (self.ranks or 1) > 1 or self.dtype != "float32"
 
 
 FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]

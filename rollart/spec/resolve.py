@@ -200,6 +200,11 @@ def resolve_specs(specs: Specs) -> Resolved:
     plan, problem, notes = _given(specs, pools) if cluster.engines.fixed else _computed(specs, pools)
     notes += _rehearsal(cluster)
     functions = {entry.name: effective(entry, base) for entry in run.functions}
+    if run.training.stream and cluster.trainer.sharded:
+        raise SpecError(
+            "training.stream is true, and the trainer has several ranks or bfloat16 (rule: one rank in float32)",
+            remedy="set training.stream to false, or trainer.ranks to 1 and trainer.dtype to float32",
+        )
     return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem, functions)
 
 

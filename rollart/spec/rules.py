@@ -47,7 +47,8 @@ def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     """Every broken rule of a cluster spec."""
     return [
         *_unique("devices", cluster.devices), *_unique("pools", cluster.pools), *_bases(cluster),
-        *_device_types(cluster), *_links(cluster), *_engines(cluster), *_wanted_devices(cluster),
+        *_device_types(cluster), *_links(cluster), *_engines(cluster), *_ranks(cluster),
+        *_wanted_devices(cluster),
     ]  # fmt: skip
 
 
@@ -345,6 +346,15 @@ def _engines(cluster: ClusterSpec) -> Iterable[Problem]:
         yield Problem(
             ("engines", "attach"),
             f"engines.attach names {len(engines.attach)} servers (rule: as many as count, prefill and decode, {total})",
+        )
+
+
+def _ranks(cluster: ClusterSpec) -> Iterable[Problem]:
+    trainer = cluster.trainer
+    if cluster.engines.fixed and (trainer.ranks or 1) > trainer.threads:
+        yield Problem(
+            ("trainer", "ranks"),
+            f"trainer.ranks is {trainer.ranks} (rule: at most trainer.threads, {trainer.threads}: a device each)",
         )
 
 

@@ -251,6 +251,18 @@ class LossSpec(Entry):
     )
 
 
+class LoraSpec(Entry):
+    """Low-rank adapters (extra `lora`). Engines never see them: they are merged into every version."""
+
+    rank: int = Field(default=16, ge=1, le=65536, description="Rank of an adapter.")
+    alpha: float = Field(default=32.0, gt=0, le=1e6, description="An adapter adds alpha / rank times its product.")
+    targets: list[str] = Field(
+        default_factory=lambda: ["all-linear"],
+        min_length=1,
+        description="Names of the linear modules with an adapter (`q_proj`); `all-linear`: all but the output head.",
+    )
+
+
 class TrainingSpec(Entry):
     """Optimizer, loss and how a batch is cut."""
 
@@ -268,7 +280,10 @@ class TrainingSpec(Entry):
     stream: bool = Field(
         default=False,
         description="Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs "
-        "`epochs` and `minibatches` 1 and no advantage with `baseline: domain`.",
+        "`epochs` and `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32.",
+    )
+    lora: LoraSpec | None = Field(
+        default=None, description="Train low-rank adapters and leave the model's own weights as they are."
     )
     columns: list[Literal["ref_logprobs", "advantage"]] = Field(
         default_factory=list,
