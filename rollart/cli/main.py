@@ -17,6 +17,7 @@ import click
 from rollart.cli.calibrate import calibrate
 from rollart.cli.context import INTERRUPTED, TERMINATED, crash_directory
 from rollart.cli.doctor import doctor
+from rollart.cli.infra import infra
 from rollart.cli.launch import launch
 from rollart.cli.plan import plan
 from rollart.cli.prices import prices
@@ -53,6 +54,7 @@ for _command in (
     status,
     stop,
     doctor,
+    infra,
 ):
     cli.add_command(_command)
 

@@ -17,6 +17,7 @@ from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.ports import ActorSpec, Node
 from rollart.spec.cluster import PoolSpec
+from rollart.spec.fleet import pool_labels
 from rollart.spec.resolve import Resolved
 
 __all__ = [
@@ -42,8 +43,7 @@ def nodes(resolved: Resolved) -> list[Node]:
     """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
     nodes = []
     for pool in resolved.cluster.pools:
-        labels = {"pool": pool.name, "device": pool.device, **pool.labels}
-        nodes.append(Node(pool.name, labels, {_resource(pool): float(pool.count)}, {}))
+        nodes.append(Node(pool.name, pool_labels(pool), {_resource(pool): float(pool.count)}, {}))
     return nodes
 
 

@@ -22,7 +22,7 @@ from rollart.episodes import HarnessFactory
 from rollart.errors import PartDied, SpecError
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.runtime.domain import Domain, derive_seed
-from rollart.spec.resolve import Resolved
+from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import DomainSpec
 
 __all__ = [
@@ -139,7 +139,7 @@ def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
     }
 
 
-async def produce_artefacts(resolved: Resolved, run_dir: Path) -> dict[str, list[str]]:
+async def produce_artefacts(resolved: Resolved | Specs, run_dir: Path) -> dict[str, list[str]]:
     """Artefact paths by function. A producer runs once per run, in a process of its own: it may import torch."""
     found: dict[str, list[str]] = {}
     for function in resolved.run.functions:

@@ -44,6 +44,7 @@ __all__ = [
     "backend",
     "canonical",
     "deployer",
+    "function_settings",
     "packages_in",
     "pipeline_settings",
     "ready",
@@ -268,6 +269,11 @@ def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
         return PipelineSpec.model_validate(given)
     except ValidationError as error:
         raise _refused("pipeline", error) from None
+
+
+def function_settings(provider: str, functions: ClusterFunctions) -> Any:
+    """A provider's own settings, checked: `AwsSettings` or `ModalSettings`. SpecError for what is none."""
+    return {"aws_lambda": _aws, "modal": _modal}[provider](functions.settings(provider))
 
 
 def _aws(settings: Mapping[str, Any] | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,14 @@ from rollart.compose.prepare import import_attribute, one_line
 from rollart.compose.providers import translated
 from rollart.errors import SpecError
 from rollart.spec.functions import effective, function_spec
-from rollart.spec.resolve import Resolved
+from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import FunctionEntry
 from serverless.backends.local import contained
 from serverless.deploy.package import Package, build
 from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
 from serverless.inline import Inline, inline
 
-__all__ = ["Rewards", "check", "rewards"]
+__all__ = ["Rewards", "check", "packed", "rewards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,15 @@ def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewar
             beside[function.name] = _inline(function, artefacts.get(function.name, ()), base, refused)
             why[function.name] = "; ".join(refused.reasons)
     return Rewards(tuple(packed), beside, why)
+
+
+def packed(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
+    """The packages alone, of those that can leave for functions; nothing of the others is looked at or run."""
+    found = []
+    for function in specs.run.functions:
+        with contextlib.suppress(NotOffloadable):
+            found.append(_package(function, artefacts.get(function.name, ()), Path(specs.base)))
+    return tuple(found)
 
 
 def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> Inline:

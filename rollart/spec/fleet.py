@@ -13,7 +13,7 @@ from rollart.spec.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.spec.prices import PriceEntry, PriceList
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["device_name", "function_price", "links_of", "merged_prices", "pools_of"]
+__all__ = ["device_name", "function_price", "links_of", "merged_prices", "pool_labels", "pools_of"]
 
 GIB_IN_GB = 1.073741824
 
@@ -22,6 +22,11 @@ def pools_of(cluster: ClusterSpec, prices: PriceList) -> tuple[Pool, ...]:
     """Every pool. SpecError for one without a price, or with figures that no device has."""
     own = {device.name: device for device in cluster.devices}
     return tuple(_pool(pool, own.get(pool.device), prices) for pool in cluster.pools)
+
+
+def pool_labels(pool: PoolSpec) -> dict[str, str]:
+    """Labels of every node of a pool: parts choose their nodes by `pool`."""
+    return {"pool": pool.name, "device": pool.device, **pool.labels}
 
 
 def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:

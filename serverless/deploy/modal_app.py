@@ -30,7 +30,14 @@ from serverless.meter import MeterSink, NullMeter, billed_seconds
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["ModalDeployer", "ModalSettings"]
+__all__ = [
+    "ModalDeployer",
+    "ModalSettings",
+    "check_pinned",
+    "container_files",
+    "container_options",
+    "python_version",
+]
 
 _ENTRY = "serverless.deploy.modal_entry"
 
@@ -81,7 +88,7 @@ class ModalDeployer:
 
     async def deploy(self, package: Package) -> Deployed:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
-        _check(package)
+        check_pinned(package)
         name, place = package.spec.name, self.place
         async with self._turn:
             with modal_client.translated():
@@ -200,16 +207,14 @@ class ModalDeployer:
         entry = importlib.import_module(_ENTRY)
         with tempfile.TemporaryDirectory(prefix="rollart-modal-") as directory:
             root = pathlib.Path(directory)
-            package.write(root)
-            ours = pathlib.Path(__file__).parents[1]
-            for shipped in _SHIPPED:
-                (root / "serverless" / shipped).parent.mkdir(exist_ok=True)
-                (root / "serverless" / shipped).write_bytes((ours / shipped).read_bytes())
+            for path, data in container_files(package).items():
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_bytes(data)
             app = modal.App(place.app(name), tags=ledger.tags(), include_source=False)
-            image = modal.Image.debian_slim(python_version=self.settings.python or _python())
+            image = modal.Image.debian_slim(python_version=self.settings.python or python_version())
             if package.spec.requirements:
                 image = image.uv_pip_install(*package.spec.requirements)
-            options = _options(package.spec)
+            options = container_options(package.spec)
             app.function(image=image.add_local_dir(directory, "/root"), **options)(entry.call)
             await app.deploy.aio(
                 client=place.client, environment_name=place.environment or None, tag=package.version[:12]
@@ -302,7 +307,13 @@ class ModalDeployer:
         )
 
 
-def _options(spec: FunctionSpec) -> dict[str, Any]:
+def container_files(package: Package) -> dict[str, bytes]:
+    """What a container has under its root, by relative path: the package, and what answers calls there."""
+    ours = pathlib.Path(__file__).parents[1]
+    return {**package.files, **{f"serverless/{name}": (ours / name).read_bytes() for name in _SHIPPED}}
+
+
+def container_options(spec: FunctionSpec) -> dict[str, Any]:
     """`app.function`'s arguments. Nothing is kept warm before a version has passed its trial."""
     untrusted = spec.trust == "untrusted"
     return {
@@ -334,11 +345,13 @@ def _window(spec: FunctionSpec) -> int:
     return min(high, max(low, math.ceil(spec.keep_alive_s)))
 
 
-def _python() -> str:
+def python_version() -> str:
+    """This interpreter's, as Modal names it."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def _check(package: Package) -> None:
+def check_pinned(package: Package) -> None:
+    """PackageError unless every requirement has its version: two builds of an image would differ."""
     unpinned = json.loads(package.files["rollart_manifest.json"]).get("unpinned", [])
     if unpinned:
         raise PackageError(

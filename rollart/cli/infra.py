@@ -1,0 +1,55 @@
+"""`rollart infra`: what deploys a cluster, rendered from its spec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rollart.cli.context import native_output_to_stderr
+from rollart.cli.launch import split_arguments
+
+__all__ = ["infra"]
+
+TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
+
+
+@click.group()
+def infra() -> None:
+    """Render what deploys a cluster from its one spec."""
+
+
+@infra.command()
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster spec.")
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="What is rendered.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="Where the files go; those of the same name are replaced.",
+)
+@click.option("--image", help="Image of the pods or hosts. Default: rollart:VERSION, built from infra/Dockerfile.")
+@click.option("--namespace", help="Of Kubernetes. Default: default.")
+def render(
+    arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: str | None, namespace: str | None
+) -> None:
+    """Write the files that deploy a cluster; nothing is deployed.
+
+    kuberay: a RayCluster, with RUN.yaml also a RayJob. ray: a `ray start` per pool, and `ray up` where pools say their
+    instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
+    functions as Modal apps. Same specs, same bytes.
+    """
+    from rollart.compose.infra import IMAGE, NAMESPACE
+    from rollart.compose.infra import render as rendered
+    from rollart.infra.files import write
+
+    run, overrides = split_arguments(arguments)
+    with native_output_to_stderr():
+        files = rendered(target, run, cluster, overrides, image=image or IMAGE, namespace=namespace or NAMESPACE)
+    for path in write(files, output):
+        click.echo(str(path))
+    for step in files.steps:
+        click.echo(f"next: {step}", err=True)

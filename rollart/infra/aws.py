@@ -1,0 +1,136 @@
+"""What of a run's functions is on AWS, said once for every way to describe it: names, settings, archives, leave."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serverless.deploy.aws_bundle import bundle
+from serverless.deploy.aws_settings import AwsSettings, configuration
+from serverless.deploy.package import Package
+
+__all__ = [
+    "ALIAS",
+    "AwsFunction",
+    "archive_files",
+    "assume_lambda",
+    "controller_statements",
+    "functions",
+    "log_statement",
+    "transport_statement",
+]
+
+ALIAS = "live"
+"""What a run calls; `rollart rewards rollback` moves it."""
+
+DIGEST_TAG = "rollart:digest"
+"""What tells `rollart` that a function is its own, and which package it runs."""
+
+MARK = "rollart:"
+
+
+@dataclass(frozen=True, slots=True)
+class AwsFunction:
+    """One Lambda function: `logical` is its name in a template, `archive` the code, at `key` in a bucket or directory;
+    `settings` are Runtime, Handler, MemorySize and Timeout by Lambda's names. `reserved` and `warm` 0: none."""
+
+    name: str
+    logical: str
+    digest: str
+    archive: bytes
+    key: str
+    settings: dict[str, Any]
+    architecture: str
+    retention_days: int
+    reserved: int
+    warm: int
+
+    @property
+    def description(self) -> str:
+        return MARK + self.digest
+
+    @property
+    def log_group(self) -> str:
+        return f"/aws/lambda/{self.name}"
+
+
+def functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
+    """As `rollart rewards deploy` would make them: the same archive under the same name, so that a run finds them
+    deployed. Errors of `serverless` for what Lambda does not have."""
+    return tuple(_function(package, settings) for package in packages)
+
+
+def _function(package: Package, settings: AwsSettings) -> AwsFunction:
+    spec, name = package.spec, settings.function_name(package.spec.name)
+    wanted = configuration(spec, settings)
+    archive = bundle(package, settings)
+    return AwsFunction(
+        name=name,
+        logical="".join(part.capitalize() for part in re.split(r"[^A-Za-z0-9]+", spec.name)),
+        digest=package.version,
+        archive=archive,
+        key=f"functions/{name}/{hashlib.sha256(archive).hexdigest()[:32]}.zip",
+        settings=wanted,
+        architecture=settings.architecture,
+        retention_days=settings.log_retention_days,
+        reserved=spec.concurrency if settings.reserve_concurrency else 0,
+        warm=spec.warm,
+    )
+
+
+def archive_files(found: Sequence[AwsFunction]) -> dict[str, bytes]:
+    return {function.key: function.archive for function in found}
+
+
+def assume_lambda() -> dict[str, Any]:
+    """Who may take the functions' role."""
+    statement = {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    return {"Version": "2012-10-17", "Statement": [statement]}
+
+
+def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
+    """A function may write its own log and nothing else: no account, bucket or other function is in its reach."""
+    return {
+        "Sid": "OwnLogs",
+        "Effect": "Allow",
+        "Action": ["logs:CreateLogStream", "logs:PutLogEvents"],
+        "Resource": list(log_groups),
+    }
+
+
+def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
+    """What a run needs: to call the functions, to see that they are what it would deploy, and to move weights."""
+    return [
+        {"Sid": "Call", "Effect": "Allow", "Action": "lambda:InvokeFunction", "Resource": list(aliases)},
+        {
+            "Sid": "Look",
+            "Effect": "Allow",
+            "Action": [
+                "lambda:GetFunction", "lambda:GetFunctionConcurrency", "lambda:GetFunctionConfiguration",
+                "lambda:GetProvisionedConcurrencyConfig", "lambda:ListVersionsByFunction",
+            ],
+            "Resource": [*functions, *aliases],
+        },
+        {
+            "Sid": "Weights",
+            "Effect": "Allow",
+            "Action": ["s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload"],
+            "Resource": objects,
+        },
+        {"Sid": "ListWeights", "Effect": "Allow", "Action": "s3:ListBucket", "Resource": bucket},
+    ]  # fmt: skip
+
+
+def transport_statement(bucket: Any, objects: Any) -> dict[str, Any]:
+    """Nobody reads or writes the bucket in the clear."""
+    return {
+        "Sid": "OnlyTls",
+        "Effect": "Deny",
+        "Principal": "*",
+        "Action": "s3:*",
+        "Resource": [bucket, objects],
+        "Condition": {"Bool": {"aws:SecureTransport": "false"}},
+    }

@@ -1,0 +1,65 @@
+"""Rendered files: values dumped as text, the same bytes for the same values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.errors import StorageFailed
+
+__all__ = ["Rendered", "json_text", "script_text", "write", "yaml_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Files by relative path, and what a person does with them next, a command or two."""
+
+    files: Mapping[str, bytes]
+    steps: tuple[str, ...] = ()
+
+
+def yaml_text(*documents: Mapping[str, Any], about: str) -> bytes:
+    """YAML documents with a first line that says what they are and where they come from."""
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        """Values that are the same are written twice: an anchor is nothing for people to read."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Plain.add_representer(str, _text_node)
+    text = yaml.dump_all(documents, Dumper=Plain, sort_keys=False, allow_unicode=True, width=110)
+    return f"# {about}\n{text}".encode()
+
+
+def _text_node(dumper: Any, text: str) -> Any:
+    """Lines as lines."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+def json_text(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def script_text(lines: Sequence[str], about: str) -> bytes:
+    return "\n".join(["#!/bin/sh", f"# {about}", "set -eu", *lines, ""]).encode()
+
+
+def write(rendered: Rendered, directory: Path) -> list[Path]:
+    """Write them; what lies there under the same names is replaced. `StorageFailed` where that cannot be."""
+    written = []
+    for name in sorted(rendered.files):
+        path = directory / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(rendered.files[name])
+            if path.suffix == ".sh":
+                path.chmod(0o755)
+        except OSError as error:
+            raise StorageFailed(f"{path}: {error.strerror}", remedy="choose another --output directory") from None
+        written.append(path)
+    return written

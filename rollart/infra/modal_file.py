@@ -1,0 +1,45 @@
+"""Modal apps of the reward functions, as files for Modal's own client (`modal deploy`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.infra.files import Rendered, json_text
+from serverless.backends.modal_versions import ModalSettings
+from serverless.deploy.modal_app import check_pinned, container_files, container_options, python_version
+from serverless.deploy.package import Package
+
+__all__ = ["modal"]
+
+APP = "modal_app.py"
+SETTINGS = "modal_app.json"
+SOURCE = Path(__file__).with_name("modal_source.py")
+"""What is rendered as the app file: code that stays, beside settings that do not."""
+
+
+def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> Rendered:
+    """`modal_app.py`, its settings, and each function's files. PackageError for requirements without a version."""
+    files: dict[str, bytes] = {APP: SOURCE.read_bytes()}
+    apps: list[dict[str, Any]] = []
+    for package in packages:
+        check_pinned(package)
+        spec = package.spec
+        directory = f"functions/{spec.name}"
+        apps.append(
+            {
+                "variable": re.sub(r"\W", "_", spec.name),
+                "app": settings.prefix + spec.name,
+                "version": package.version,
+                "files": directory,
+                "requirements": list(spec.requirements),
+                "python": settings.python or python_version(),
+                "options": container_options(spec) | {"min_containers": spec.warm},
+            }
+        )
+        files |= {f"{directory}/{path}": data for path, data in container_files(package).items()}
+    files[SETTINGS] = json_text({"cluster": name, "functions": apps})
+    where = f" --env {settings.environment}" if settings.environment else ""
+    return Rendered(files, tuple(f"modal deploy{where} {APP}::{app['variable']}" for app in apps))

@@ -1,0 +1,107 @@
+"""A Ray cluster on hosts of one's own (`ray start`, a script per pool), or on EC2 (`ray up`, where pools say which
+instances they are)."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rollart.errors import SpecError
+from rollart.infra.files import Rendered, script_text, yaml_text
+from rollart.infra.hosts import HostGroup, shared_label
+from rollart.infra.ray_settings import PORT, TOKEN, health_environment
+
+__all__ = ["ray"]
+
+HEAD_INSTANCE = "m7i.2xlarge"
+"""8 cores and 32 GB: the controller, its environments, local function workers and Ray's own services."""
+
+HEAD = "ray.head"
+
+TOKEN_AT = "~/.ray/auth_token"
+"""Ray's own place for it, on the machine that says `ray up` and on every node."""
+
+DISK_GB = 500
+IDLE_MINUTES = 5
+
+
+def ray(name: str, groups: Sequence[HostGroup], *, image: str) -> Rendered:
+    """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
+    SpecError if some have it and others not."""
+    about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
+    files = {"head.sh": script_text(_head(), about)}
+    for group in groups:
+        files[f"pools/{group.name}.sh"] = script_text(_worker(group), about)
+    steps = ["./head.sh on the head, then RAY_HEAD=its-address:6379 pools/POOL.sh on every host of a pool"]
+    if any(g.instance_type is not None for g in groups):
+        lacking = [g.name for g in groups if g.instance_type is None]
+        if lacking:
+            raise SpecError(
+                f"pool '{lacking[0]}' has no label instance_type, and other pools do (rule: all or none)",
+                remedy="add it to the pool, like `labels: {instance_type: p5.48xlarge, region: us-east-1}`",
+            )
+        files["cluster.yaml"] = yaml_text(_launcher(name, groups, image), about=about)
+        steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
+    return Rendered(files, tuple(steps))
+
+
+def _head() -> list[str]:
+    """The head has no cores for parts: a plan has no such pool."""
+    command = ["ray", "start", "--head", f"--port={PORT}", "--num-cpus=0", "--num-gpus=0", "--block"]
+    return [*_environment(head=True), f"exec {shlex.join(command)}"]
+
+
+def _worker(group: HostGroup) -> list[str]:
+    """Parts choose their nodes by label; of a GPU host they take no cores."""
+    labels = ",".join(f"{key}={value}" for key, value in group.labels.items())
+    cpus = 0 if group.gpus else group.cores
+    command = ["--labels", labels, f"--num-cpus={cpus}", f"--num-gpus={group.gpus}", "--block"]
+    where = ': "${RAY_HEAD:?the address of the head, like 10.0.0.1:6379}"'
+    return [*_environment(head=False), where, f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}']
+
+
+def _environment(*, head: bool) -> list[str]:
+    """The token is a file that every host has; Ray's own default place for it unless the caller names another."""
+    lines = [f"export {k}={shlex.quote(v)}" for k, v in TOKEN.items()]
+    default = 'export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"'
+    lines.append(f'test -n "${{RAY_AUTH_TOKEN:-}}${{RAY_AUTH_TOKEN_PATH:-}}" || {default}')
+    return lines + ([f"export {k}={v}" for k, v in health_environment().items()] if head else [])
+
+
+def _launcher(name: str, groups: Sequence[HostGroup], image: str) -> dict[str, Any]:
+    region = shared_label(groups, "region", "a cluster of `ray up`")
+    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment()).items())
+    head = f"{exports} ray start --head --port={PORT} --autoscaling-config=~/ray_bootstrap_config.yaml"
+    worker = f"RAY_AUTH_MODE={TOKEN['RAY_AUTH_MODE']} ray start --address=$RAY_HEAD_IP:{PORT}"
+    return {
+        "cluster_name": name,
+        "max_workers": sum(g.most for g in groups),
+        "idle_timeout_minutes": IDLE_MINUTES,
+        "provider": {"type": "aws", "region": region, "cache_stopped_nodes": False, "use_internal_ips": False},
+        "auth": {"ssh_user": "ubuntu"},
+        "docker": {"image": image, "container_name": "rollart", "run_options": ["--ulimit nofile=65536:65536"]},
+        "file_mounts": {TOKEN_AT: TOKEN_AT},
+        "head_node_type": HEAD,
+        "available_node_types": {
+            HEAD: {"resources": {"CPU": 0, "GPU": 0}, "node_config": _node(HEAD_INSTANCE)},
+            **{group.name: _node_type(group) for group in groups},
+        },
+        "head_start_ray_commands": ["ray stop", f"ulimit -n 65536; {head}"],
+        "worker_start_ray_commands": ["ray stop", f"ulimit -n 65536; {worker}"],
+    }
+
+
+def _node_type(group: HostGroup) -> dict[str, Any]:
+    return {
+        "min_workers": group.hosts if group.least == group.most else 0,
+        "max_workers": group.most,
+        "resources": {"CPU": 0 if group.gpus else group.cores, "GPU": group.gpus},
+        "labels": dict(group.labels),
+        "node_config": _node(str(group.instance_type)),
+    }
+
+
+def _node(instance: str) -> dict[str, Any]:
+    disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": DISK_GB, "VolumeType": "gp3"}}
+    return {"InstanceType": instance, "BlockDeviceMappings": [disk]}

@@ -1,0 +1,60 @@
+"""What built-in specs are rendered to. `python tests/infra/goldens.py` writes it anew."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollart.compose.infra import render
+from rollart.spec.load import builtin
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+RUN = HERE / "run.yaml"
+
+CLUSTERS = ("local", "aws-mix", "rollart-96h800-32h20", "3000-gpus")
+
+AWS = ("cluster.functions.backend=aws_lambda", "cluster.functions.aws_lambda={region: us-east-1}")
+MODAL = ("cluster.functions.backend=modal", "cluster.functions.modal={python: '3.12'}")
+
+
+def cluster(name: str) -> Path:
+    return builtin(f"clusters/{name}.yaml")
+
+
+def rendered() -> dict[str, str]:
+    """Text by path: what is generated for every built-in cluster, and the functions of a small run; packages by name
+    alone, since whatever is edited of a handler changes their digests."""
+    files: dict[str, str] = {}
+    for name in CLUSTERS:
+        for target in ("kuberay", "ray"):
+            files |= _texts(f"{name}/{target}", render(target, None, cluster(name), image="rollart:test").files)
+    job = render("kuberay", RUN, cluster("local"), image="rollart:test", namespace="rl")
+    files |= _texts("run/kuberay", job.files)
+    for target in ("cfn", "sam", "terraform"):
+        files |= _texts(f"run/{target}", render(target, RUN, cluster("local"), AWS).files)
+    files |= _texts("run/modal", render("modal", RUN, cluster("local"), MODAL).files)
+    return files
+
+
+def _texts(prefix: str, files: Mapping[str, bytes]) -> dict[str, str]:
+    return {
+        f"{prefix}/{path}": stable(data.decode())
+        for path, data in files.items()
+        if not path.startswith("functions/") and path != "modal_app.py"
+    }
+
+
+def stable(text: str) -> str:
+    text = re.sub(r"[0-9a-f]{64}", "DIGEST", text)
+    text = re.sub(r"[0-9a-f]{32}\.zip", "ARCHIVE.zip", text)
+    return re.sub(r"V[0-9a-f]{12}\b", "VERSION", text)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for name, text in rendered().items():
+        (GOLDEN / name).parent.mkdir(parents=True, exist_ok=True)
+        (GOLDEN / name).write_text(text)

@@ -1,0 +1,154 @@
+"""Rendered infrastructure: what built-in specs become, the same every time, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from rollart.cli.infra import TARGETS as OFFERED
+from rollart.cli.main import run as rollart
+from rollart.compose.actors import nodes
+from rollart.compose.infra import TARGETS, render
+from rollart.errors import SpecError, StorageFailed
+from rollart.infra.files import write
+from rollart.spec.resolve import resolve_files
+from tests.infra import goldens
+from tests.infra.goldens import AWS, CLUSTERS, GOLDEN, RUN, cluster
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, str]:
+    return goldens.rendered()
+
+
+def test_built_in_specs_are_rendered_to_what_is_written_down(rendered: dict[str, str]) -> None:
+    written = {str(p.relative_to(GOLDEN)): p.read_text() for p in GOLDEN.rglob("*") if p.is_file()}
+    assert rendered.keys() == written.keys()
+    for name, text in rendered.items():
+        assert text == written[name], f"{name}: look at it, then `python tests/infra/goldens.py`"
+
+
+@pytest.mark.parametrize("target", ["cfn", "sam", "terraform"])
+def test_same_specs_same_bytes_archives_included(target: str) -> None:
+    one, two = (render(target, RUN, cluster("local"), AWS) for _ in range(2))
+    assert one == two
+    assert any(name.endswith(".zip") for name in one.files)
+
+
+def test_the_command_offers_every_target() -> None:
+    assert OFFERED == TARGETS
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_nodes_have_the_labels_that_parts_ask_for(name: str, rendered: dict[str, str]) -> None:
+    """A plan's part asks for its pool by the labels that the local runtime gives: a manifest has the same."""
+    manifest = yaml.safe_load(rendered[f"{name}/kuberay/raycluster.yaml"])
+    groups = {g["groupName"]: g for g in manifest["spec"]["workerGroupSpecs"]}
+    resolved = resolve_files(RUN, cluster("local"))
+    if name == "local":
+        assert {n.id: dict(n.labels) for n in nodes(resolved)} == {n: g["labels"] for n, g in groups.items()}
+    for pool, group in groups.items():
+        assert group["labels"]["pool"] == pool
+        script = rendered[f"{name}/ray/pools/{pool}.sh"]
+        assert all(f"{key}={value}" in script for key, value in group["labels"].items())
+
+
+def test_devices_add_up(rendered: dict[str, str]) -> None:
+    manifest = yaml.safe_load(rendered["rollart-96h800-32h20/kuberay/raycluster.yaml"])
+    gpus = {
+        g["groupName"]: g["replicas"]
+        * int(g["template"]["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0))
+        for g in manifest["spec"]["workerGroupSpecs"]
+    }
+    assert gpus == {"h800": 96, "h20": 32, "env": 0}
+
+
+def test_a_functions_role_reaches_its_logs_and_nothing_else(rendered: dict[str, str]) -> None:
+    resources = yaml.safe_load(rendered["run/cfn/functions.yaml"])["Resources"]
+    (policy,) = resources["FunctionsRole"]["Properties"]["Policies"]
+    (statement,) = policy["PolicyDocument"]["Statement"]
+    assert statement["Action"] == ["logs:CreateLogStream", "logs:PutLogEvents"]
+    assert statement["Resource"] == [{"Fn::GetAtt": [f"{name}Logs", "Arn"]} for name in ("Exact", "Length")]
+    for text in rendered.values():
+        for document in yaml.safe_load_all(text) if "AWSTemplate" in text else ():
+            allowed = [s for s in _statements(document) if s["Effect"] == "Allow"]
+            assert all("*" not in str(s["Action"]) and s.get("Resource") != "*" for s in allowed)
+
+
+def _statements(value: object) -> list[dict[str, object]]:
+    if isinstance(value, dict):
+        own = [value] if "Effect" in value else []
+        return own + [s for part in value.values() for s in _statements(part)]
+    return [s for part in value for s in _statements(part)] if isinstance(value, list) else []
+
+
+def test_terraform_refers_to_what_is_there(rendered: dict[str, str]) -> None:
+    """Nothing here can apply it: every reference is followed, and every archive is beside it."""
+    main = json.loads(rendered["run/terraform/main.tf.json"])
+    there = {f"{kind}.{label}" for kind, labels in main["resource"].items() for label in labels}
+    text = json.dumps(main)
+    used = set(re.findall(r"\$\{(aws_\w+\.\w+)", text))
+    used |= {d for labels in main["resource"].values() for body in labels.values() for d in body.get("depends_on", ())}
+    assert used
+    assert used <= there
+    files = render("terraform", RUN, cluster("local"), AWS).files
+    main = json.loads(files["main.tf.json"])
+    for body in main["resource"]["aws_lambda_function"].values():
+        assert body["filename"].removeprefix("${path.module}/") in files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--target", "helm"], "'helm' is not one of 'kuberay', 'ray'"),
+        (["--target", "cfn"], r"functions.backend local \(rule: cfn renders functions of aws_lambda\)"),
+        (["--target", "modal"], r"functions.backend local \(rule: modal renders functions of modal\)"),
+        (["--target", "kuberay", "cluster.name=A_B"], "cluster 'A_B' cannot name a thing of Kubernetes"),
+        (["--target", "ray", "cluster.pools.here.labels={x: 'a b'}"], "pool 'here' has the label x: a b"),
+        (["--target", "ray", "cluster.pools.here.labels={instance_type: m7i}"], "pool 'here' has no label region"),
+        (["--target", "cfn", *AWS, "cluster.functions.aws_lambda.prefix=" + 48 * "p"], None),
+        (["--target", "cfn", *AWS, "functions=[]", "domains.lake.rewards=[]"], "has no reward function that leaves"),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(
+    arguments: list[str], line: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [str(RUN), "--cluster", str(cluster("local")), "-o", str(tmp_path / "out")]
+    code = rollart(["infra", "render", *options, *arguments])
+    told = capsys.readouterr().err
+    if line is None:
+        assert code == 0
+        return
+    assert code == 2, told
+    assert re.search(line, told)
+    assert sum(text.startswith("rollart:") for text in told.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_some_pools_with_instances_and_some_without_are_no_cluster_of_ray_up() -> None:
+    with pytest.raises(SpecError, match="pool 'h20' has no label instance_type"):
+        render(
+            "ray", None, cluster("rollart-96h800-32h20"),
+            ["cluster.pools.h800.labels={instance_type: p5.48xlarge, region: us-east-1}"],
+        )  # fmt: skip
+
+
+def test_files_are_written_and_scripts_can_be_run(tmp_path: Path) -> None:
+    runner = CliRunner()
+    from rollart.cli.main import cli
+
+    done = runner.invoke(
+        cli, ["infra", "render", "--cluster", str(cluster("local")), "--target", "ray", "-o", str(tmp_path)]
+    )
+    assert done.exit_code == 0
+    assert (tmp_path / "pools/here.sh").stat().st_mode & 0o100
+    assert str(tmp_path / "head.sh") in done.stdout
+    assert "next: ./head.sh" in done.stderr
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageFailed, match="file"):
+        write(render("ray", None, cluster("local")), tmp_path / "file")
