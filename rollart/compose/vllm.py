@@ -82,9 +82,6 @@ def _transfer(cpu: bool) -> dict[str, object]:
         "kv_role": "kv_both",  # roles are the router's, and may flip
         "kv_buffer_device": "cpu" if cpu else "cuda",
         "kv_load_failure_policy": "fail",  # the gateway prefills where it decodes, and says so
-        "kv_connector_extra_config": {
-            "backends": ["UCX"],
-            "bidirectional_kv_xfer": True,
-            "kv_lease_duration": KV_LEASE_S,
-        },
+        # Not `bidirectional_kv_xfer`: an update of the weights would wait for every KV that was offered back.
+        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": KV_LEASE_S},
     }

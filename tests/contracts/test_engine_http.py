@@ -89,6 +89,7 @@ class TestPdBySocket(PdContract):
 
     streaming = True
     shared = False
+    vllm = False
 
     @pytest.fixture(autouse=True)
     def _base(self, base: Path, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ class TestPdBySocket(PdContract):
             handoff = Settings(shm=self.shm)
             async with contextlib.AsyncExitStack() as stack, contextlib.AsyncExitStack() as mortal:
                 urls = [await s.enter_async_context(served(self.base, handoff=handoff)) for s in (mortal, stack, stack)]
-                await play_pd(urls, self.base, scenario, mortal, streaming=self.streaming)
+                await play_pd(urls, self.base, scenario, mortal, streaming=self.streaming, vllm=self.vllm)
 
         asyncio.run(body())
 
@@ -113,6 +114,10 @@ class TestPdByHttp(TestPdBySocket):
     """Requests as to vLLM: no stream."""
 
     streaming = False
+
+
+class TestPdByVllmClient(TestPdBySocket):
+    vllm = True
 
 
 @pytest.mark.slow
@@ -135,10 +140,19 @@ class TestPdProcesses(PdContract):
 
 
 async def play_pd(
-    urls: list[str], base: Path, scenario: PdScenario, ends: contextlib.AsyncExitStack, *, streaming: bool
+    urls: list[str],
+    base: Path,
+    scenario: PdScenario,
+    ends: contextlib.AsyncExitStack,
+    *,
+    streaming: bool,
+    vllm: bool = False,
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        engines = [HttpEngine(EngineId(f"e{i}"), url, streaming=streaming) for i, url in enumerate(urls)]
+        engines: list[HttpEngine] = [
+            VllmEngine(EngineId(f"e{i}"), url) if vllm else HttpEngine(EngineId(f"e{i}"), url, streaming=streaming)
+            for i, url in enumerate(urls)
+        ]
         for engine in engines:
             stack.push_async_callback(engine.close)
         async with asyncio.timeout(20):
