@@ -1,4 +1,5 @@
 # make demo     install into .venv and train the quickstart
+# make fleet-demo  the same on a Ray cluster of three kinds of hosts, faked here; a node is killed half-way
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
 # make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
@@ -11,10 +12,13 @@ export OMP_NUM_THREADS ?= 1
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo install lint types layers test test-fast test-slow test-fuzz vllm-test docs benchmarks clean
+.PHONY: demo fleet-demo install lint types layers test test-fast test-slow test-fuzz vllm-test docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
+
+fleet-demo: install $(VENV)/.ray
+	$(BIN)/python benchmarks/fleet_demo.py
 
 install: $(VENV)/.installed
 

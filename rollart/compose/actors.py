@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,8 +25,11 @@ __all__ = [
     "attached",
     "engine_actor",
     "engine_command",
+    "hosts",
     "nodes",
     "part_clock",
+    "resource",
+    "selector",
     "torch_device",
     "trainer_actor",
     "trainer_ranks",
@@ -38,18 +42,45 @@ PYTHON = "ROLLART_VLLM_PYTHON"
 ALIAS = "vllm-model"
 """Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
 
+PROGRAM_CALLS = 4
+"""Calls that a program has at a time: its start, the wait for its end, a stop, and the question for its process."""
+
 
 def nodes(resolved: Resolved) -> list[Node]:
     """Every pool of the cluster is a node of this machine; cores and GPUs are resources by name."""
-    nodes = []
-    for pool in resolved.cluster.pools:
-        nodes.append(Node(pool.name, pool_labels(pool), {_resource(pool): float(pool.count)}, {}))
-    return nodes
+    return [
+        Node(pool.name, pool_labels(pool), {resource(resolved, pool): float(pool.count)}, {})
+        for pool in resolved.cluster.pools
+    ]
+
+
+def hosts(resolved: Resolved) -> list[Node]:
+    """Every host of each pool is a node; a pool that knows no hosts is one. Those of plain cores come first."""
+    found = []
+    for pool in sorted(resolved.cluster.pools, key=lambda pool: pool.device != "cpu"):
+        size = min(pool.devices_per_host or pool.count, pool.count)
+        for number, start in enumerate(range(0, pool.count, size)):
+            total = {resource(resolved, pool): float(min(size, pool.count - start))}
+            found.append(Node(f"{pool.name}-{number}", pool_labels(pool), total, {}))
+    return found
+
+
+def selector(resolved: Resolved, pool: PoolSpec) -> dict[str, str]:
+    """Labels that say where a pool's parts may run: on a cluster of others, those that the pool is given."""
+    if resolved.cluster.runtime.backend == "local" or not pool.labels:
+        return {"pool": pool.name}
+    return dict(pool.labels)
+
+
+def resource(resolved: Resolved, pool: PoolSpec) -> str:
+    """What a device of the pool counts as: a type of one's own of generation `cpu` is a core as well."""
+    cores = {"cpu", *(device.name for device in resolved.cluster.devices if device.generation == "cpu")}
+    return "CPU" if pool.device in cores else "GPU"
 
 
 def torch_device(resolved: Resolved, assignment: Assignment) -> str:
     """What a part computes on, in torch's words: the device of the pool that the plan put it in."""
-    return "cpu" if _resource(_pool(resolved, assignment)) == "CPU" else "cuda"
+    return "cpu" if resource(resolved, _pool(resolved, assignment)) == "CPU" else "cuda"
 
 
 def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> ResourceClock:
@@ -82,7 +113,7 @@ def trainer_ranks(resolved: Resolved) -> int:
     """Processes of the embedded trainer: what the cluster spec says, else one per GPU, or one for all cores. SpecError
     if the plan's devices do not allow it."""
     assignment, given = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.ranks
-    devices, gpus = len(assignment.devices), _resource(_pool(resolved, assignment)) == "GPU"
+    devices, gpus = len(assignment.devices), resource(resolved, _pool(resolved, assignment)) == "GPU"
     ranks = given or (devices if gpus else 1)
     if ranks > devices or (gpus and ranks != devices):
         rule = "the number of its GPUs" if gpus else "at most its cores"
@@ -163,10 +194,6 @@ def _pool(resolved: Resolved, assignment: Assignment) -> PoolSpec:
     return next(p for p in resolved.cluster.pools if p.name == assignment.pool)
 
 
-def _resource(pool: PoolSpec) -> str:
-    return "CPU" if pool.device == "cpu" else "GPU"
-
-
 def _program(
     resolved: Resolved,
     directory: Path,
@@ -181,22 +208,29 @@ def _program(
     """`together`: the program can use several GPUs."""
     name, devices = assignment.name, len(assignment.devices)
     pool = _pool(resolved, assignment)
-    resource = _resource(pool)
+    kind = resource(resolved, pool)
+    on_ray = resolved.cluster.runtime.backend == "ray"
     threads = str(max(1, devices // processes))
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **env}
-    if resource == "GPU":
+    if kind == "GPU":
         if devices > 1 and not (together or assignment.role is Role.TRAINER):
             raise SpecError(
                 f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine has no tensor "
                 "parallelism)",
                 remedy="give engines.count with threads 1, or keep placement.tensor_parallel at 1",
             )
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.devices))
-    return ActorSpec(
+        if not on_ray:  # which sets it to the devices that it grants
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.devices))
+    spec = ActorSpec(
         name=name,
         factory="rollart.adapters.clusters.program:Program",
         args=(name, module, arguments, str(_log(directory, name))),
         kwargs={"env": env},
-        resources={resource: float(devices)},
-        labels={"pool": pool.name},
+        resources={kind: float(devices)},
+        labels=selector(resolved, pool),
+    )
+    if not on_ray:
+        return spec
+    return replace(
+        spec, factory="rollart.adapters.clusters.ray_host:NodeProgram", max_restarts=-1, max_concurrency=PROGRAM_CALLS
     )

@@ -1,4 +1,4 @@
-"""Engines on this machine's devices: who holds which, what that costs, and their processes."""
+"""Engines on the cluster's devices: who holds which, what that costs, and their processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.types import Assignment, Role
-from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.compose.actors import attached, engine_actor, part_clock, unused_clock
@@ -21,7 +20,7 @@ from rollart.fleet import EngineKind
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId
-from rollart.ports import Handle
+from rollart.ports import Handle, Runtime
 from rollart.runtime.fleet import Placed
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
@@ -45,7 +44,7 @@ class LocalSite:
     """
 
     def __init__(
-        self, resolved: Resolved, directory: Path, ledger: Ledger, runtime: LocalRuntime, *, names: Iterable[str] = ()
+        self, resolved: Resolved, directory: Path, ledger: Ledger, runtime: Runtime, *, names: Iterable[str] = ()
     ) -> None:
         """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one."""
         self._resolved = resolved

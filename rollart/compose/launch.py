@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rollart.compose.adopted import Start, start_from
+from rollart.compose.clusters import tell
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
@@ -84,6 +85,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 background.create_task(parts.ledger.watch(), name="ledger"),
                 background.create_task(parts.watchdog().run(), name="watchdog"),
             ]
+            if resolved.cluster.runtime.backend == "ray":
+                watchers.append(background.create_task(tell(parts.runtime, parts.say), name="cluster"))
             parts.say("starting", "run", directory=str(directory), resume=resume)
             if start.moved or start.why_not:
                 parts.say("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)

@@ -40,7 +40,10 @@ class EngineProgram:
         return self._client
 
     async def wait(self) -> str:
-        return str(await self._program.call("wait"))
+        try:
+            return str(await self._program.call("wait"))
+        except PartDied as error:  # not the program alone, but the actor that held it, or its node
+            return error.message
 
     async def close(self) -> None:
         if self._client is not None:
@@ -126,7 +129,11 @@ class TrainerProgram:
         await self.close()
         now = asyncio.get_running_loop().time()
         self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", {"restarts": self._restarts}))
-        await self.start()
+        try:
+            await self.start()
+        except PartDied:  # its node may have died, and be known as dead only now
+            await self.recover()
+            return
         current = self._current()
         if current is not None:
             await self.restore(current)

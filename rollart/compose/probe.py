@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -22,6 +22,7 @@ from rollart.compose.prepare import prepare_tokenizer, trainer_config
 from rollart.model import EngineId, GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
 from rollart.ports import Handle
 from rollart.spec.resolve import Resolved
+from rollart.spec.runtime import RuntimeSpec
 
 __all__ = ["PASSES", "RUNGS", "SHAPES", "Rung", "Shape", "TrainRow", "cpu_of", "cpu_of_reaped", "probe"]
 
@@ -89,10 +90,11 @@ class TrainRow:
 async def probe(
     resolved: Resolved, directory: Path, *, device: str = "cpu", passes: int = PASSES
 ) -> tuple[list[Row], list[TrainRow]]:
-    """Start both parts as a run would, under `directory`, and measure them; both are stopped before it returns.
+    """Start both parts on this machine, under `directory`, and measure them; both are stopped before it returns.
 
     Engine rows are of kind `turn`, for `placement.calibrate.fit`, and name the `device`.
     """
+    resolved = replace(resolved, cluster=resolved.cluster.model_copy(update={"runtime": RuntimeSpec()}))
     tokenizer = prepare_tokenizer(resolved, directory)
     config = trainer_config(resolved, directory, tokenizer)
     runtime = LocalRuntime(nodes(resolved))

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.rewards.beside import Scorers
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.compose.actors import nodes, part_clock, trainer_actor
+from rollart.compose.actors import part_clock, trainer_actor
 from rollart.compose.adopted import Start
+from rollart.compose.clusters import opened
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parallelism import embedded_settings, lending_settings
@@ -36,7 +36,7 @@ from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
-from rollart.ports import RunEvent
+from rollart.ports import RunEvent, Runtime
 from rollart.runtime.buffer import Column, Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -71,7 +71,7 @@ class Parts:
     directory: Path
     progress: Callable[[RunEvent], None]
     ledger: Ledger
-    runtime: LocalRuntime
+    runtime: Runtime
     leases: Leases
     tokenizer: HubTokenizer
     domains: Sequence[Domain]
@@ -350,9 +350,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         ledger = stack.enter_context(Ledger(directory, clock=loop.time, config=resolved.to_dict()))
         spent_before = ledger.spent_usd
         leases = Leases(ledger)
-        runtime = LocalRuntime(nodes(resolved))
-        await runtime.start()
-        stack.push_async_callback(runtime.close)
+        runtime = await stack.enter_async_context(opened(resolved, directory))
         others = [a for a in resolved.plan.assignments if a.role not in SERVING]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
         for clock in by_part.values():

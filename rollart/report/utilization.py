@@ -18,7 +18,7 @@ __all__ = ["utilization"]
 
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
-    tables = (_resources(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
+    tables = (_resources(rows), _down(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
               _filtered(rows), shares(rows), _concurrency(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
@@ -38,6 +38,16 @@ def _resources(rows: RunRows) -> Table:
         shares = [by_state.get(state, 0.0) / life if life else None for state in [*states, *extra]]
         found.append((resource, role, life, *shares))
     return Table("resources", "Resources", columns, tuple(found))
+
+
+def _down(rows: RunRows) -> Table:
+    """Seconds that resources were lost, by cause: from the death of an engine or a trainer until it serves again."""
+    lost: dict[tuple[str, str], float] = defaultdict(float)
+    for i in rows.intervals:
+        if i.state == State.DOWN or (i.state == State.STARTUP and i.cause):
+            lost[i.cause, i.resource] += i.seconds
+    columns = (Column("cause"), Column("resource"), Column("seconds", "seconds"))
+    return Table("down", "Lost seconds by cause", columns, tuple((*key, s) for key, s in sorted(lost.items())))
 
 
 def _rates(rows: RunRows) -> Table:

@@ -33,6 +33,10 @@ FORGIVEN_S = 600.0
 """An engine that served this long since its last start has its restarts forgiven: the bound is against crash loops."""
 
 
+ENGINE_RESTART = "engine_restart"
+"""Why an engine starts once more: it was lost."""
+
+
 class EnginePart(Protocol):
     """An engine's process as supervise sees it."""
 
@@ -105,10 +109,11 @@ class EngineSupervisor:
         if event is not None:
             event.set()
 
-    async def start(self, part: EnginePart, seat: Seat | None = None) -> None:
-        """Start the engine and let it join the gateway, in `seat` if it is new there."""
+    async def start(self, part: EnginePart, seat: Seat | None = None, *, cause: str = "") -> None:
+        """Start the engine and let it join the gateway, in `seat` if it is new there; `cause` of a start that was lost
+        time."""
         shares = self._shares[part.id]
-        shares.hold(State.STARTUP)
+        shares.hold(State.STARTUP, cause)
         self._suspicion[part.id] = asyncio.Event()
         weights = self._weights()
         self._starting[part.id] = weights.version
@@ -151,7 +156,7 @@ class EngineSupervisor:
                         return
                     raise PartDied(part.id, f"{cause}, after {self._max_restarts} restarts", remedy="see its log")
                 try:
-                    await self.start(part)
+                    await self.start(part, cause=ENGINE_RESTART)
                     served_since = loop.time()
                     break
                 except (PartDied, LeaseExpired, EngineError) as error:

@@ -9,6 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollart.spec.base import Entry, Name
 from rollart.spec.prices import PriceEntry
+from rollart.spec.runtime import RuntimeSpec
 from rollart.spec.vllm import VllmSpec
 
 __all__ = [
@@ -295,6 +296,7 @@ class ClusterSpec(Entry):
     engines: EnginesSpec = Field(default_factory=EnginesSpec, description="Inference engines.")
     trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="The trainer.")
     functions: ClusterFunctions = Field(default_factory=ClusterFunctions, description="Where reward functions run.")
+    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="What starts the parts.")
     calibration: list[str] = Field(
         default_factory=list,
         description="Files that `rollart calibrate` wrote, relative to the cluster file: measured constants.",

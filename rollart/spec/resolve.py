@@ -150,7 +150,10 @@ def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple
     )
     # A run's directory keeps the specs, from where relative paths would mean something else.
     measured = [str((cluster_path.parent / name).resolve()) for name in cluster_spec.calibration]
-    return cluster_spec.model_copy(update={"calibration": measured}), prices
+    runtime = cluster_spec.runtime
+    if runtime.token is not None:
+        runtime = runtime.model_copy(update={"token": str((cluster_path.parent / runtime.token).resolve())})
+    return cluster_spec.model_copy(update={"calibration": measured, "runtime": runtime}), prices
 
 
 def forecast(specs: Specs) -> Resolved:

@@ -294,6 +294,7 @@ SHIPPED = [
     ("quickstart", "one-h200"),
     ("quickstart", "local"),
     ("quickstart", "local-vllm"),
+    ("quickstart", "ray-fake"),
 ]
 
 

@@ -193,6 +193,11 @@ def _connect(address: str) -> None:
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
     logging.getLogger("ray").setLevel(logging.ERROR)
+    with contextlib.suppress(ImportError):
+        from ray._private import worker
+
+        # Ray prints pages about every raylet that dies to our stdout, log_to_driver or not: our events say it.
+        worker.print_to_stdstream = lambda *_, **__: None
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:

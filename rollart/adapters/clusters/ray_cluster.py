@@ -7,7 +7,10 @@ else on the machine is touched: `ray stop` would end every Ray there is.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
 import secrets
 import shutil
 import signal
@@ -18,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollart.adapters.clusters.pdeathsig import die_with_parent
 from rollart.adapters.clusters.program import Program
 from rollart.ports import Node
 
@@ -25,10 +29,12 @@ __all__ = ["MODULE", "TOKEN", "PrivateCluster", "auth", "health_settings", "prep
 
 MODULE = "rollart.adapters.clusters.ray_cluster"
 
-NODES, RAYLETS, TOKEN = "nodes.json", "raylets.json", "token"
+NODES, RAYLETS, TOKEN, TEMPORARY = "nodes.json", "raylets.json", "token", "temporary"
 
 STORE_BYTES = 80 * 2**20
 """Object store of a node: nothing of a run goes through it but arguments and results of calls."""
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 LOOK_S = 0.25
 """How often the program looks for raylets that ended: one that is not reaped keeps its workers alive."""
@@ -69,6 +75,9 @@ class PrivateCluster:
 
     async def start(self) -> str:
         """Its address. `PartDied` with what Ray said if it does not come up."""
+        left = self._directory / TEMPORARY
+        if left.exists():  # by a controller that was killed
+            shutil.rmtree(left.read_text(), ignore_errors=True)
         self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
         env = prepare(self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary)
         log = self._directory / "cluster.log"
@@ -91,6 +100,7 @@ def prepare(directory: Path, nodes: Sequence[Node], *, health_s: float, temporar
     told = [{"name": n.id, "labels": dict(n.labels), "total": dict(n.total)} for n in nodes]
     config = {"nodes": told, "system": health_settings(health_s)}
     (directory / NODES).write_text(json.dumps(config, indent=2) + "\n")
+    (directory / TEMPORARY).write_text(temporary)
     return {**auth(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -101,9 +111,6 @@ def raylet(directory: Path, node: str) -> int:
 
 def main(directory: Path) -> None:
     """Start the nodes and keep them until SIGTERM."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     config = json.loads((directory / NODES).read_text())
     from ray.cluster_utils import Cluster
 
@@ -114,11 +121,44 @@ def main(directory: Path) -> None:
     cluster.wait_for_nodes()
     raylets = {name: node.all_processes["raylet"][0].process for name, node in nodes.items()}
     (directory / RAYLETS).write_text(json.dumps({name: p.pid for name, p in raylets.items()}))
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())  # in place of Ray's handlers, which drain node after node
     print(f"ready {cluster.address}", flush=True)
+    die_with_parent(os.getppid(), signal.SIGTERM)  # no longer SIGKILL: some of Ray's would live on for a minute
     while not stop.wait(LOOK_S):
         for process in raylets.values():
             process.poll()
-    cluster.shutdown()
+    end_descendants()
+    os._exit(0)  # Ray's own shutdown would look for what is gone
+
+
+def end_descendants() -> None:
+    """Kill every process below this one, and those that their parents' deaths orphan; returns when all are reaped."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    while found := _descendants(os.getpid()):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        threading.Event().wait(0.02)
+
+
+def _descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, look = [], [pid]
+    while look:
+        below = children.get(look.pop(), [])
+        found += below
+        look += below
+    return found
 
 
 def _arguments(node: Mapping[str, Any], system: Mapping[str, int] | None) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""Which runtime starts the parts: this machine's, or Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from rollart.adapters.clusters.labels import matches
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.compose.actors import hosts, nodes, resource, selector
+from rollart.errors import SpecError, UsageError
+from rollart.ports import Runtime
+from rollart.spec.resolve import Resolved
+
+__all__ = ["opened", "tell"]
+
+LOOK_S = 0.25
+"""Seconds between two looks whether the nodes of the plan have joined."""
+
+TOLD = {
+    "node_up": "node_joined",
+    "node_down": "node_lost",
+    "actor_started": "actor_placed",
+    "actor_restarted": "actor_placed",
+}
+"""Events of a cluster that go to the ledger, by their names there."""
+
+
+@contextlib.asynccontextmanager
+async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[Runtime]:
+    """The cluster's runtime, started, with a node for every part of the plan; at the end all of it is stopped."""
+    async with contextlib.AsyncExitStack() as stack:
+        spec = resolved.cluster.runtime
+        runtime: Runtime
+        if spec.backend == "local":
+            runtime = LocalRuntime(nodes(resolved))
+        else:
+            runtime = await _ray(resolved, directory, stack)
+        await runtime.start()
+        stack.push_async_callback(runtime.close)
+        if spec.backend == "ray":
+            await _joined(resolved, runtime)
+        yield runtime
+
+
+async def tell(runtime: Runtime, say: Callable[..., None]) -> None:
+    """What happens to the cluster, for the ledger and for whoever watches; for as long as it runs."""
+    async for event in runtime.events():
+        if event.kind in TOLD:
+            node = {"node": event.detail} if event.detail else {}
+            say(TOLD[event.kind], event.subject, **node)
+
+
+async def _ray(resolved: Resolved, directory: Path, stack: contextlib.AsyncExitStack) -> Runtime:
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None:
+        raise SpecError("runtime.backend is 'ray', and Ray is not installed", remedy="pip install 'rollart[ray]'")
+    from rollart.adapters.clusters.ray import RayRuntime
+    from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth
+
+    spec = resolved.cluster.runtime
+    if spec.address != "local":
+        return RayRuntime(spec.address, env={} if spec.token is None else auth(Path(spec.token)))
+    cluster = PrivateCluster(directory / "ray", hosts(resolved), health_s=spec.health_s)
+    stack.push_async_callback(cluster.close)
+    return RayRuntime(await cluster.start(), env=auth(cluster.token))
+
+
+async def _joined(resolved: Resolved, runtime: Runtime) -> None:
+    """Wait until the nodes that are there have the devices of the plan. `UsageError` names the pool that lacks some."""
+    limit = resolved.cluster.runtime.wait_s
+    try:
+        async with asyncio.timeout(limit):
+            while _lacking(resolved, runtime):
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        lacking = "; ".join(_lacking(resolved, runtime))
+        raise UsageError(
+            f"after {limit:g} s the cluster lacks nodes for the plan: {lacking}",
+            remedy="start nodes with these labels (ray start --labels), or raise runtime.wait_s",
+        ) from None
+
+
+def _lacking(resolved: Resolved, runtime: Runtime) -> list[str]:
+    found = []
+    for pool in resolved.cluster.pools:
+        kind, labels = resource(resolved, pool), selector(resolved, pool)
+        wanted = sum(len(a.devices) for a in resolved.plan.assignments if a.pool == pool.name)
+        there = sum(n.total.get(kind, 0.0) for n in runtime.nodes() if matches(labels, n.labels))
+        if there < wanted:
+            found.append(f"pool '{pool.name}' needs {wanted} {kind} on nodes with {labels}, there are {there:g}")
+    return found

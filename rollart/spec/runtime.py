@@ -1,0 +1,48 @@
+"""The cluster spec's `runtime`: what starts the parts of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollart.spec.base import Entry
+
+__all__ = ["RuntimeSpec"]
+
+
+class RuntimeSpec(Entry):
+    """What starts engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
+
+    backend: Literal["local", "ray"] = Field(
+        default="local", description="`local`: processes of this machine; `ray`: actors on the nodes of a Ray cluster."
+    )
+    address: str = Field(
+        default="local",
+        min_length=1,
+        description="Of the Ray cluster: `local`: a private one on this machine while the run runs, with a node per "
+        "host of each pool; `auto`: the one that RAY_ADDRESS names; `host:port`.",
+    )
+    token: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the cluster's token, relative to the cluster file; if not given, Ray's own rules.",
+    )
+    wait_s: float = Field(
+        default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs and that are not there."
+    )
+    health_s: float = Field(
+        default=10.0,
+        ge=0.5,
+        le=600,
+        description="Seconds of silence after which a node of a `local` cluster counts as lost; a quarter of it after "
+        "its process was killed.",
+    )
+
+    @model_validator(mode="after")
+    def _only_ray_has_an_address(self) -> RuntimeSpec:
+        if self.backend == "local" and (self.address != "local" or self.token is not None):
+            raise ValueError("address and token are for backend: ray")
+        if self.address.startswith("ray://"):
+            raise ValueError("host:port of the cluster itself: Ray's client (ray://) is not supported")
+        return self
