@@ -31,7 +31,10 @@ def infra() -> None:
     metavar="DIR",
     help="Where the files go; those of the same name are replaced.",
 )
-@click.option("--image", help="Image of the pods or hosts. Default: rollart:VERSION, built from infra/Dockerfile.")
+@click.option(
+    "--image",
+    help="Image of the pods or hosts. Default: of infra/Dockerfile, rollart:VERSION, or rollart-vllm:VERSION for vLLM.",
+)
 @click.option("--namespace", help="Of Kubernetes. Default: default.")
 def render(
     arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: str | None, namespace: str | None
@@ -42,13 +45,13 @@ def render(
     instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
     functions as Modal apps. Same specs, same bytes.
     """
-    from rollart.compose.infra import IMAGE, NAMESPACE
+    from rollart.compose.infra import NAMESPACE
     from rollart.compose.infra import render as rendered
     from rollart.infra.files import write
 
     run, overrides = split_arguments(arguments)
     with native_output_to_stderr():
-        files = rendered(target, run, cluster, overrides, image=image or IMAGE, namespace=namespace or NAMESPACE)
+        files = rendered(target, run, cluster, overrides, image=image, namespace=namespace or NAMESPACE)
     for path in write(files, output):
         click.echo(str(path))
     for step in files.steps:

@@ -26,7 +26,7 @@ from rollart.spec.resolve import Specs, read_specs, resolve_specs
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.deploy.package import Package
 
-__all__ = ["IMAGE", "NAMESPACE", "RAY_VERSION", "TARGETS", "render"]
+__all__ = ["NAMESPACE", "RAY_VERSION", "TARGETS", "render"]
 
 NODES = ("kuberay", "ray")
 """Targets that the pools are for; the others are for reward functions."""
@@ -38,8 +38,8 @@ NAMESPACE = "default"
 RAY_VERSION = "2.60.0"
 """What our images have, and what the Ray runtime is tested on."""
 
-IMAGE = f"rollart:{metadata.version('rollart')}"
-"""As infra/Dockerfile is built."""
+IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
+"""As infra/Dockerfile is built, by kind of engine."""
 
 
 def render(
@@ -48,13 +48,14 @@ def render(
     cluster: Path,
     overrides: Sequence[str] = (),
     *,
-    image: str = IMAGE,
+    image: str | None = None,
     namespace: str = NAMESPACE,
 ) -> Rendered:
     """The files of one of `TARGETS`. With a run, pools have as many rented hosts as its plan uses. SpecError where a
     spec has nothing for the target; same specs, same bytes."""
     specs = read_specs(run, cluster, overrides)
     if target in NODES:
+        image = image or f"{IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"
         return _nodes(target, specs, run, cluster, overrides, image, namespace)
     provider = PROVIDER[target]
     chain = specs.cluster.functions.chain

@@ -6,6 +6,9 @@ import re
 import tomllib
 from pathlib import Path
 
+from rollart.compose.infra import render
+from rollart.spec.load import builtin
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "infra/Dockerfile").read_text()
 
@@ -14,6 +17,12 @@ def test_what_is_copied_is_there() -> None:
     copied = [name for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]]
     assert {"pyproject.toml", "rollart", "placement", "serverless"} <= set(copied)
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_pods_of_vllm_engines_have_its_image() -> None:
+    files = render("kuberay", None, builtin("clusters/local-vllm.yaml")).files
+    assert b"image: rollart-vllm:" in files["raycluster.yaml"]
+    assert "-t rollart-vllm:" in DOCKERFILE
 
 
 def test_what_is_installed_is_declared() -> None:
