@@ -1,0 +1,378 @@
+"""Versions across clusters: pushed once over the slow link into a store near the engines, pulled from there by many
+(RollArt §3: weights in buckets through a store, so that the slow link carries each of them once).
+
+A version's files are cut into *buckets* of equal size, which go by the hash of their bytes:
+
+    buckets/<sha256>          a bucket; one that did not change since an earlier version is there already
+    versions/v000003.json     which buckets make which file: written last, so a version is there whole or not at all
+
+Nothing is overwritten, so a reader can never see two versions mixed: it asks for buckets by what they must contain,
+checks that they do, and makes the version visible on its own disk (`COMPLETE`, then a rename) when it has all. A reader
+that still pulls what is being collected fails, and has no version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.adapters.weights.objects import Objects
+from rollart.errors import StorageFailed
+
+__all__ = ["Arrivals", "BucketPusher", "BucketWeightStore", "FileEntry", "Manifest", "Pulled", "Pushed", "serving"]
+
+BUCKET_BYTES = 256 * 2**20
+"""RollArt moves 1 GB; smaller ones overlap better where a version is smaller than 10 GB."""
+
+MANIFEST = "buckets.json"
+"""In a pulled directory: of which buckets it was made, so that the next version takes from it what did not change."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a version: its buckets' hashes in order, all of `bucket` bytes but the last."""
+
+    name: str
+    size: int
+    bucket: int
+    digests: tuple[str, ...]
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(hash, offset, bytes) of each bucket."""
+        return [(d, i * self.bucket, min(self.bucket, self.size - i * self.bucket)) for i, d in enumerate(self.digests)]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a version is made of."""
+
+    version: int
+    files: tuple[FileEntry, ...]
+
+    @property
+    def digests(self) -> set[str]:
+        return {digest for file in self.files for digest in file.digests}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def encode(self) -> bytes:
+        files = [[f.name, f.size, f.bucket, list(f.digests)] for f in self.files]
+        return json.dumps({"schema": 1, "version": self.version, "files": files}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """`StorageFailed` for bytes that are none."""
+        try:
+            raw = json.loads(data)
+            files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])
+            return cls(int(raw["version"]), files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
+
+
+class Arrivals:
+    """Which buckets of a version that is being pushed are in the store: a puller waits for each, so that pulling begins
+    with the first. Unblocked by the pusher, by its end in any case."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._there: set[str] = set()
+        self._over: StorageFailed | None = None
+        self._changed = asyncio.Condition()
+
+    async def wait(self, digest: str) -> None:
+        """`StorageFailed` if the push ended without it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: digest in self._there or self._over is not None)
+        if digest not in self._there:
+            raise self._over or StorageFailed("the push ended early")
+
+    async def came(self, digests: set[str]) -> None:
+        async with self._changed:
+            self._there |= digests
+            self._changed.notify_all()
+
+    async def end(self) -> None:
+        async with self._changed:
+            self._over = StorageFailed(f"version {self.manifest.version} was not pushed whole")
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What one push moved. `sent` bytes crossed the link; the rest was in the store already."""
+
+    version: int
+    bytes: int
+    sent: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What one pull moved. `accumulated_s` is the sum over its buckets (RA-16), `seconds` from its begin to its end."""
+
+    version: int
+    bytes: int
+    received: int
+    accumulated_s: float
+    seconds: float
+
+
+def serving(name: str) -> bool:
+    """What engines need of a version: not the optimizer's state, nor the marker, which each reader writes anew."""
+    return not name.startswith("trainer/") and name not in (MARKER, MANIFEST)
+
+
+class BucketPusher:
+    """The trainer's side. One push or collection at a time; others wait for it."""
+
+    def __init__(
+        self, objects: Objects, *, bucket_bytes: int = BUCKET_BYTES, streams: int = 4,
+        wanted: Callable[[str], bool] = serving,
+    ) -> None:  # fmt: skip
+        if bucket_bytes < 1 or streams < 1:
+            raise ValueError(f"buckets of {bucket_bytes} bytes in {streams} streams (rule: at least 1)")
+        self._objects = objects
+        self._bucket = bucket_bytes
+        self._streams = streams
+        self._wanted = wanted
+        self._turn = asyncio.Lock()
+
+    async def prepare(self, version: int, path: str) -> Arrivals:
+        """Read a published directory and hash it. What pullers wait on meanwhile; give it to `push`."""
+        return Arrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._wanted))
+
+    async def push(self, path: str, arrivals: Arrivals) -> Pushed:
+        """Send the buckets that the store lacks, then the version. `StorageFailed`: the version is not there, and what
+        was sent is collected some time."""
+        loop, manifest = asyncio.get_running_loop(), arrivals.manifest
+        async with self._turn:
+            began = loop.time()
+            try:
+                present = await self._objects.keys("buckets/")
+                lacking = self._lacking(path, manifest, present)
+                await arrivals.came({d for d in manifest.digests if _key(d) in present})
+                gate = asyncio.Semaphore(self._streams)
+                async with _failing_once(), asyncio.TaskGroup() as group:
+                    for place in lacking:
+                        group.create_task(self._send(*place, arrivals, gate))
+                await self._objects.put(_name(manifest.version), manifest.encode())
+            finally:
+                await arrivals.end()
+            sent = sum(count for *_, count in lacking)
+            return Pushed(manifest.version, manifest.size, sent, loop.time() - began)
+
+    async def collect(self, keep: Sequence[int]) -> int:
+        """Remove versions that are not in `keep`, and then the buckets that no version has; how many. The version goes
+        first: what is half collected is not there."""
+        async with self._turn:
+            names = await self._objects.keys("versions/")
+            kept = {_name(version) for version in keep} & names
+            await self._objects.delete(names - kept)
+            used = set[str]()
+            for name in sorted(kept):
+                used |= {_key(d) for d in Manifest.decode(await self._objects.get(name)).digests}
+            unused = await self._objects.keys("buckets/") - used
+            await self._objects.delete(unused)
+            return len(unused)
+
+    def _lacking(self, path: str, manifest: Manifest, present: set[str]) -> list[tuple[Path, str, int, int]]:
+        """(file, hash, offset, bytes) of each bucket that is not there, each once."""
+        places: dict[str, tuple[Path, str, int, int]] = {}
+        for file in manifest.files:
+            for digest, offset, count in file.spans():
+                if _key(digest) not in present:
+                    places.setdefault(digest, (Path(path) / file.name, digest, offset, count))
+        return list(places.values())
+
+    async def _send(
+        self, file: Path, digest: str, offset: int, count: int, arrivals: Arrivals, gate: asyncio.Semaphore
+    ) -> None:
+        async with gate:
+            data = await asyncio.to_thread(_read, file, offset, count)
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise StorageFailed(f"{file} changed while it was pushed")
+            await self._objects.put(_key(digest), data)
+        await arrivals.came({digest})
+
+
+class BucketWeightStore:
+    """One host's copies. Implements `WeightStore` over its own directory; `pull` brings a version there. Pulls of the
+    same version wait for one another: engines of a host share one copy."""
+
+    def __init__(self, objects: Objects, root: str | Path, *, streams: int = 4) -> None:
+        self._objects = objects
+        self._root = Path(root)
+        self._local = DirectoryWeightStore(root)
+        self._streams = streams
+        self._pulling: dict[int, asyncio.Lock] = {}
+        self._numbers = itertools.count()
+
+    def path(self, version: int) -> str:
+        return self._local.path(version)
+
+    def complete(self, version: int) -> bool:
+        return self._local.complete(version)
+
+    def versions(self) -> list[int]:
+        return self._local.versions()
+
+    def prune(self, keep: Sequence[int]) -> None:
+        """Here; the store is the pusher's (`collect`). What a process that is gone had begun to pull goes too."""
+        for leftover in self._root.glob(".pull-v*"):
+            owner = leftover.name.split(".")[2]
+            if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+                shutil.rmtree(leftover, ignore_errors=True)
+        self._local.prune(keep)
+
+    async def pull(self, version: int, arrivals: Arrivals | None = None) -> Pulled:
+        """Returns when the version is complete here. With `arrivals` it may still be on its way into the store.
+        `StorageFailed`: it is not here, and nothing of it is left."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with self._pulling.setdefault(version, asyncio.Lock()):
+            if self.complete(version):
+                return Pulled(version, 0, 0, 0.0, loop.time() - began)
+            if arrivals is None:
+                manifest = Manifest.decode(await self._objects.get(_name(version)))
+            else:
+                manifest = arrivals.manifest
+            aside = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
+            try:
+                received, spent = await self._fill(aside, manifest, arrivals)
+                await asyncio.to_thread(_seal, aside, Path(self.path(version)), manifest)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, aside, True)
+        return Pulled(version, manifest.size, received, spent, loop.time() - began)
+
+    async def _fill(self, aside: Path, manifest: Manifest, arrivals: Arrivals | None) -> tuple[int, float]:
+        """Bytes that came from the store, and the seconds of each of its buckets, summed."""
+        loop = asyncio.get_running_loop()
+        have = await asyncio.to_thread(self._prepare, aside, manifest)
+        gate = asyncio.Semaphore(self._streams)
+        moved = [0, 0.0]
+
+        async def take(digest: str, targets: list[tuple[Path, int, int]]) -> None:
+            if digest in have:
+                data = await asyncio.to_thread(_read, *have[digest])
+                if hashlib.sha256(data).hexdigest() == digest:
+                    await asyncio.to_thread(_write, targets, data)
+                    return
+            if arrivals is not None:
+                await arrivals.wait(digest)
+            async with gate:
+                began = loop.time()
+                data = await self._objects.get(_key(digest))
+                if hashlib.sha256(data).hexdigest() != digest:
+                    raise StorageFailed(f"bucket {digest[:12]} of version {manifest.version} came damaged")
+                await asyncio.to_thread(_write, targets, data)
+                moved[0] += len(data)
+                moved[1] += loop.time() - began
+
+        places: dict[str, list[tuple[Path, int, int]]] = {}
+        for file in manifest.files:
+            for digest, offset, count in file.spans():
+                places.setdefault(digest, []).append((aside / file.name, offset, count))
+        async with _failing_once(), asyncio.TaskGroup() as group:
+            for digest, targets in places.items():
+                group.create_task(take(digest, targets))
+        return int(moved[0]), moved[1]
+
+    def _prepare(self, aside: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
+        """Empty files of the right sizes; where a bucket lies on this disk already."""
+        try:
+            for file in manifest.files:
+                path = aside / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as handle:
+                    handle.truncate(file.size)
+        except OSError as error:
+            raise StorageFailed(f"cannot write {aside}: {error.strerror}") from error
+        have: dict[str, tuple[Path, int, int]] = {}
+        for version in reversed(self.versions()):
+            directory = Path(self.path(version))
+            with contextlib.suppress(OSError, StorageFailed):
+                for file in Manifest.decode((directory / MANIFEST).read_bytes()).files:
+                    for digest, offset, count in file.spans():
+                        have.setdefault(digest, (directory / file.name, offset, count))
+        return have
+
+
+@contextlib.asynccontextmanager
+async def _failing_once() -> AsyncIterator[None]:
+    """The first of a group's failures alone: the others are its consequences."""
+    try:
+        yield
+    except BaseExceptionGroup as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+def _key(digest: str) -> str:
+    return f"buckets/{digest}"
+
+
+def _name(version: int) -> str:
+    return f"versions/v{version:06d}.json"
+
+
+def _manifest(version: int, path: Path, bucket: int, wanted: Callable[[str], bool]) -> Manifest:
+    try:
+        if not (path / MARKER).is_file():
+            raise StorageFailed(f"{path} has no {MARKER} marker: only whole versions are pushed")
+        names = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
+        return Manifest(version, tuple(_entry(path, name, bucket) for name in names if wanted(name)))
+    except OSError as error:
+        raise StorageFailed(f"cannot read {path}: {error.strerror}") from error
+
+
+def _entry(path: Path, name: str, bucket: int) -> FileEntry:
+    digests = []
+    with (path / name).open("rb") as file:
+        while data := file.read(bucket):
+            digests.append(hashlib.sha256(data).hexdigest())
+    return FileEntry(name, (path / name).stat().st_size, bucket, tuple(digests))
+
+
+def _read(file: Path, offset: int, count: int) -> bytes:
+    try:
+        with file.open("rb") as handle:
+            handle.seek(offset)
+            return handle.read(count)
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+
+
+def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
+    for file, offset, count in targets:
+        try:
+            with file.open("r+b") as handle:
+                handle.seek(offset)
+                handle.write(data[:count])
+        except OSError as error:
+            raise StorageFailed(f"cannot write {file}: {error.strerror}") from error
+
+
+def _seal(aside: Path, final: Path, manifest: Manifest) -> None:
+    """Visible at once and whole."""
+    try:
+        (aside / MANIFEST).write_bytes(manifest.encode())
+        (aside / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version}))
+        aside.rename(final)
+    except OSError as error:
+        raise StorageFailed(f"cannot make {final} visible: {error.strerror}") from error

@@ -1,0 +1,117 @@
+"""Named blobs near those who read them: what weight buckets are stored in (`buckets.py`).
+
+A blob is there whole or not at all, and is never changed: whoever sees a name can read all of it. Keys are words joined
+by `/`. Errors: `StorageFailed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from rollart.errors import StorageFailed
+
+__all__ = ["FileObjects", "MemoryObjects", "Objects"]
+
+
+class Objects(Protocol):
+    """Any number of callers at a time."""
+
+    async def put(self, key: str, data: bytes) -> None: ...
+
+    async def get(self, key: str) -> bytes:
+        """`StorageFailed` if there is no such blob."""
+
+    async def keys(self, prefix: str) -> set[str]:
+        """Every key that starts with `prefix`."""
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        """Those that are not there are passed over."""
+
+    async def aclose(self) -> None: ...
+
+
+class MemoryObjects:
+    """In this process: for one machine, and for tests."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+
+    async def put(self, key: str, data: bytes) -> None:
+        self._blobs[key] = bytes(data)
+
+    async def get(self, key: str) -> bytes:
+        try:
+            return self._blobs[key]
+        except KeyError:
+            raise StorageFailed(f"the weight store has no {key}") from None
+
+    async def keys(self, prefix: str) -> set[str]:
+        return {key for key in self._blobs if key.startswith(prefix)}
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._blobs.pop(key, None)
+
+    async def aclose(self) -> None:
+        return None
+
+
+class FileObjects:
+    """Files below a directory that producers and consumers share: a network file system, a disk, tmpfs."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+        self._numbers = itertools.count()
+
+    async def put(self, key: str, data: bytes) -> None:
+        # A name of its own until it is whole: another host's process may write the same blob.
+        aside = self._root / ".tmp" / f"{os.uname().nodename}-{os.getpid()}-{next(self._numbers)}"
+        await asyncio.to_thread(self._put, aside, self._root / key, data)
+
+    async def get(self, key: str) -> bytes:
+        try:
+            return await asyncio.to_thread((self._root / key).read_bytes)
+        except FileNotFoundError:
+            raise StorageFailed(f"the weight store has no {key}") from None
+        except OSError as error:
+            raise StorageFailed(f"cannot read {self._root / key}: {error.strerror}") from error
+
+    async def keys(self, prefix: str) -> set[str]:
+        return {key for key in await asyncio.to_thread(self._every) if key.startswith(prefix)}
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            try:
+                await asyncio.to_thread((self._root / key).unlink, missing_ok=True)
+            except OSError as error:
+                raise StorageFailed(f"cannot remove {self._root / key}: {error.strerror}") from error
+
+    async def aclose(self) -> None:
+        return None
+
+    def _put(self, aside: Path, final: Path, data: bytes) -> None:
+        try:
+            for path in (aside, final):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.rename(final)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise StorageFailed(f"cannot write {final}: {error.strerror}") from error
+
+    def _every(self) -> list[str]:
+        found = []
+        for directory, inner, names in os.walk(self._root):
+            inner[:] = [name for name in inner if name != ".tmp"]
+            found += [str((Path(directory) / name).relative_to(self._root)) for name in names]
+        return found

@@ -1,0 +1,82 @@
+"""Blobs in S3, or in anything that speaks its protocol, through aiobotocore (extra `aws`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from rollart.errors import StorageFailed, UsageError
+
+__all__ = ["S3Objects"]
+
+DELETED_AT_ONCE = 1000
+"""Keys of one DeleteObjects call: S3's limit."""
+
+
+class S3Objects:
+    """One bucket, keys below `prefix`. Credentials, region and endpoint are the environment's unless given. One event
+    loop; the connection is opened by the first call and closed by `aclose`."""
+
+    def __init__(
+        self, bucket: str, *, prefix: str = "", region: str | None = None, endpoint_url: str | None = None
+    ) -> None:
+        self._bucket = bucket
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._place = {"region_name": region, "endpoint_url": endpoint_url}
+        self._stack = contextlib.AsyncExitStack()
+        self._client: Any = None
+
+    async def put(self, key: str, data: bytes) -> None:
+        async with self._call(f"write {key}") as client:
+            await client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=data)
+
+    async def get(self, key: str) -> bytes:
+        async with self._call(f"read {key}") as client:
+            answer = await client.get_object(Bucket=self._bucket, Key=self._prefix + key)
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+        return data
+
+    async def keys(self, prefix: str) -> set[str]:
+        found: set[str] = set()
+        async with self._call(f"list {prefix}") as client:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix + prefix)
+            async for page in pages:
+                found |= {one["Key"].removeprefix(self._prefix) for one in page.get("Contents", ())}
+        return found
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        every = sorted(keys)
+        for start in range(0, len(every), DELETED_AT_ONCE):
+            listed = [{"Key": self._prefix + key} for key in every[start : start + DELETED_AT_ONCE]]
+            async with self._call(f"remove {len(listed)} blobs") as client:
+                answer = await client.delete_objects(Bucket=self._bucket, Delete={"Objects": listed, "Quiet": True})
+                for error in answer.get("Errors", ()):
+                    raise StorageFailed(f"the weight store cannot remove {error['Key']}: {error['Message']}")
+
+    async def aclose(self) -> None:
+        self._client = None
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def _call(self, what: str) -> AsyncIterator[Any]:
+        """The client; its errors become ours."""
+        try:
+            from aiobotocore.session import get_session
+            from botocore.exceptions import BotoCoreError, ClientError
+        except ImportError as error:
+            raise UsageError("weights in S3 need aiobotocore", remedy="pip install 'rollart[aws]'") from error
+        try:
+            if self._client is None:
+                self._client = await self._stack.enter_async_context(
+                    get_session().create_client("s3", **{k: v for k, v in self._place.items() if v is not None})
+                )
+            yield self._client
+        except ClientError as error:
+            code = error.response.get("Error", {}).get("Code", "")
+            if code in ("NoSuchKey", "404"):
+                raise StorageFailed(f"the weight store has no {what.removeprefix('read ')}") from error
+            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {what}: {error}") from error
+        except BotoCoreError as error:
+            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {what}: {error}") from error

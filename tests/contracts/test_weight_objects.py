@@ -1,0 +1,256 @@
+"""Weights across clusters, the same on every store: whole or not at all, checked, one copy over the slow link."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollart.adapters.weights.buckets import MANIFEST, BucketPusher, BucketWeightStore
+from rollart.adapters.weights.objects import FileObjects, MemoryObjects, Objects
+from rollart.errors import StorageFailed
+from rollart.ports import WeightStore
+
+KINDS = ["memory", "files", pytest.param("s3", marks=pytest.mark.slow)]  # moto's server takes seconds to import
+
+BUCKET = 1000
+
+
+@pytest.fixture(scope="module")
+def s3_url() -> Iterable[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+@pytest_asyncio.fixture(params=KINDS)
+async def objects(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Objects]:
+    if request.param == "s3":
+        import boto3
+
+        from rollart.adapters.weights.s3 import S3Objects
+
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        url = request.getfixturevalue("s3_url")
+        bucket = f"weights-{abs(hash(tmp_path)) % 10**9}"
+        boto3.client("s3", region_name="us-east-1", endpoint_url=url).create_bucket(Bucket=bucket)
+        made: Objects = S3Objects(bucket, prefix="/run-1/", region="us-east-1", endpoint_url=url)
+    else:
+        made = MemoryObjects() if request.param == "memory" else FileObjects(tmp_path / "store")
+    yield made
+    await made.aclose()
+
+
+class Counted:
+    """A store that counts what goes in and out."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.put_bytes = self.got_bytes = 0
+
+    async def put(self, key: str, data: bytes) -> None:
+        self.put_bytes += len(data) * key.startswith("buckets/")
+        await self.objects.put(key, data)
+
+    async def get(self, key: str) -> bytes:
+        data = await self.objects.get(key)
+        self.got_bytes += len(data) * key.startswith("buckets/")
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objects, name)
+
+
+def version(root: Path, number: int, *, changed: Iterable[int] = (), size: int = 5300) -> Path:
+    """A published directory; of its ten buckets only `changed` differ from version 0's."""
+    rng = random.Random(0)
+    directory = root / f"trainer-v{number}"
+    (directory / "trainer").mkdir(parents=True)
+    for part in range(2):
+        data = bytearray(rng.randbytes(size))
+        for bucket in changed:
+            if bucket // 6 == part:
+                data[bucket % 6 * BUCKET] ^= number + 1
+        (directory / f"model-{part}.safetensors").write_bytes(bytes(data))
+    (directory / "config.json").write_text("{}")
+    (directory / "trainer" / "optimizer.safetensors").write_bytes(rng.randbytes(999))
+    (directory / "COMPLETE").write_text(json.dumps({"version": number}))
+    return directory
+
+
+async def push(objects: Objects, path: Path, number: int) -> Any:
+    pusher = BucketPusher(objects, bucket_bytes=BUCKET)
+    return await pusher.push(str(path), await pusher.prepare(number, str(path)))
+
+
+def served(path: str | Path) -> dict[str, bytes]:
+    files = [f for f in Path(path).rglob("*") if f.is_file()]
+    return {str(f.relative_to(path)): f.read_bytes() for f in files if f.name not in ("COMPLETE", MANIFEST)}
+
+
+@pytest.mark.asyncio
+async def test_blobs(objects: Objects) -> None:
+    await objects.put("a/1", b"one")
+    await objects.put("a/2", b"")
+    await objects.put("b/1", b"three")
+    await objects.put("a/1", b"one")
+    assert await objects.get("a/1") == b"one"
+    assert await objects.get("a/2") == b""
+    assert await objects.keys("a/") == {"a/1", "a/2"}
+    await objects.delete(["a/1", "a/9"])
+    assert await objects.keys("") == {"a/2", "b/1"}
+    with pytest.raises(StorageFailed, match="has no a/1"):
+        await objects.get("a/1")
+
+
+@pytest.mark.asyncio
+async def test_what_is_pulled_is_what_was_published_and_engines_of_a_host_share_a_copy(
+    objects: Objects, tmp_path: Path
+) -> None:
+    source = version(tmp_path, 3)
+    counted = Counted(objects)
+    pushed = await push(counted, source, 3)
+    assert pushed.sent == pushed.bytes == counted.put_bytes == 2 * 5300 + 2
+    hosts = [BucketWeightStore(counted, tmp_path / f"host-{i}") for i in range(3)]
+    store: WeightStore = hosts[0]
+    assert store.versions() == []
+    await asyncio.gather(*(host.pull(3) for host in hosts for _ in range(4)))
+    assert counted.put_bytes == pushed.bytes, "one copy over the slow link"
+    assert counted.got_bytes == 3 * pushed.bytes, "one copy for each host"
+    for host in hosts:
+        assert host.versions() == [3]
+        expected = served(source)
+        del expected["trainer/optimizer.safetensors"]
+        assert served(host.path(3)) == expected
+    assert [p.name for p in (tmp_path / "host-0").iterdir()] == ["v000003"]
+
+
+@pytest.mark.asyncio
+async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: Objects, tmp_path: Path) -> None:
+    host = BucketWeightStore(objects, tmp_path / "host")
+    await push(objects, version(tmp_path, 0), 0)
+    await host.pull(0)
+    source = version(tmp_path, 1, changed=[2, 7])
+    assert (await push(objects, source, 1)).sent == 2 * BUCKET
+    pulled = await host.pull(1)
+    assert (pulled.received, pulled.bytes) == (2 * BUCKET, 2 * 5300 + 2)
+    assert served(host.path(1)).items() <= served(source).items()
+    damaged = Path(host.path(1)) / "model-0.safetensors"
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    assert (await push(objects, version(tmp_path, 2), 2)).sent == 0
+    host.prune([1])
+    assert (await host.pull(2)).received == 3 * BUCKET, "what is damaged here is pulled again"
+    assert served(host.path(2)).items() <= served(tmp_path / "trainer-v0").items()
+
+
+@pytest.mark.asyncio
+async def test_pulling_begins_with_the_first_bucket(objects: Objects, tmp_path: Path) -> None:
+    """The last buckets wait until a host has the first: a pull that waited for the whole push would wait for ever."""
+    first_pulled = asyncio.Event()
+
+    class Link(Counted):
+        async def put(self, key: str, data: bytes) -> None:
+            if key.startswith("buckets/") and self.put_bytes >= 3 * BUCKET:
+                await first_pulled.wait()
+            await super().put(key, data)
+
+        async def get(self, key: str) -> bytes:
+            data = await super().get(key)
+            first_pulled.set()
+            return data
+
+    link, source = Link(objects), version(tmp_path, 4)
+    pusher = BucketPusher(link, bucket_bytes=BUCKET, streams=1)
+    arrivals = await pusher.prepare(4, str(source))
+    host = BucketWeightStore(link, tmp_path / "host")
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        pulling = group.create_task(host.pull(4, arrivals))
+        group.create_task(pusher.push(str(source), arrivals))
+    assert pulling.result().received == 2 * 5300 + 2
+    assert served(host.path(4)).items() <= served(source).items()
+
+
+@pytest.mark.asyncio
+async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Objects, tmp_path: Path) -> None:
+    class Cut(Counted):
+        async def put(self, key: str, data: bytes) -> None:
+            if self.put_bytes >= 4 * BUCKET:
+                raise StorageFailed("the link is down")
+            await super().put(key, data)
+
+    cut, source = Cut(objects), version(tmp_path, 5)
+    pusher = BucketPusher(cut, bucket_bytes=BUCKET, streams=2)
+    host = BucketWeightStore(cut, tmp_path / "host")
+    arrivals = await pusher.prepare(5, str(source))
+    results = await asyncio.gather(
+        pusher.push(str(source), arrivals), host.pull(5, arrivals), return_exceptions=True
+    )  # fmt: skip
+    assert [str(r) for r in results] == ["the link is down", "version 5 was not pushed whole"]
+    assert host.versions() == []
+    assert list((tmp_path / "host").iterdir()) == []
+    with pytest.raises(StorageFailed, match=r"has no versions/v000005\.json"):
+        await host.pull(5)
+    assert (await push(objects, source, 5)).sent < 2 * 5300, "what had arrived is not sent again"
+    await host.pull(5)
+
+
+@pytest.mark.asyncio
+async def test_a_damaged_bucket_is_never_seen_by_an_engine(objects: Objects, tmp_path: Path) -> None:
+    await push(objects, version(tmp_path, 6), 6)
+    key = sorted(await objects.keys("buckets/"))[0]
+    data = await objects.get(key)
+    await objects.put(key, b"\0" + data[1:] + b"\0")
+    host = BucketWeightStore(objects, tmp_path / "host")
+    with pytest.raises(StorageFailed, match=r"bucket [0-9a-f]{12} of version 6 came damaged"):
+        await host.pull(6)
+    assert list((tmp_path / "host").iterdir()) == []
+    await objects.put("versions/v000006.json", b"{")
+    with pytest.raises(StorageFailed, match="list of buckets is damaged"):
+        await host.pull(6)
+
+
+@pytest.mark.asyncio
+async def test_old_versions_are_collected_with_the_buckets_that_no_other_has(objects: Objects, tmp_path: Path) -> None:
+    for number, changed in ((0, ()), (1, (2, 7)), (2, (2,))):
+        await push(objects, version(tmp_path, number, changed=changed), number)
+    pusher = BucketPusher(objects, bucket_bytes=BUCKET)
+    before = await objects.keys("buckets/")
+    assert await pusher.collect([1, 2, 9]) == 1, "the bucket 2 of version 0; its 7 is version 2's as well"
+    assert await objects.keys("versions/") == {"versions/v000001.json", "versions/v000002.json"}
+    assert len(await objects.keys("buckets/")) == len(before) - 1
+    host = BucketWeightStore(objects, tmp_path / "host")
+    for number in (1, 2):
+        await host.pull(number)
+    with pytest.raises(StorageFailed):
+        await host.pull(0)
+    assert await pusher.collect([]) == len(before) - 1
+    assert await objects.keys("") == set()
+
+
+@pytest.mark.asyncio
+async def test_only_whole_versions_are_pushed(objects: Objects, tmp_path: Path) -> None:
+    source = version(tmp_path, 7)
+    pusher = BucketPusher(objects, bucket_bytes=BUCKET)
+    arrivals = await pusher.prepare(7, str(source))
+    (source / "model-0.safetensors").write_bytes(b"other" * 2000)
+    with pytest.raises(StorageFailed, match="changed while it was pushed"):
+        await pusher.push(str(source), arrivals)
+    (source / "COMPLETE").unlink()
+    with pytest.raises(StorageFailed, match="has no COMPLETE marker"):
+        await pusher.prepare(7, str(source))
+    assert await objects.keys("versions/") == set()
