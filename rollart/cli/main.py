@@ -25,6 +25,7 @@ from rollart.cli.proxy import proxy
 from rollart.cli.reports import report
 from rollart.cli.rewards import rewards
 from rollart.cli.runs import status, stop
+from rollart.cli.service import service
 from rollart.cli.simulate import simulate
 from rollart.cli.specs import schema, validate
 from rollart.errors import RollartError, UsageError
@@ -47,6 +48,7 @@ for _command in (
     calibrate,
     rewards,
     proxy,
+    service,
     prices,
     validate,
     schema,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import signal
 from pathlib import Path
 
 import click
 
-from rollart.cli.context import INTERRUPTED, json_option
-from rollart.cli.reward_serve import loopback, token_in
-from rollart.errors import UsageError
+from rollart.cli.context import json_option
+from rollart.cli.listening import address, key, serve_until_stopped
 
 __all__ = ["proxy"]
 
@@ -77,42 +73,12 @@ def proxy(
     Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
     /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
     """
-    from rollart.compose.proxy import ProxySettings
+    from rollart.compose.proxy import ProxySettings, proxying
 
-    host, port = _address(listen)
-    token = token_in(token_env)
-    if not token and not loopback(host):
-        raise UsageError(
-            f"--listen {listen} is reachable from elsewhere (rule: with a key, unless it is this machine alone)",
-            remedy="name a variable with a key: --token-env VAR",
-        )
+    host, port = address(listen)
+    token = key(token_env, host)
     settings = ProxySettings(
         engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name
     )
-    asyncio.run(_serve(settings, as_json))
-    raise click.exceptions.Exit(INTERRUPTED)
-
-
-async def _serve(settings: object, as_json: bool) -> None:
-    from rollart.compose.proxy import ProxySettings, proxying
-
-    assert isinstance(settings, ProxySettings)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    async with proxying(settings) as url:
-        if as_json:
-            click.echo(json.dumps({"schema_version": 1, "url": url}))
-        else:
-            click.echo(url)
-            click.echo(f"OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION", err=True)
-            click.echo("Ctrl-C stops it", err=True)
-        await stopped.wait()
-
-
-def _address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"--listen {listen} (rule: HOST:PORT)", remedy="for example 127.0.0.1:8100")
-    return host.strip("[]"), int(port)
+    hint = "OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION"
+    serve_until_stopped(proxying(settings), as_json=as_json, hint=hint)

@@ -1,0 +1,181 @@
+"""AsyncFlow's service interface (arXiv:2507.01663, §6) over HTTP: prompts in, experience in and out by columns, and
+weights announced. Engines and trainers that are not ours plug in here."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from rollart.adapters.service.desk import Desk, Given, Refused, Setup, Task, Wish
+
+__all__ = ["Service"]
+
+MAX_BODY = 256 * 2**20
+"""Longest request body, bytes."""
+
+LONGEST_S = 60.0
+"""Longest wait of one call; clients ask again."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Service:
+    """The routes. The first `setup` makes the desk; an equal one afterwards is welcome, another is refused."""
+
+    def __init__(self, *, token: str = "") -> None:
+        self._token = token
+        self._desk: Desk | None = None
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.put("/v1/setup", self._set_up),
+                web.post("/v1/prompts", self._put_prompts),
+                web.post("/v1/experience", self._put),
+                web.post("/v1/experience/take", self._get),
+                web.post("/v1/groups/{group}/drop", self._drop),
+                web.post("/v1/weights", self._notify),
+                web.get("/v1/weights", self._weights),
+                web.get("/v1/status", self._status),
+                web.get("/health", self._health),
+            ]
+        )
+        return app
+
+    async def _set_up(self, request: web.Request) -> web.Response:
+        setup = _setup(await _body(request))
+        if self._desk is None:
+            self._desk = Desk(setup)
+        elif self._desk.setup != setup:
+            raise Refused("the service is set up otherwise (rule: one setup for all who share it)", 409)
+        return _json(self._desk.status())
+
+    async def _put_prompts(self, request: web.Request) -> web.Response:
+        body, desk = await _body(request), self._at()
+        prompts = [_object(p, "prompts") for p in _list(body, "prompts")]
+        size = _whole(body, "group_size", 1)
+        await desk.room(size * len(prompts), _seconds(body))
+        return _json({"ids": await desk.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0))})
+
+    async def _put(self, request: web.Request) -> web.Response:
+        body, desk = await _body(request), self._at()
+        kept = {}
+        for entry in (_object(r, "rows") for r in _list(body, "rows")):
+            version = entry.get("version")
+            if version is not None and type(version) is not int:
+                raise Refused(f"version is {version!r} (rule: a whole number)")
+            row = str(entry.get("id"))
+            kept[row] = await desk.put(row, _object(entry.get("columns"), "columns"), version)
+        return _json({"kept": kept})
+
+    async def _get(self, request: web.Request) -> web.Response:
+        body, desk = await _body(request), self._at()
+        columns = None if body.get("columns") is None else tuple(map(str, _list(body, "columns")))
+        least = None if body.get("at_least") is None else _whole(body, "at_least", 1)
+        wish = Wish(str(body.get("task")), _whole(body, "count", 1), least, _whole(body, "consumers", 1), columns)
+        batches = await desk.get(wish, _seconds(body))
+        return _json({"batches": [[_row(g) for g in batch] for batch in batches], "version": desk.version})
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        rows = await self._at().drop(request.match_info["group"], str(body.get("reason") or "given up"))
+        return _json({"rows": rows})
+
+    async def _notify(self, request: web.Request) -> web.Response:
+        body, desk = await _body(request), self._at()
+        await desk.notify(_whole(body, "version", 0), str(body.get("path") or ""))
+        return _json({"version": desk.version})
+
+    async def _weights(self, request: web.Request) -> web.Response:
+        after, wait = (_number(request.query.get(name, "-1")) for name in ("after", "timeout_s"))
+        version, path = await self._at().weights(int(after), min(wait, LONGEST_S))
+        return _json({"version": version, "path": path})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json({"schema_version": 1, **self._at().status()})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    def _at(self) -> Desk:
+        if self._desk is None:
+            raise Refused("the service is not set up (rule: PUT /v1/setup first)", 409)
+        return self._desk
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._token and request.path != "/health" and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return _json({"error": "the token is not this service's"}, status=401)
+        try:
+            return await handler(request)
+        except Refused as error:
+            headers = {"Retry-After": "1"} if error.status == 503 else {}
+            return _json({"error": str(error)}, status=error.status, headers=headers)
+        except web.HTTPException as error:
+            return _json({"error": error.reason}, status=error.status)
+
+
+def _setup(body: Mapping[str, Any]) -> Setup:
+    tasks = {}
+    for name, value in _object(body.get("tasks"), "tasks").items():
+        task = _object(value, f"task {name}")
+        tasks[name] = Task(tuple(map(str, _list(task, "columns"))), bool(task.get("whole_groups", False)))
+    if not tasks:
+        raise Refused("tasks is empty (rule: at least one, or nobody would ever free a row)")
+    staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
+    return Setup(tuple(map(str, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
+
+
+def _row(given: Given) -> dict[str, Any]:
+    return {"id": given.id, "group": given.group, "version": given.version, "columns": dict(given.values)}
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    try:
+        value = json.loads(await request.read() or b"{}")
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+    return _object(value, "the body")
+
+
+def _object(value: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise Refused(f"{what} must be a JSON object")
+    return value
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list):
+        raise Refused(f"{name} must be a list")
+    return value
+
+
+def _whole(body: Mapping[str, Any], name: str, default: int) -> int:
+    value = body.get(name, default)
+    if type(value) is not int or value < 0:
+        raise Refused(f"{name} is {value!r} (rule: a whole number, at least 0)")
+    return value
+
+
+def _seconds(body: Mapping[str, Any]) -> float:
+    return min(_number(body.get("timeout_s", 0)), LONGEST_S)
+
+
+def _number(value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise Refused(f"{value!r} is no number") from None
+
+
+def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=json.dumps(value).encode(), status=status, headers=headers or {}, content_type="application/json"
+    )

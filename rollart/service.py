@@ -1,0 +1,132 @@
+"""Client of `rollart service`, for trainers, engines and rewards that are not ours. Standard library alone, so it can
+be copied to where they run.
+
+The calls are AsyncFlow's (arXiv:2507.01663, §6): prompts in, experience in and out by columns, weights announced.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Experience", "Service", "ServiceError"]
+
+SLACK_S = 30.0
+"""What a call may take beyond the wait that it asks for."""
+
+
+class ServiceError(Exception):
+    """The service refused a call (`status`), or does not answer (status 0)."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A row as it was taken. `version`: the weights it was sampled with, if anybody said."""
+
+    id: str
+    group: str
+    version: int | None
+    columns: Mapping[str, Any]
+
+    def __getitem__(self, column: str) -> Any:
+        return self.columns[column]
+
+
+class Service:
+    """Calls block; a client may be used by any number of threads."""
+
+    def __init__(self, url: str, *, token: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._token = token
+
+    def init(
+        self,
+        columns: Sequence[str],
+        tasks: Mapping[str, Sequence[str]],
+        *,
+        whole_groups: Sequence[str] = (),
+        capacity: int = 4096,
+        staleness: int | None = None,
+    ) -> None:
+        """Agree on the columns and on what each task reads; the same from everybody. Tasks in `whole_groups` take
+        groups whole. At most `capacity` rows are held. A sample that lived through more than `staleness` publishes is
+        dropped with its group."""
+        asked = {n: {"columns": list(c), "whole_groups": n in whole_groups} for n, c in tasks.items()}
+        body = {"columns": list(columns), "tasks": asked, "capacity": capacity, "staleness": staleness}
+        self._call("PUT", "/v1/setup", body)
+
+    def put_prompts(
+        self, prompts: Sequence[Mapping[str, Any]], *, group_size: int = 1, timeout_s: float = 30.0
+    ) -> list[str]:
+        """A group of rows per prompt, with the prompt's columns; their ids. Waits until they fit; ServiceError (503)
+        after `timeout_s`."""
+        body = {"prompts": [dict(p) for p in prompts], "group_size": group_size, "timeout_s": timeout_s}
+        return list(self._call("POST", "/v1/prompts", body, timeout_s)["ids"])
+
+    def put_experience(self, row: str, *, version: int | None = None, **columns: Any) -> bool:
+        """Columns of a row, and the weights it was sampled with. False: the row was dropped meanwhile."""
+        rows = [{"id": row, "columns": columns, "version": version}]
+        return bool(self._call("POST", "/v1/experience", {"rows": rows})["kept"][row])
+
+    def get_experience(
+        self, task: str, count: int = 1, *, at_least: int | None = None, columns: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> list[Experience]:  # fmt: skip
+        """`count` rows (groups, for a task that takes them whole) whose columns are all there, which no other call for
+        this task is given. None of them after `timeout_s`; with `at_least`, fewer will do."""
+        body = {"task": task, "count": count, "at_least": at_least, "columns": columns and list(columns)}
+        batches = self._call("POST", "/v1/experience/take", {**body, "timeout_s": timeout_s}, timeout_s)["batches"]
+        return [Experience(r["id"], r["group"], r["version"], r["columns"]) for batch in batches for r in batch]
+
+    def stream(self, task: str, count: int = 1, *, timeout_s: float = 30.0) -> Iterator[list[Experience]]:
+        """Batches as they become ready, until none does for `timeout_s`."""
+        while batch := self.get_experience(task, count, timeout_s=timeout_s):
+            yield batch
+
+    def drop(self, group: str, reason: str = "given up") -> list[str]:
+        """Give a group up for everybody; the rows that were held."""
+        return list(self._call("POST", f"/v1/groups/{urllib.parse.quote(group)}/drop", {"reason": reason})["rows"])
+
+    def weight_sync_notify(self, version: int, path: str) -> None:
+        """New weights lie at `path`."""
+        self._call("POST", "/v1/weights", {"version": version, "path": path})
+
+    def weights(self, *, after: int = -1, timeout_s: float = 0.0) -> tuple[int, str]:
+        """The current version and its path; waits up to `timeout_s` for one beyond `after`."""
+        got = self._call("GET", f"/v1/weights?after={after}&timeout_s={timeout_s}", None, timeout_s)
+        return int(got["version"]), str(got["path"])
+
+    def status(self) -> dict[str, Any]:
+        """Rows held, ready by task, room, the version, and what became of the rest."""
+        return self._call("GET", "/v1/status", None)
+
+    def _call(self, method: str, path: str, body: object, wait_s: float = 0.0) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=wait_s + SLACK_S) as answer:
+                value: dict[str, Any] = json.loads(answer.read())
+                return value
+        except urllib.error.HTTPError as error:
+            raise ServiceError(_reason(error), error.code) from None
+        except OSError as error:
+            raise ServiceError(f"{self._url}{path} does not answer: {error}") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"
