@@ -284,6 +284,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             sync_s=leases.publish_s,
             slots=resolved.cluster.engines.max_slots,
             handoff_s=leases.handoff_s,
+            handoffs=None if run.rollout.handoffs == "auto" else run.rollout.handoffs,
         ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,

@@ -29,7 +29,8 @@ class GatewayLimits:
     that may serve: as long as a restart and a weight update may take, however short a generation is.
 
     `handoff_s` bounds what a prefill elsewhere may take, and for how long its KV may then be on the way: short, since
-    prefilling at home is always possible.
+    prefilling at home is always possible. `handoffs` may be under way to a decode engine: so many, what the look-ahead
+    rule says (None), or any number (0).
     """
 
     generate_s: float = 120.0
@@ -39,6 +40,7 @@ class GatewayLimits:
     slots: int = 1_000_000
     """Requests that one engine generates at a time; more wait inside it."""
     handoff_s: float = 10.0
+    handoffs: int | None = 0
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Turn:
     sent: Callable[[int], None]
     domain: str = ""
     length: int = 0
+    handing: bool = False
+    """It has a place in the queue of hand-offs before its home."""
     at_home: bool = False
     """Its hand-off failed: no other is tried."""
     prompt: str = ""

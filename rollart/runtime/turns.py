@@ -11,6 +11,7 @@ from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
+from rollart.runtime.handing import Handoffs
 from rollart.runtime.handoff import NothingKept, Pulls, TakenBack, decode_params, discard, prefill_request, spoilt
 from rollart.runtime.homes import Tell
 from rollart.runtime.leases import Leases
@@ -48,6 +49,7 @@ class Turns(Ways):
         self._changed = asyncio.Event()
         self.pulls = Pulls(leases, self.notify)
         self.served = 0
+        self.handoffs = None if limits.handoffs == 0 else Handoffs(limits.handoffs, limits.slots)
         if concurrency is not None:
             self.entrance = Entrance(concurrency, roster, leases, tell, place=self._place)
             if together is not None:
@@ -93,7 +95,7 @@ class Turns(Ways):
         request = self._request(turn, kv.version)
         before, version, current = turn.spent, kv.version, self.version
         if source is not None:
-            params = await self._prefill(turn, kv, request, source, home)
+            params = await self._handed(turn, kv, request, source, home)
             if params is None:
                 turn.at_home = True
                 kv, home, source = await self._route(turn)
@@ -117,6 +119,7 @@ class Turns(Ways):
             moved = self.version != current or home.version != version or home.updating
             raise await self._unanswered(turn, way, request, error, wasted, moved=moved) from None
         finally:
+            self._hands_over(turn, home)
             if self.entrance is not None:
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
         if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
@@ -166,6 +169,43 @@ class Turns(Ways):
         if home.draining:  # it was drained away under a long turn
             return Again()
         return Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
+
+    async def _handed(
+        self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
+    ) -> Mapping[str, object] | None:
+        """The first leg, once there is a place before the decode engine, which is kept until the second begins."""
+        queue = self.handoffs
+        if queue is None:
+            return await self._prefill(turn, kv, request, source, home)
+        if queue.full(home):
+            version = kv.version
+            try:
+                waiting_for = f"its hand-off to {home.engine.id}"
+                async with self._leases.hold(turn.session, waiting_for, self._limits.generate_s, Expiry.RETRY):
+                    await queue.enter(home)
+            except LeaseExpired:
+                return None
+            if kv.version != version or kv.home != home.engine.id or self._fenced(version, source, home) is not None:
+                queue.leave(home)
+                raise Again
+        else:
+            await queue.enter(home)
+        turn.handing = True
+        began, params = asyncio.get_running_loop().time(), None
+        try:
+            params = await self._prefill(turn, kv, request, source, home)
+        finally:
+            if params is None:
+                self._hands_over(turn, home)
+            else:
+                queue.prefilled(home, asyncio.get_running_loop().time() - began)
+        return params
+
+    def _hands_over(self, turn: Turn, home: Member) -> None:
+        """The decode engine has the turn, or nobody: its place is free."""
+        if turn.handing and self.handoffs is not None:
+            turn.handing = False
+            self.handoffs.leave(home)
 
     async def _prefill(
         self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
@@ -226,6 +266,8 @@ class Turns(Ways):
     ) -> Completion:
         """One request to one engine; what it took there is charged, however it ends."""
         member.running += 1
+        if generates:
+            self._hands_over(turn, member)
         if work:
             member.expect(work, asyncio.get_running_loop().time())
         # Told once per version: the turn is one turn, whichever attempt of it samples the first token.
@@ -244,6 +286,8 @@ class Turns(Ways):
             spent = member.shares.end(request.request_id)
             turn.spent += spent
             turn.spend(spent)
+            if generates and self.handoffs is not None:
+                self.handoffs.ended(member)
             if member.draining and not member.running:
                 self.notify()
 

@@ -216,6 +216,11 @@ class RolloutSpec(Entry):
     filter: FilterSpec = Field(
         default_factory=FilterSpec, description="Groups that are left out of training, and what replaces them."
     )
+    handoffs: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        default=0,
+        description="Turns that are prefilled elsewhere for one decode engine ahead of its slots; 0: any number; auto: "
+        "as many as keep it busy, by what prefills and turns take.",
+    )
     prefetch: Literal["auto"] | Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=0,
         description="Environments per domain that are reset before their trajectories are admitted. auto: as many "

@@ -7,8 +7,12 @@ router, as vLLM does, an empty list is the router's fence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,9 +20,11 @@ from hypothesis import strategies as st
 
 from rollart.fleet import EngineKind, EngineRole, Move, MoveKind, Observed, Proposal, RoutePrices, Routes, Seat
 from rollart.policy.affinity import Affinity
+from rollart.policy.handing import MOST_HANDED
 from rollart.policy.pricing import rule
 from rollart.policy.routing import Router
 from rollart.policy.updates import Delayed, Staggered, UpdatePolicy
+from rollart.runtime.handing import Handoffs
 from rollart.runtime.rebalance import RebalanceSettings
 from rollart.runtime.turns import GatewayLimits, Turns
 from rollart.sim import loop
@@ -35,7 +41,7 @@ class World:
     def __init__(
         self, *, prefill: int, decode: int, both: int = 0, rule_name: str = "remote", versioned: bool = False,
         priced: bool = False, turns: int = 3, steps: int = 3, seed: int = 0, alpha: int = 1, pace: Pace | None = None,
-        handoff_s: float = 2.0, train_s: float = 0.3,
+        handoff_s: float = 2.0, train_s: float = 0.3, handoffs: int | None = 0, slots: int = 1_000_000,
     ) -> None:  # fmt: skip
         self.fabric = Fabric()
         self.run: SimulatedRun = make(
@@ -47,7 +53,7 @@ class World:
             seed=seed,
             env_s=lambda r: r.expovariate(5.0),
             train_s=lambda r: train_s * r.expovariate(1.0),
-            limits=GatewayLimits(generate_s=30.0, engine_s=120.0, handoff_s=handoff_s),
+            limits=GatewayLimits(generate_s=30.0, engine_s=120.0, handoff_s=handoff_s, handoffs=handoffs, slots=slots),
             max_attempts=50,
         )
         roles = [EngineRole.PREFILL] * prefill + [EngineRole.DECODE] * decode + [EngineRole.ENGINE] * both
@@ -74,6 +80,8 @@ class World:
         turns = self.run.control.gateway._turns
         assert not turns._sessions
         assert not turns.pulls._open
+        if turns.handoffs is not None:
+            assert not any(q.open or q.line for q in turns.handoffs._queues.values()), "every place was given back"
         assert all(m.running == 0 and m.work_s == 0.0 for m in turns._roster.members.values())
         assert not any(m.sessions or m.guests for m in turns._roster.members.values())
 
@@ -106,6 +114,21 @@ async def disturbed(world: World, rng: random.Random, *, flips: bool, deaths: bo
         trouble.cancel()
 
 
+@contextlib.contextmanager
+def watched_queues() -> Iterator[None]:
+    """Whoever is let in finds fewer hand-offs before its decode engine than the depth."""
+    room = Handoffs._room
+
+    def checked(handoffs: Handoffs, queue: Any) -> bool:
+        found = room(handoffs, queue)
+        before = queue.open + queue.member.running - handoffs._slots
+        assert not found or before < queue.depth.depth() <= (handoffs._fixed or MOST_HANDED)
+        return found
+
+    with patch.object(Handoffs, "_room", checked):
+        yield
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     prefill=st.integers(1, 2),
@@ -118,19 +141,22 @@ async def disturbed(world: World, rng: random.Random, *, flips: bool, deaths: bo
     flips=st.booleans(),
     deaths=st.booleans(),
     slow=st.booleans(),
+    queue=st.sampled_from([(0, 1_000_000), (1, 1_000_000), (2, 1), (None, 1), (None, 2)]),
 )
 def test_nothing_is_lost_mixed_or_generated_twice_whatever_fails(
     prefill: int, decode: int, both: int, rule_name: str, versioned: bool, priced: bool, seed: int, flips: bool,
-    deaths: bool, slow: bool,
+    deaths: bool, slow: bool, queue: tuple[int | None, int],
 ) -> None:  # fmt: skip
     world = World(
-        prefill=prefill, decode=decode, both=both, rule_name=rule_name, versioned=versioned, priced=priced, seed=seed
-    )
+        prefill=prefill, decode=decode, both=both, rule_name=rule_name, versioned=versioned, priced=priced, seed=seed,
+        handoffs=queue[0], slots=queue[1],
+    )  # fmt: skip
     rng = random.Random(seed)
-    if flips or deaths or slow:
-        loop.run(disturbed(world, rng, flips=flips, deaths=deaths, slow=slow), seed=seed)
-    else:
-        loop.run(world.run.run(), seed=seed)
+    with watched_queues():
+        if flips or deaths or slow:
+            loop.run(disturbed(world, rng, flips=flips, deaths=deaths, slow=slow), seed=seed)
+        else:
+            loop.run(world.run.run(), seed=seed)
     world.check()
 
 
@@ -144,14 +170,16 @@ def test_nothing_is_lost_mixed_or_generated_twice_whatever_fails(
     flips=st.booleans(),
     deaths=st.booleans(),
     updates=st.sampled_from([Staggered(0.3), Staggered(1.0), Delayed(0.5), Delayed(1e6)]),
+    handoffs=st.sampled_from([0, 1, None]),
 )
 def test_nothing_is_mixed_where_engines_take_versions_one_by_one(
-    prefill: int, decode: int, both: int, versioned: bool, seed: int, flips: bool, deaths: bool, updates: UpdatePolicy
-) -> None:
+    prefill: int, decode: int, both: int, versioned: bool, seed: int, flips: bool, deaths: bool, updates: UpdatePolicy,
+    handoffs: int | None,
+) -> None:  # fmt: skip
     """Both legs of a hand-off are of one version, whichever their engines have."""
     world = World(
         prefill=prefill, decode=decode, both=both, versioned=versioned, seed=seed, alpha=2, pace=BUSY, handoff_s=20.0,
-        train_s=0.05, steps=6,
+        train_s=0.05, steps=6, handoffs=handoffs,
     )  # fmt: skip
     world.run.updates = updates
     if flips or deaths:

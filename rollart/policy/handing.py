@@ -1,0 +1,57 @@
+"""How many hand-offs may be on their way to a decode engine: the look-ahead rule of `policy.pipeline` at its queue."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from rollart.policy.pipeline import handoff_depth
+
+__all__ = ["MOST_HANDED", "HandoffDepth"]
+
+MOST_HANDED = 64
+"""Hand-offs that the rule lets wait for one engine: each keeps the KV of its context on a prefill engine meanwhile."""
+
+FIRST = 2
+"""Before anything was seen: one on its way, one that waits."""
+
+SEEN = 64
+"""Prefills and ends of turns that the rule looks back on: enough for a 90th percentile, few enough to follow a
+change."""
+
+
+@dataclass(slots=True)
+class HandoffDepth:
+    """One decode engine's. `fixed` hand-offs, or as many as the rule says of what was seen (None).
+
+    The engine admits a turn when one that it generates ends, so `admit_s` is the mean time between two ends; the way
+    there and back is what a prefill elsewhere took, its 90th percentile as jitter. A depth n that was too small shows
+    itself: the engine then ends n turns in the time of one prefill, and the rule says n + 1.
+    """
+
+    fixed: int | None = None
+    prefills_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    ended_at: float | None = None
+
+    def prefilled(self, seconds: float) -> None:
+        """From the request to its answer."""
+        self.prefills_s.append(seconds)
+
+    def ended(self, now: float, *, idle: bool) -> None:
+        """A turn left the engine. `idle`: nothing runs there any more, and the time until something does is no gap."""
+        if self.ended_at is not None:
+            self.gaps_s.append(now - self.ended_at)
+        self.ended_at = None if idle else now
+
+    def depth(self) -> int:
+        """Hand-offs that may be under way, between 1 and `MOST_HANDED`."""
+        if self.fixed is not None:
+            return self.fixed
+        if not self.prefills_s or not self.gaps_s:
+            return FIRST
+        mean = math.fsum(self.prefills_s) / len(self.prefills_s)
+        slow = sorted(self.prefills_s)[math.ceil(0.9 * len(self.prefills_s)) - 1]
+        admit_s = math.fsum(self.gaps_s) / len(self.gaps_s)
+        return handoff_depth(admit_s, mean / 2, jitter_s=max(slow - mean, 0.0) / 2, most=MOST_HANDED)

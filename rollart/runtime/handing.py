@@ -1,0 +1,95 @@
+"""The queue of hand-offs before each decode engine: a bound on what is prefilled for it ahead of its slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from rollart.model import EngineId
+from rollart.policy.handing import HandoffDepth
+from rollart.runtime.members import Member
+
+__all__ = ["Handoffs"]
+
+
+@dataclass(slots=True)
+class _Queue:
+    member: Member
+    depth: HandoffDepth
+    open: int = 0
+    """Hand-offs whose KV is being computed, or was and is not asked for yet."""
+    line: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class Handoffs:
+    """Owns the places. `enter` waits for one, in the order of arrival, unblocked by hand-offs that end their prefill
+    and by turns that leave the decode engine. Invariant: who is let in finds fewer than the depth under way
+    beyond the engine's free slots, counting those that wait there for one: it never stands idle for the bound.
+
+    Without the bound everything that is routed to the engine is prefilled at once, and its KV lies on prefill engines
+    for as long as the decode engine is busy.
+    """
+
+    def __init__(self, fixed: int | None, slots: int) -> None:
+        """`fixed`: see `HandoffDepth`. `slots`: turns that an engine generates at a time."""
+        self._fixed = fixed
+        self._slots = slots
+        self._queues: dict[EngineId, _Queue] = {}
+
+    def full(self, member: Member) -> bool:
+        """Whether the next one has to wait."""
+        queue = self._queue(member)
+        queue.member = member  # an engine that came back is another one
+        return bool(queue.line) or not self._room(queue)
+
+    async def enter(self, member: Member) -> None:
+        """Take a place; `leave` gives it back."""
+        queue = self._queue(member)
+        if not self.full(member):
+            queue.open += 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.line.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                queue.open -= 1
+            else:
+                queue.line.remove(place)
+            self._pump(queue)
+            raise
+
+    def prefilled(self, member: Member, seconds: float) -> None:
+        """What the prefill for this engine took."""
+        self._queue(member).depth.prefilled(seconds)
+
+    def leave(self, member: Member) -> None:
+        """The hand-off is the decode engine's matter now, or came to nothing."""
+        queue = self._queue(member)
+        queue.open -= 1
+        self._pump(queue)
+
+    def ended(self, member: Member) -> None:
+        """A turn left the engine."""
+        queue = self._queues.get(member.engine.id)
+        if queue is not None:
+            queue.depth.ended(asyncio.get_running_loop().time(), idle=not member.running)
+            self._pump(queue)
+
+    def _room(self, queue: _Queue) -> bool:
+        return queue.open + queue.member.running - self._slots < queue.depth.depth()
+
+    def _pump(self, queue: _Queue) -> None:
+        while queue.line and self._room(queue):
+            place = queue.line.popleft()
+            if not place.done():
+                place.set_result(None)
+                queue.open += 1
+
+    def _queue(self, member: Member) -> _Queue:
+        queue = self._queues.get(member.engine.id)
+        if queue is None:
+            queue = self._queues[member.engine.id] = _Queue(member, HandoffDepth(self._fixed))
+        return queue
