@@ -17,7 +17,7 @@ from rollart.infra.aws import AwsFunction, functions
 from rollart.infra.cloudformation import cloudformation, sam
 from rollart.infra.files import Rendered
 from rollart.infra.hosts import groups
-from rollart.infra.kuberay import SPECS_AT, kuberay
+from rollart.infra.kuberay import RUNS_AT, SPECS_AT, kuberay
 from rollart.infra.modal_file import modal
 from rollart.infra.ray import ray
 from rollart.infra.terraform import terraform
@@ -81,14 +81,19 @@ def _nodes(
 ) -> Rendered:
     name = specs.cluster.name
     found = groups(specs.cluster, specs.prices, None if run is None else resolve_specs(specs).plan)
+    health_s = specs.cluster.runtime.health_s
     if target == "ray":
-        return ray(name, found, image=image)
+        return ray(name, found, image=image, health_s=health_s)
     command, texts = "", None
     if run is not None:
         texts = {"run.yaml": _text(run), "cluster.yaml": _text(cluster)}
         launch = ["rollart", "launch", f"{SPECS_AT}/run.yaml", "--cluster", f"{SPECS_AT}/cluster.yaml"]
-        command = shlex.join([*launch, *overrides])
-    return kuberay(name, found, ray_version=RAY_VERSION, image=image, namespace=namespace, command=command, specs=texts)
+        here = ["--runs-dir", RUNS_AT, "cluster.runtime={backend: ray, address: auto}"]
+        command = shlex.join([*launch, *here, *overrides])
+    return kuberay(
+        name, found, ray_version=RAY_VERSION, image=image, health_s=health_s, namespace=namespace, command=command,
+        specs=texts,
+    )  # fmt: skip
 
 
 def _functions(target: str, name: str, packages: Sequence[Package], given: ClusterFunctions) -> Rendered:

@@ -12,10 +12,16 @@ from rollart.infra.files import Rendered, yaml_text
 from rollart.infra.hosts import HostGroup
 from rollart.infra.ray_settings import PORT, health_environment
 
-__all__ = ["SPECS_AT", "kuberay"]
+__all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
 
 SPECS_AT = "/etc/rollart"
 """Where pods find the run and the cluster spec."""
+
+RUNS_AT = "/work/runs"
+"""Run directories, at the same path on every node: weights, logs and settings of parts are there."""
+
+RUNS_SIZE = "500Gi"
+"""Of their volume: a few versions of the weights with optimizer, and logs."""
 
 HEAD_CORES, HEAD_MEMORY_GB = 8, 32
 """Of the controller, its environments, the local function workers, and Ray's own services."""
@@ -33,12 +39,14 @@ def kuberay(
     *,
     ray_version: str,
     image: str,
+    health_s: float,
     namespace: str = "default",
     command: str = "",
     specs: Mapping[str, str] | None = None,
 ) -> Rendered:
-    """`raycluster.yaml`: a cluster that stays. With `specs` (text by file name, at `SPECS_AT` on the head) also
-    `rayjob.yaml`: a cluster of its own that runs `command` and goes. SpecError for names that Kubernetes has not."""
+    """`raycluster.yaml`: a cluster that stays, and `runs.yaml`: the volume that its nodes share. With `specs` (text by
+    file name, at `SPECS_AT` on the head) also `rayjob.yaml`: a cluster of its own that runs `command` and goes.
+    SpecError for names that Kubernetes has not."""
     for what, value in (("cluster", name), *(("pool", g.name) for g in groups)):
         if not _NAME.match(value):
             raise SpecError(
@@ -46,12 +54,15 @@ def kuberay(
                 "'-', a letter or digit at both ends)",
                 remedy="rename it, for example with cluster.name=...",
             )
-    cluster = _cluster(groups, ray_version, image)
+    cluster = _cluster(name, groups, ray_version, image, health_s)
     meta = {"namespace": namespace, "labels": {"app.kubernetes.io/part-of": "rollart"}}
     about = f"Rendered by `rollart infra render --target kuberay` for cluster {name}: change the spec, not this."
     manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": cluster}
-    files = {"raycluster.yaml": yaml_text(manifest, about=about)}
-    steps = ["kubectl apply -f raycluster.yaml"]
+    files = {
+        "runs.yaml": yaml_text(_claim(name, meta), about=about),
+        "raycluster.yaml": yaml_text(manifest, about=about),
+    }
+    steps = ["kubectl apply -f runs.yaml -f raycluster.yaml"]
     if specs is not None:
         config = {
             "apiVersion": "v1",
@@ -72,26 +83,35 @@ def kuberay(
             },
         }
         files["rayjob.yaml"] = yaml_text(config, job, about=about)
-        steps = ["kubectl apply -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"]
+        steps = ["kubectl apply -f runs.yaml -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"]
     return Rendered(files, tuple(steps))
 
 
-def _cluster(groups: Sequence[HostGroup], ray_version: str, image: str) -> dict[str, Any]:
+def _claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": f"{name}-runs", **meta},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": RUNS_SIZE}}},
+    }
+
+
+def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, image: str, health_s: float) -> dict[str, Any]:
     spec: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
     if any(g.least < g.most for g in groups):
         spec["enableInTreeAutoscaling"] = True
         spec["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": IDLE_S, "upscalingMode": "Default"}
-    head = _pod("ray-head", image, HEAD_CORES, HEAD_MEMORY_GB, env=health_environment())
+    head = _pod("ray-head", image, HEAD_CORES, HEAD_MEMORY_GB, runs=f"{name}-runs", env=health_environment(health_s))
     head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in PORTS.items()]
     # Nothing of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}
-    spec["workerGroupSpecs"] = [_workers(group, image) for group in groups]
+    spec["workerGroupSpecs"] = [_workers(group, image, f"{name}-runs") for group in groups]
     return spec
 
 
-def _workers(group: HostGroup, image: str) -> dict[str, Any]:
-    pod = _pod("ray-worker", image, group.cores, group.memory_gb, gpus=group.gpus)
+def _workers(group: HostGroup, image: str, runs: str) -> dict[str, Any]:
+    pod = _pod("ray-worker", image, group.cores, group.memory_gb, runs=runs, gpus=group.gpus)
     if group.instance_type is not None:
         pod["spec"]["nodeSelector"] = {"node.kubernetes.io/instance-type": group.instance_type}
     if group.gpus:
@@ -109,9 +129,17 @@ def _workers(group: HostGroup, image: str) -> dict[str, Any]:
 
 
 def _pod(
-    container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Mapping[str, str] | None = None
+    container: str,
+    image: str,
+    cores: int,
+    memory_gb: int,
+    *,
+    runs: str,
+    gpus: int = 0,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """A pod with GPUs has its host alone, so nothing but their number limits it."""
+    """A pod with GPUs has its host alone, so nothing but their number limits it. `runs`: the claim of the volume that
+    every node has."""
     wanted: dict[str, str] = {"cpu": str(cores), "memory": f"{memory_gb}G"}
     limits = dict(wanted)
     if gpus:
@@ -124,9 +152,10 @@ def _pod(
     if env:
         body["env"] = [{"name": k, "value": v} for k, v in env.items()]
     # Weights and KV move between processes of a host through shared memory, of which a pod has 64 MB otherwise.
-    body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": RUNS_AT}]
     shm = {"medium": "Memory"} if gpus else {"medium": "Memory", "sizeLimit": f"{max(1, memory_gb // 2)}G"}
-    return {"spec": {"containers": [body], "volumes": [{"name": "shm", "emptyDir": shm}]}}
+    volumes = [{"name": "shm", "emptyDir": shm}, {"name": "runs", "persistentVolumeClaim": {"claimName": runs}}]
+    return {"spec": {"containers": [body], "volumes": volumes}}
 
 
 def _mounted(cluster: Mapping[str, Any], config_map: str) -> dict[str, Any]:

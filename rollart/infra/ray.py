@@ -26,11 +26,11 @@ DISK_GB = 500
 IDLE_MINUTES = 5
 
 
-def ray(name: str, groups: Sequence[HostGroup], *, image: str) -> Rendered:
+def ray(name: str, groups: Sequence[HostGroup], *, image: str, health_s: float) -> Rendered:
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
     SpecError if some have it and others not."""
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
-    files = {"head.sh": script_text(_head(), about)}
+    files = {"head.sh": script_text(_head(health_s), about)}
     for group in groups:
         files[f"pools/{group.name}.sh"] = script_text(_worker(group), about)
     steps = ["./head.sh on the head, then RAY_HEAD=its-address:6379 pools/POOL.sh on every host of a pool"]
@@ -41,15 +41,16 @@ def ray(name: str, groups: Sequence[HostGroup], *, image: str) -> Rendered:
                 f"pool '{lacking[0]}' has no label instance_type, and other pools do (rule: all or none)",
                 remedy="add it to the pool, like `labels: {instance_type: p5.48xlarge, region: us-east-1}`",
             )
-        files["cluster.yaml"] = yaml_text(_launcher(name, groups, image), about=about)
+        files["cluster.yaml"] = yaml_text(_launcher(name, groups, image, health_s), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
     return Rendered(files, tuple(steps))
 
 
-def _head() -> list[str]:
+def _head(health_s: float) -> list[str]:
     """The head has no cores for parts: a plan has no such pool."""
+    health = [f"export {k}={v}" for k, v in health_environment(health_s).items()]
     command = ["ray", "start", "--head", f"--port={PORT}", "--num-cpus=0", "--num-gpus=0", "--block"]
-    return [*_environment(head=True), f"exec {shlex.join(command)}"]
+    return [*_environment(), *health, f"exec {shlex.join(command)}"]
 
 
 def _worker(group: HostGroup) -> list[str]:
@@ -58,20 +59,20 @@ def _worker(group: HostGroup) -> list[str]:
     cpus = 0 if group.gpus else group.cores
     command = ["--labels", labels, f"--num-cpus={cpus}", f"--num-gpus={group.gpus}", "--block"]
     where = ': "${RAY_HEAD:?the address of the head, like 10.0.0.1:6379}"'
-    return [*_environment(head=False), where, f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}']
+    return [*_environment(), where, f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}']
 
 
-def _environment(*, head: bool) -> list[str]:
+def _environment() -> list[str]:
     """The token is a file that every host has; Ray's own default place for it unless the caller names another."""
     lines = [f"export {k}={shlex.quote(v)}" for k, v in TOKEN.items()]
     default = 'export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"'
     lines.append(f'test -n "${{RAY_AUTH_TOKEN:-}}${{RAY_AUTH_TOKEN_PATH:-}}" || {default}')
-    return lines + ([f"export {k}={v}" for k, v in health_environment().items()] if head else [])
+    return lines
 
 
-def _launcher(name: str, groups: Sequence[HostGroup], image: str) -> dict[str, Any]:
+def _launcher(name: str, groups: Sequence[HostGroup], image: str, health_s: float) -> dict[str, Any]:
     region = shared_label(groups, "region", "a cluster of `ray up`")
-    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment()).items())
+    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(health_s)).items())
     head = f"{exports} ray start --head --port={PORT} --autoscaling-config=~/ray_bootstrap_config.yaml"
     worker = f"RAY_AUTH_MODE={TOKEN['RAY_AUTH_MODE']} ray start --address=$RAY_HEAD_IP:{PORT}"
     return {

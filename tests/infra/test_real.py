@@ -37,7 +37,7 @@ HERE = f"python3.{sys.version_info.minor}"
 
 EVENT = [{"id": "1", "messages": [{"role": "assistant", "content": "4"}], "reference_answer": "4"}]
 
-MANIFESTS = sorted(p for p in GOLDEN.rglob("ray*.yaml"))
+MANIFESTS = sorted(p for p in GOLDEN.rglob("kuberay/*.yaml"))
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: str(p.relative_to(GOLDEN)))
@@ -46,7 +46,7 @@ def test_kubernetes_and_rays_autoscaler_take_the_manifests(path: Path) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
     for document in yaml.safe_load_all(path.read_text()):
-        if document["kind"] == "ConfigMap":
+        if document["apiVersion"] == "v1":
             kubernetes_validate.validate(document, "1.33", strict=True)
             continue
         spec = document["spec"].get("rayClusterSpec", document["spec"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rollart.compose.actors import nodes
 from rollart.compose.infra import TARGETS, render
 from rollart.errors import SpecError, StorageFailed
 from rollart.infra.files import write
-from rollart.spec.resolve import resolve_files
+from rollart.spec.resolve import read_specs, resolve_files
 from tests.infra import goldens
 from tests.infra.goldens import AWS, CLUSTERS, GOLDEN, RUN, cluster
 
@@ -56,6 +57,23 @@ def test_nodes_have_the_labels_that_parts_ask_for(name: str, rendered: dict[str,
         assert group["labels"]["pool"] == pool
         script = rendered[f"{name}/ray/pools/{pool}.sh"]
         assert all(f"{key}={value}" in script for key, value in group["labels"].items())
+
+
+def test_the_job_runs_the_spec_on_the_cluster_that_it_is_in(rendered: dict[str, str]) -> None:
+    config, job = yaml.safe_load_all(rendered["run/kuberay/rayjob.yaml"])
+    command = shlex.split(job["spec"]["entrypoint"])
+    assert command[:3] == ["rollart", "launch", "/etc/rollart/run.yaml"]
+    assert config["data"]["run.yaml"] == RUN.read_text()
+    overrides = [argument for argument in command if "=" in argument]
+    runtime = read_specs(RUN, cluster("local"), overrides).cluster.runtime
+    assert (runtime.backend, runtime.address) == ("ray", "auto")
+    (claim,) = yaml.safe_load_all(rendered["run/kuberay/runs.yaml"])
+    for group in (job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (volume,) = [v for v in pod["volumes"] if v["name"] == "runs"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "runs"]
+        assert mount["mountPath"] == command[command.index("--runs-dir") + 1], "at the same path everywhere"
 
 
 def test_devices_add_up(rendered: dict[str, str]) -> None:

@@ -4,7 +4,7 @@ set -eu
 export RAY_AUTH_MODE=token
 test -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" || export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"
 export RAY_health_check_initial_delay_ms=1000
-export RAY_health_check_period_ms=375
-export RAY_health_check_timeout_ms=750
+export RAY_health_check_period_ms=1250
+export RAY_health_check_timeout_ms=2500
 export RAY_health_check_failure_threshold=3
 exec ray start --head --port=6379 --num-cpus=0 --num-gpus=0 --block
