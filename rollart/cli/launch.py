@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import click
 
 from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, native_output_to_stderr, runs_option
 from rollart.cli.profiles import measure
-from rollart.errors import StorageFailed, UsageError
+from rollart.errors import RunFailed, StorageFailed, UsageError
 
 if TYPE_CHECKING:
     from rollart.report.rows import Report, RunRows
@@ -28,6 +30,7 @@ __all__ = ["launch", "split_arguments"]
 @click.option("--dry-run", is_flag=True, help="Print what would run, as YAML, and stop.")
 @click.option("--resume", metavar="RUN", help="Continue a run from its last published version.")
 @click.option("--name", help="Name of the run's directory. Default: the run's name and a number.")
+@click.option("--detach", is_flag=True, help="Run in the background: see `rollart status`, `logs` and `stop`.")
 @runs_option
 def launch(
     arguments: tuple[str, ...],
@@ -35,6 +38,7 @@ def launch(
     dry_run: bool,
     resume: str | None,
     name: str | None,
+    detach: bool,
     runs_dir: Path,
 ) -> None:
     """Start a run; without RUN.yaml the built-in quickstart.
@@ -68,6 +72,9 @@ def launch(
         return
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved.run.name)
+    if detach:
+        _detach(resolved, directory, overrides if resume is not None else [])
+        return
     _run(resolved, directory, resume=resume is not None)
 
 
@@ -83,12 +90,40 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
     return (Path(files[0]) if files else None), overrides
 
 
-def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
+def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
+    """Start the run in a session of its own, and return once it holds its directory. Its controller resumes: of a run
+    that never began, that is its beginning."""
+    from rollart.cli import pidfile
+    from rollart.cli.logs import LAUNCH
+
+    _refuse_running(directory)
+    if not (directory / RESOLVED).exists():
+        (directory / RESOLVED).write_text(resolved.to_yaml())
+    log = directory / "logs" / f"{LAUNCH}.log"
+    log.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "rollart.cli.main", "launch", "--resume", str(directory), *overrides]
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    while pidfile.owner(directory) is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise RunFailed(said[-1] if said else "it ended at once", remedy=f"see {log}")
+    click.echo(f"run {directory.name} in {directory}, process {process.pid}", err=True)
+
+
+def _refuse_running(directory: Path) -> None:
     from rollart.cli import pidfile
 
     other = pidfile.owner(directory)
     if other is not None:
         raise UsageError(f"run '{directory.name}' is running (process {other.pid})", remedy="`rollart stop` it first")
+
+
+def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
+    from rollart.cli import pidfile
+
+    _refuse_running(directory)
     crash_directory.set(directory)
     from rollart.cli.progress import ProgressLines
     from rollart.compose import launch as start

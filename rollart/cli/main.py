@@ -19,6 +19,7 @@ from rollart.cli.context import INTERRUPTED, TERMINATED, crash_directory
 from rollart.cli.doctor import doctor
 from rollart.cli.infra import infra
 from rollart.cli.launch import launch
+from rollart.cli.logs import logs
 from rollart.cli.plan import plan
 from rollart.cli.prices import prices
 from rollart.cli.proxy import proxy
@@ -54,6 +55,7 @@ for _command in (
     schema,
     report,
     status,
+    logs,
     stop,
     doctor,
     infra,

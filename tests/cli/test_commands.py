@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from rollart.cli import pidfile
+from rollart.cli.logs import _new
 from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed
 
 Call = Callable[..., Any]
@@ -283,3 +284,35 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.strip() in ("0",)
     assert "Traceback" not in done.stderr
+
+
+class TestLogs:
+    @pytest.fixture
+    def logs(self, rollart: Call, compose: Any) -> Path:
+        assert rollart("launch", "run.yaml", "--name", "mine").code == 0
+        directory = Path("runs/mine/logs")
+        directory.mkdir(exist_ok=True)
+        (directory / "engine-0.log").write_text("".join(f"line {i}\n" for i in range(30)))
+        (directory / "trainer-0.log").write_text("a\nb\n")
+        return directory
+
+    def test_of_a_role_a_part_or_all(self, rollart: Call, logs: Path) -> None:
+        assert rollart("logs", "--role", "trainer").out == "trainer-0: a\ntrainer-0: b\n"
+        assert rollart("logs", "--role", "engine-0", "-n", "2").out == "engine-0: line 28\nengine-0: line 29\n"
+        assert len(rollart("logs").out.splitlines()) == 22
+        assert rollart("logs", "-f", "--role", "trainer").out == "trainer-0: a\ntrainer-0: b\n", "it has ended"
+
+    def test_of_nobody(self, rollart: Call, logs: Path) -> None:
+        done = rollart("logs", "--role", "prefill")
+        assert done.code == 2
+        assert "no log of 'prefill'" in done.err
+        assert "engine-0, trainer-0" in done.err
+
+
+def test_following_shows_lines_once_they_are_whole(tmp_path: Path) -> None:
+    path, seen = tmp_path / "engine-0.log", dict[Path, int]()
+    path.write_text("one\ntw")
+    assert list(_new(path, seen)) == ["one"]
+    assert list(_new(path, seen)) == []
+    path.write_text("one\ntwo\n")
+    assert list(_new(path, seen)) == ["two"]

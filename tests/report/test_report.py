@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,16 @@ def test_utilization_of_a_small_run() -> None:
     assert (train["episodes"], train["used"], train["lost"], train["success"]) == (25, 20, 5, 0.5)
     rates = {row["what"]: row["per_second"] for row in cells(report, "rates")}
     assert rates["sampled tokens"] == pytest.approx(2.7)
+
+
+def test_lost_seconds_are_told_by_cause(tmp_path: Path) -> None:
+    def life(state: str, cause: str, seconds: float) -> IntervalSum:
+        return IntervalSum("engine", "engine-0", state, cause, seconds, seconds, 0.0, 0.0, seconds)
+
+    run = replace(rows(), intervals=[life("startup", "", 3), life("down", "engine_down", 2),
+                                     life("startup", "engine_restart", 4), life("busy", "", 9)])  # fmt: skip
+    found = [(row["cause"], row["resource"], row["seconds"]) for row in cells(utilization(run), "down")]
+    assert found == [("engine_down", "engine-0", 2), ("engine_restart", "engine-0", 4)]
 
 
 def test_curves(tmp_path: Path) -> None:

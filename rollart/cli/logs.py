@@ -1,0 +1,77 @@
+"""`rollart logs`: what the parts of a run wrote, from any shell that sees its directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from rollart.cli.context import find_run, run_argument, runs_option
+from rollart.errors import UsageError
+
+__all__ = ["LAUNCH", "logs"]
+
+LAUNCH = "launch"
+"""The log of a detached run's controller."""
+
+LOOK_S = 0.2
+"""Between two looks at the files while following."""
+
+
+@click.command()
+@run_argument
+@click.option("--role", help="Only parts of this role (engine, prefill, decode, trainer, launch) or this name.")
+@click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")
+@runs_option
+def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
+    """Show what the parts of a run wrote.
+
+    RUN is a name or directory; without it the latest run.
+    """
+    from rollart.cli import pidfile
+
+    directory = find_run(run, runs_dir)
+    found = _files(directory, role)
+    if not found and not (follow and pidfile.owner(directory)):
+        known = ", ".join(sorted({path.stem for path in _files(directory, None)})) or "none yet"
+        raise UsageError(
+            f"run '{directory.name}' has no log of '{role}'" if role else f"run '{directory.name}' has no logs",
+            remedy=f"there are: {known}",
+        )
+    seen: dict[Path, int] = {}
+    for path in found:
+        said = path.read_bytes()
+        seen[path] = said.rfind(b"\n") + 1
+        for line in said.decode(errors="replace").splitlines()[-lines:] if lines else ():
+            _say(path, line)
+    while follow:
+        ended = pidfile.owner(directory) is None
+        for path in _files(directory, role):
+            for line in _new(path, seen):
+                _say(path, line)
+        if ended:
+            return
+        threading.Event().wait(LOOK_S)
+
+
+def _files(directory: Path, role: str | None) -> list[Path]:
+    """Logs by name: `role` is a part's name, or its name without the number."""
+    found = sorted((directory / "logs").glob("*.log"))
+    return [path for path in found if role is None or role in (path.stem, path.stem.rpartition("-")[0])]
+
+
+def _new(path: Path, seen: dict[Path, int]) -> Iterator[str]:
+    """Lines that were ended since the last look."""
+    with path.open("rb") as file:
+        file.seek(seen.get(path, 0))
+        said = file.read()
+    whole = said[: said.rfind(b"\n") + 1]
+    seen[path] = seen.get(path, 0) + len(whole)
+    yield from whole.decode(errors="replace").splitlines()
+
+
+def _say(path: Path, line: str) -> None:
+    click.echo(f"{path.stem}: {line}")

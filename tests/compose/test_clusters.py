@@ -1,0 +1,104 @@
+"""Which nodes a plan's parts ask for, and what is said where there are none."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from placement.types import Role
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.compose.actors import engine_actor, hosts, trainer_actor
+from rollart.compose.clusters import _joined, tell
+from rollart.errors import SpecError, UsageError
+from rollart.ports import ActorSpec, Node
+from rollart.sim import loop as virtual
+from rollart.spec.resolve import Resolved, resolve_files
+
+FAKE = Path(__file__).parents[2] / "configs/clusters/ray-fake.yaml"
+
+
+@pytest.fixture(scope="module")
+def fake() -> Resolved:
+    return resolve_files(None, FAKE)
+
+
+def test_every_host_of_a_pool_is_a_node_and_the_head_has_plain_cores(fake: Resolved) -> None:
+    assert [(n.id, dict(n.total)) for n in hosts(fake)] == [
+        ("cores-0", {"CPU": 1.0}), ("h800-0", {"CPU": 1.0}), ("h20-0", {"CPU": 1.0}), ("h20-1", {"CPU": 1.0}),
+    ]  # fmt: skip
+    assert dict(hosts(fake)[1].labels) == {"pool": "h800", "device": "compute-rich", "gpu": "H800"}
+
+
+def test_parts_ask_for_the_labels_of_their_pools(fake: Resolved, tmp_path: Path) -> None:
+    engines = [engine_actor(fake, tmp_path, a) for a in fake.plan.of(Role.ENGINE)]
+    assert sorted(str(dict(e.labels)) for e in engines) == ["{'gpu': 'H20'}", "{'gpu': 'H800'}"]
+    trainer = trainer_actor(fake, tmp_path, tmp_path / "trainer.json")
+    assert dict(trainer.labels) == {"gpu": "none"}
+    assert all(spec.factory.endswith(":NodeProgram") and spec.max_restarts == -1 for spec in (*engines, trainer))
+    assert all(spec.max_concurrency < 10 for spec in engines), "Ray's default is 1000"
+
+
+def test_local_clusters_are_as_they_were(tmp_path: Path) -> None:
+    here = resolve_files()
+    spec = trainer_actor(here, tmp_path, tmp_path / "trainer.json")
+    assert (spec.factory, dict(spec.labels)) == ("rollart.adapters.clusters.program:Program", {"pool": "here"})
+    assert (spec.max_restarts, spec.max_concurrency) == (0, ActorSpec("a", "b").max_concurrency)
+
+
+def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:
+    async def main() -> None:
+        runtime = LocalRuntime([n for n in hosts(fake) if n.id != "h800-0"])
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(UsageError, match=r"pool 'h800' needs 1 CPU on nodes with \{'gpu': 'H800'\}, there are 0"):
+            await _joined(fake, runtime)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(60.0)
+        await _joined(fake, LocalRuntime(hosts(fake)))
+
+    virtual.run(main())
+
+
+def test_what_happens_to_the_cluster_is_told() -> None:
+    async def main() -> None:
+        runtime = LocalRuntime([Node("n0", {}, {"CPU": 1.0}, {})])
+        told: list[tuple[str, str, dict[str, str]]] = []
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(tell(runtime, lambda kind, subject, **f: told.append((kind, subject, f))))
+            await runtime.start()
+            spec = ActorSpec("a", "tests.contracts.test_runtime:Counter", max_restarts=1)
+            await (await runtime.spawn(spec)).kill(restart=True)
+            await asyncio.sleep(0.1)
+            watch.cancel()
+        assert told == [
+            ("node_joined", "n0", {}), ("actor_placed", "a", {"node": "n0"}), ("actor_placed", "a", {"node": "n0"}),
+        ]  # fmt: skip
+
+    virtual.run(main())
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("cluster.runtime.backend=local", None),
+        ("cluster.runtime.address=ray://host:10001", "not supported"),
+        ("cluster.runtime.health_s=0", "health_s"),
+        ("cluster.runtime.address=", "address"),
+    ],
+)
+def test_wrong_runtimes_are_refused(override: str, says: str | None) -> None:
+    if says is None:
+        assert resolve_files(None, FAKE, [override]).cluster.runtime.backend == "local"
+        return
+    with pytest.raises(SpecError, match=says):
+        resolve_files(None, FAKE, [override])
+
+
+def test_an_address_is_for_ray() -> None:
+    with pytest.raises(SpecError, match="for backend: ray"):
+        resolve_files(None, None, ["cluster.runtime.address=10.0.0.1:6379"])
+
+
+def test_a_token_is_found_beside_the_cluster_file() -> None:
+    resolved = resolve_files(None, FAKE, ["cluster.runtime.token=secret", "cluster.runtime.address=a:1"])
+    assert resolved.cluster.runtime.token == str(FAKE.resolve().parent / "secret")
