@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from rollart.errors import EngineError
 from rollart.model import EngineId, FinishReason, GenerateRequest
@@ -21,7 +22,7 @@ from rollart.sim.retained import Retained
 from rollart.sim.sharing import seconds_for, tokens_in
 from rollart.sim.steps import PrefillWork, StepModel
 
-__all__ = ["ContinuousBatch", "EngineLimits"]
+__all__ = ["ContinuousBatch", "EngineLimits", "Reserved"]
 
 _NEVER = math.inf
 _EPSILON = 1e-9
@@ -43,13 +44,20 @@ class EngineLimits:
     watermark: float = 0.01
 
 
+class Reserved(NamedTuple):
+    """Room that a request has before it waits, since KV of `kept` of its tokens came from elsewhere."""
+
+    need: int
+    kept: int
+
+
 class ContinuousBatch:
     """What is in an engine: requests, their progress, the KV memory.
 
     `_at` is the moment up to which everything is accounted for, `_service` the tokens that each sequence has got until
     then, `_context` the tokens of all that decode; `_when` is the moment of the next event, at service `_target`.
-    `_held` tokens of KV are reserved for the round of prefills, `_pinned` for others. Every public call first catches
-    up with the loop's clock.
+    `_held` tokens of KV are taken by the round of prefills, `_pinned` by others (`_reserved` is part of it). Every
+    public call first catches up with the loop's clock.
     """
 
     def __init__(self, name: str, steps: StepModel, *, version: int, limits: EngineLimits) -> None:
@@ -75,12 +83,14 @@ class ContinuousBatch:
         """Nothing is in flight and no KV is held."""
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Job] = deque()
+        self._ready: deque[Job] = deque()
         self._late: list[Job] = []
         self._running: dict[str, Job] = {}
         self._ends: list[tuple[float, int, Job]] = []
         self._round: list[Job] = []
         self._work: PrefillWork | None = None
         self._held = self._pinned = 0
+        self._reserved: dict[str, Reserved] = {}
         self.retained = Retained()
         self._service = self._context = self._round_end = 0.0
         self._target = 0.0
@@ -107,13 +117,18 @@ class ContinuousBatch:
         if self._closed:
             self._late.append(job)
             return job
-        self._waiting.append(job)
+        self._enqueue(job)
         # A round of prefills under way takes nobody in: only without one does an arrival change anything.
         if self._work is None and not self._paused:
             self._catch_up()
             self._go_on()
             self._arm()
         return job
+
+    def _enqueue(self, job: Job) -> None:
+        """Those that have their room go first."""
+        reserved = self._reserved
+        (self._ready if reserved and job.request.request_id in reserved else self._waiting).append(job)
 
     def _tick(self, when: float) -> None:
         if when == self._timer_at:
@@ -191,7 +206,7 @@ class ContinuousBatch:
         if self._paused:
             self._when = _NEVER
             return
-        if self._work is None and self._waiting:
+        if self._work is None and (self._waiting or self._ready):
             self._refill()
         n = len(self._running)
         if self._work is not None:
@@ -223,23 +238,31 @@ class ContinuousBatch:
 
     def _refill(self) -> None:
         """A round of the prefills that waited longest: as many as a step carries, each whole, one at least. One that
-        does not fit into the memory holds back those behind it."""
-        waiting, running = self._waiting, len(self._running)
+        does not fit into the memory holds back those behind it, but none that has its room already."""
+        ready, running = self._ready, len(self._running)
         chunk = max(self._budget - running, self._budget // 4, 1)
         tokens, jobs, parts = 0, self._round, []
         retained = self.retained
         self._evict()
-        while waiting and tokens < chunk and running + len(jobs) < self._slots:
+        while tokens < chunk and running + len(jobs) < self._slots:
+            waiting = ready or self._waiting
+            if not waiting:
+                break
             job = waiting[0]
             if job.phase is OVER:
                 waiting.popleft()
                 continue
             need = job.tokens + job.done + 1
-            room = self.kv_tokens - self._pinned - self._context - self._held
-            if need + (self._spare if running or jobs else 0) > room:
-                break
+            ahead = self._reserved.pop(job.request.request_id, None) if self._reserved else None
+            if ahead is None:
+                room = self.kv_tokens - self._pinned - self._context - self._held
+                if need + (self._spare if running or jobs else 0) > room:
+                    break
+                kept = retained.claim(job.request.session, job.request.cache_salt)
+            else:
+                self._pinned -= ahead.need
+                kept = ahead.kept
             waiting.popleft()
-            kept = retained.claim(job.request.session, job.request.cache_salt)
             if kept > need - 2:
                 kept = need - 2
             self._held += need
@@ -272,6 +295,7 @@ class ContinuousBatch:
         self._round, self._work = [], None
         self._held, self._context = 0, 0.0
         self._waiting.extendleft(reversed(again))
+        self._reserved = {name: Reserved(r.need, 0) for name, r in self._reserved.items()}
         self.retained.clear()
 
     def _evict(self) -> None:

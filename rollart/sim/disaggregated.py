@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.errors import HandoffFailed
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, FinishReason, GenerateRequest, WeightsRef
+from rollart.sim.batching import Reserved
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.jobs import Job
 from rollart.sim.links import SharedLink
@@ -48,9 +50,10 @@ class _Export:
 class HandoffEngine(ModelledEngine):
     """A `ModelledEngine` that prefills for others, decodes what others prefilled, or does both.
 
-    KV that waits to be pulled is pinned: it counts as used memory. KV given back after a decode (`returns`) is not, as
-    it is the session's prefix here. `versioned` hand-off values name the weights, as the embedded engine's do; KV of
-    other weights than those that either engine has by now is refused in any case.
+    KV that waits to be pulled is pinned: it counts as used memory. A request that pulls KV waits for its room first, in
+    order, and keeps it until it runs, as vLLM takes the blocks before the KV comes. KV given back after a decode
+    (`returns`) is not pinned, as it is the session's prefix here. `versioned` hand-off values name the weights, as the
+    embedded engine's do; KV of other weights than those that either engine has by now is refused in any case.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class HandoffEngine(ModelledEngine):
         versioned: bool = True,
     ) -> None:
         self._exports: dict[str, _Export] = {}
+        self._entering: deque[tuple[GenerateRequest, asyncio.Future[None]]] = deque()
         super().__init__(name, steps, version=version, limits=limits, load=load)
         self._fabric = fabric
         self._returns, self._versioned = returns, versioned
@@ -79,7 +83,10 @@ class HandoffEngine(ModelledEngine):
         pulls = "remote_request_id" in params
         if pulls:
             await self._pull(request, params)
-        completion = await super().generate(request)
+        try:
+            completion = await super().generate(request)
+        finally:
+            self._give_room_back(request, self._version)
         prefills = bool(params.get("do_remote_decode"))
         if completion.finish is FinishReason.ABORT or not (prefills or (pulls and self._returns)):
             return completion
@@ -103,6 +110,19 @@ class HandoffEngine(ModelledEngine):
             if export.expiry is not None:
                 export.expiry.cancel()
         self._exports.clear()
+        for _, room in self._entering:
+            if not room.done():
+                room.set_exception(EngineError(f"{self._id} died", retryable=True))
+        self._entering.clear()
+
+    def _go_on(self) -> None:
+        entering = self._entering
+        while entering and (entering[0][1].done() or self._has_room(entering[0][0])):
+            request, room = entering.popleft()
+            if not room.done():
+                self._reserve(request)
+                room.set_result(None)
+        super()._go_on()
 
     def _retain(self, job: Job, tokens: int) -> None:
         params = job.request.kv_transfer
@@ -145,8 +165,53 @@ class HandoffEngine(ModelledEngine):
                 self._go_on()
                 self._arm()
 
+    def _has_room(self, request: GenerateRequest) -> bool:
+        spare = self._spare if self._running or self._round else 0
+        return sum(request.token_ids) + 1 + spare <= self.kv_tokens - self._pinned - self._context - self._held
+
+    def _reserve(self, request: GenerateRequest) -> None:
+        """Room for all of the prompt is taken; what is here of its prefix lies in it."""
+        need, kept = sum(request.token_ids) + 1, self.retained.claim(request.session, request.cache_salt)
+        self._reserved[request.request_id] = Reserved(need, kept)
+        self._pinned += need
+        self._evict()
+
+    def _give_room_back(self, request: GenerateRequest, version: int) -> None:
+        """It will not run: what of its prefix was here stays, if it is of these weights still."""
+        room = self._reserved.pop(request.request_id, None)
+        if room is None:
+            return
+        self._catch_up()
+        self._pinned -= room.need
+        if version == self._version:
+            self.retained.keep(request.session, room.kept, request.cache_salt)
+        if self._work is None:
+            self._go_on()
+            self._arm()
+
+    async def _enter(self, request: GenerateRequest) -> None:
+        """Returns when the request has its room."""
+        self._catch_up()
+        if not self._entering and self._has_room(request):
+            self._reserve(request)
+            return
+        room = asyncio.get_running_loop().create_future()
+        self._entering.append((request, room))
+        await room
+
     async def _pull(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
-        """The KV comes over and is the session's prefix here."""
+        """The KV comes over and lies in the room that the request has."""
+        if sum(request.token_ids) + request.sampling.max_tokens > self.kv_tokens:
+            return  # it is refused in a moment
+        version = self._version
+        try:
+            await self._enter(request)
+            await self._fetch(request, params)
+        except BaseException:
+            self._give_room_back(request, version)
+            raise
+
+    async def _fetch(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
         fabric, name = self._fabric, str(params["remote_request_id"])
         source, version = fabric.engines[str(params["remote_engine_id"])], self._version
         if source.fail:
@@ -158,7 +223,8 @@ class HandoffEngine(ModelledEngine):
         tokens = export.tokens
         if export.expiry is None:
             tokens = min(tokens, source.retained.held(export.session, export.salt))
-        missing = tokens - self.retained.held(request.session, request.cache_salt)
+        kept = self._reserved[request.request_id].kept
+        missing = tokens - kept
         try:
             if missing > 0 and export.version == version == source._version:
                 gb = missing * self._steps.kv_bytes_per_token / 1e9
@@ -174,10 +240,10 @@ class HandoffEngine(ModelledEngine):
         if not export.version == version == self._version == source._version or source.fail or tokens < 1:
             what = f"{tokens} tokens of v{export.version}, v{self._version} here"
             raise HandoffFailed(f"{self.id}: KV of {name} from {source.id}: {what}")
-        self._catch_up()
-        if missing > 0:
-            self.retained.keep(request.session, tokens, request.cache_salt)
-        self._evict()
+        room = self._reserved.get(request.request_id)
+        if room is None:
+            raise EngineError(f"{self._id} died and came back", retryable=True)
+        self._reserved[request.request_id] = room._replace(kept=max(tokens, kept))
 
     def _handed_over(self, export: _Export) -> None:
         """What was pinned is the session's prefix from now on, as long as there is room."""

@@ -103,7 +103,9 @@ class ModelledEngine(ContinuousBatch):
         self._check()
         self._catch_up()
         self._paused = self._closed = False
-        self._waiting.extend(j for j in self._late if j.phase is Phase.WAITING)
+        for job in self._late:
+            if job.phase is Phase.WAITING:
+                self._enqueue(job)
         self._late.clear()
         self._go_on()
         self._arm()

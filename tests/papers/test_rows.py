@@ -16,7 +16,7 @@ from benchmarks.papers.table import lines, summary, verdict
 
 FAST = ("AD", "RA-7", "RA-16")
 WRONG = {
-    "RA-18": {"apart is faster"},
+    "RA-18": {"apart is faster", "a mixture of experts gains more than a dense model"},
 }
 """Claims that the model does not follow; each row says why. One that comes to hold must leave this list."""
 
@@ -65,7 +65,7 @@ def test_the_docs_have_a_line_of_every_row_and_count_them_right() -> None:
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if re.match(r"\| R?[A-Z]", line)
     ]
     assert [r.id for r in ROWS] == list(dict.fromkeys(cells[0] for cells in table))
-    assert {cells[0]: cells[1] for cells in table if cells[5] == "wrong"} == {k: min(v) for k, v in WRONG.items()}
+    assert {(c[0], c[1]) for c in table if c[5] == "wrong"} == {(k, text) for k, v in WRONG.items() for text in v}
     judged = Counter(cells[5] for cells in table if float(cells[2].partition("..")[0] or 0))
     near, far, off = judged["15 %"], judged["25 %"], judged["miss"]
     assert f"{near} of {near + far + off} within 15 %, {near + far} within 25 %" in text

@@ -129,3 +129,57 @@ def test_weights_that_change_in_the_middle_of_a_pull_break_the_hand_off() -> Non
         assert target.kv_used == 0
 
     run(main())
+
+
+def test_a_pull_waits_for_its_room_and_keeps_it_until_the_request_runs() -> None:
+    """Three contexts of which two fit: the third's KV comes when one is done, and nothing is computed again."""
+
+    async def main() -> tuple[list[int], list[float]]:
+        source, *_ = made(kv_tokens=100_000)
+        target = HandoffEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
+        cached: list[int] = []
+        used: list[float] = []
+
+        async def one(name: str, output: int) -> None:
+            cached.append((await both_legs(source, target, turn(name, 8000, output))).cached_tokens)
+            used.append(target.kv_used)
+
+        async with asyncio.TaskGroup() as tasks:
+            for n, output in enumerate((100, 1000, 50)):
+                tasks.create_task(one(f"s{n}", output))
+        assert target._pinned == target._held == 0
+        assert not target._reserved
+        assert target.recomputed_tokens == 0
+        return cached, used
+
+    cached, used = run(main())
+    assert cached == [7999] * 3
+    assert max(used) <= 20_000
+
+
+@pytest.mark.parametrize("what", ["death", "weights", "abort"])
+def test_room_that_waits_or_is_taken_comes_back(what: str) -> None:
+    async def main() -> None:
+        source, *_ = made(kv_tokens=100_000)
+        target = HandoffEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
+        legs = [asyncio.ensure_future(both_legs(source, target, turn(f"s{n}", 8000, 1000))) for n in range(5)]
+        await asyncio.sleep(0.01)
+        while target.kv_used < 16_000:
+            await asyncio.sleep(0.01)
+        if what == "death":
+            target.fail = True
+            target.restart(0)
+        elif what == "weights":
+            for engine in (source, target):
+                await engine.update_weights(WeightsRef(1, "v1"))
+        else:
+            for leg in legs:
+                leg.cancel()
+        await asyncio.gather(*legs, return_exceptions=True)
+        assert target._pinned == target._held == 0
+        assert not target._reserved
+        assert not target._ready
+        again = turn("again", 15_000, 10)
+        assert (await target.generate(again)).sampled == 10
+
+    run(main())
