@@ -29,6 +29,9 @@ def words(p: Program, best: Answer, x: Floats) -> tuple[str, ...]:
     limit = p.problem.trajectories_in_flight
     if p.matrix.has(("in flight",)):
         count(f"trajectories in flight: {limit:,.0f} of {limit:,.0f}", best.duals["in flight",])
+    for j, own in enumerate(p.slopes):
+        name = p.problem.domains[j].name
+        count(f"the window: {limit * t.weights[j]:,.0f} places for {name}", best.duals["window", j] / own)
     train = sum(v for key, v in best.duals.items() if key[0] == "train")
     count("the trainer", train / p.scale if p.scale else 0.0)
     for key, column in p.reward_units.items():

@@ -210,10 +210,10 @@ def _devices(pool: Pool, number: int) -> _More:
 def _shares(problem: Problem, placement: Placement) -> Iterator[Marginal]:
     """A tenth more of what has no unit to count in: of trajectories in flight and of links, where they bind."""
     prices, bound = placement.prices, problem.trajectories_in_flight
-    if prices.in_flight > 0 and math.isfinite(bound):
+    if prices.places > 0 and math.isfinite(bound):
         tenth = float(max(1, round(0.1 * bound)))
         more = _More("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
-        yield _marginal(placement, more, prices.in_flight * more.amount / placement.rate, solved=False)
+        yield _marginal(placement, more, prices.places * more.amount / placement.rate, solved=False)
     for channel in channels(problem).values():
         price = prices.links.get(channel.pools, 0.0)
         if price > 0:

@@ -48,6 +48,13 @@ class Matrix:
         self._j: list[NDArray[np.int64]] = []
         self._v: list[Floats] = []
 
+    def copy(self) -> Matrix:
+        """One that changes apart from this one. What was added is shared: it never changes."""
+        other = Matrix()
+        for name, value in vars(self).items():
+            setattr(other, name, value.copy())
+        return other
+
     @property
     def width(self) -> int:
         return len(self.low)

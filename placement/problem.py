@@ -11,7 +11,7 @@ from placement.performance import Performance
 from placement.types import Deployment, Link, Objective, Pool, Role
 from placement.workload import DomainProfile, FunctionPrice, Train
 
-__all__ = ["Problem", "Restriction", "Running"]
+__all__ = ["Problem", "Restriction", "Running", "Window"]
 
 
 class Restriction(enum.StrEnum):
@@ -39,6 +39,35 @@ class Running:
     restart_s: float = 120.0
     horizon_s: float = 3600.0
     max_changed_devices: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How long a place among the trajectories in flight is held: from admission until the version that the trajectory
+    was trained into is published, as long as the longest of its group, a training step and the publish take.
+
+    `groups`: members by domain (1 where it names none). `context`: most tokens of a trajectory. Publishing takes
+    `publish_s`, or `near_publish_s` where every engine is on the trainer's pool.
+    """
+
+    groups: Mapping[str, int]
+    context: float
+    publish_s: float = 0.0
+    near_publish_s: float | None = None
+    """None: as `publish_s`."""
+    aborts: bool = True
+    """Whether trajectories that are too old are aborted, so that others take their places."""
+
+    def __post_init__(self) -> None:
+        near = self.publish_s if self.near_publish_s is None else self.near_publish_s
+        if not (0 <= near <= self.publish_s < math.inf):
+            raise ValueError(f"window: publish_s is {self.publish_s}, near {near} (rule: 0 <= near <= publish_s)")
+        if not self.context > 0 or any(members < 1 for members in self.groups.values()):
+            raise ValueError(f"window: context {self.context}, groups {dict(self.groups)} (rule: above 0, at least 1)")
+
+    def published(self, *, near: bool) -> float:
+        """Seconds of a publish."""
+        return self.near_publish_s if near and self.near_publish_s is not None else self.publish_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +102,8 @@ class Problem:
     device_types: frozenset[str] | None = None
     utilisation: float = 0.95
     """Share of an instance's time that a plan may use: the rest absorbs variance and weight updates."""
+    window: Window | None = None
+    """None: a trajectory is over, for the bound on those in flight, when it is generated and scored."""
     gap: float = 1e-4
     """Relative gap at which the solver may stop."""
 

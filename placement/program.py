@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement import sides
+from placement import holding, sides
 from placement.milp import Answer, Floats, Matrix, Row
 from placement.problem import Problem, Restriction, Running
 from placement.sides import RewardPlace, TrainPlace
@@ -45,10 +45,23 @@ class Program:
     """Why a pool does not train."""
     late: list[str] = field(default_factory=list)
     """Rewards that take longer than may be waited for."""
+    slopes: tuple[float, ...] = ()
+    """With a window that binds, by domain: seconds that a place is held per second under way."""
+    mixed: dict[int, int] = field(default_factory=dict)
+    """By pool the column of its share, where every pool has the same mix."""
+    started: tuple[float, ...] = ()
+    """By domain: trajectories started for one that is trained."""
+    held: dict[int, tuple[list[float], float]] = field(default_factory=dict)
+    """By the trainer's pool what `holding.hold` said last: the window's terms, and the fewest devices."""
     relaxed: Answer | None = None
     """The most with fractions of instances, once it is known: its prices are the worth of a device."""
     fixed_usd: float = 0.0
     """$/h that are paid whatever runs: pools that are not rented."""
+
+    def copy(self) -> Program:
+        """With rows and columns of its own from here on."""
+        lists = {"changed": list(self.changed), "notes": list(self.notes), "held": dict(self.held)}
+        return replace(self, matrix=self.matrix.copy(), **lists)  # type: ignore[arg-type]
 
     def vector(self, terms: Mapping[int, float]) -> Floats:
         out = np.zeros(self.matrix.width)
@@ -91,6 +104,9 @@ class Program:
         if self.matrix.has(("in flight",)):
             seconds = paths.seconds * self.scale / self.problem.trajectories_in_flight
             yield [("in flight",)], np.zeros(n, dtype=np.int64), seconds
+        if self.matrix.has(("window", 0)):
+            held = paths.seconds * self.scale / (self.problem.trajectories_in_flight * t.weights[paths.domain])
+            yield [("window", j) for j in range(len(t.weights))], paths.domain, held
         kind = {Restriction.STRICT: "strict", Restriction.NO_AFFINITY: "mix"}.get(self.problem.restriction)
         if kind is not None:
             pools = len(self.problem.pools)
@@ -150,6 +166,7 @@ def program(problem: Problem, tableau: Tableau, scale: float | None = None) -> P
     sides.training(p)
     sides.rewards(p)
     sides.environments(p)
+    holding.windows(p)
     _inventory(p)
     _restricted(p)
     for role, least in sorted(problem.min_replicas.items()):
@@ -219,7 +236,7 @@ def _restricted(p: Program) -> None:
     m, t, paths = p.matrix, p.tableau, p.tableau.paths
     if p.problem.restriction is Restriction.NO_AFFINITY:
         pools = sorted({unit.pool for unit in t.units})
-        shares = {g: m.column() for g in pools}
+        p.mixed = shares = {g: m.column() for g in pools}
         for j, weight in enumerate(t.weights):
             for g in pools:
                 m.row(("mix", j, g), [(shares[g], -float(weight))], low=0.0, high=0.0)

@@ -101,7 +101,7 @@ def _prices(p: Program, best: Answer, relaxed: Answer | None) -> Prices:
             key = (names[unit.pool], unit.role, unit.tp)
             deployments[key] = _clean(best.duals["load", u] * p.scale)
             kv[key] = _clean(best.duals["kv", u] * p.scale / unit.kv_gb * per_token)
-    flight = ("in flight",)
+    places, seconds = _places(p, best)
     train = [v for key, v in best.duals.items() if key[0] == "train"]
     return Prices(
         deployments=deployments,
@@ -109,12 +109,24 @@ def _prices(p: Program, best: Answer, relaxed: Answer | None) -> Prices:
         links={
             c.pools: _clean(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels
         },
-        in_flight=_clean(best.duals.get(flight, 0.0) * p.scale / p.problem.trajectories_in_flight),
+        in_flight=_clean(seconds),
+        places=_clean(places),
         pools={} if relaxed is None else {
             name: _clean(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)
         },
         train=_clean(sum(train)),
     )  # fmt: skip
+
+
+def _places(p: Program, best: Answer) -> tuple[float, float]:
+    """What one more trajectory in flight would buy, and what a second costs that one is under way: with a window the
+    mean over domains."""
+    each = p.scale / p.problem.trajectories_in_flight
+    places = seconds = best.duals.get(("in flight",), 0.0) * each
+    for j, own in enumerate(p.slopes):
+        price = best.duals["window", j] * each
+        places, seconds = places + price / own, seconds + price
+    return places, seconds
 
 
 def _clean(value: float) -> float:

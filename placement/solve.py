@@ -8,7 +8,9 @@ time. Objectives are lexicographic: what was asked for, then dollars, then devic
 
 from __future__ import annotations
 
-from placement import columns, diagnose, result, search
+import math
+
+from placement import columns, diagnose, holding, result, search, windowed
 from placement.milp import Floats
 from placement.problem import Problem
 from placement.program import Program, program
@@ -29,6 +31,8 @@ SMALL, FAINT = 0.02, 1e-6
 """A rate below SMALL × the scale asks for a smaller scale; one below FAINT × may be nothing but tolerance."""
 RESCALED = 3
 """Each round gains at least as many digits as SMALL has: after three, a rate of 1e-6 of the guess is exact."""
+UNREACHED = 1e30
+"""Dollars that a plan is worth less than nothing if it reaches nothing of the rate that is asked for."""
 ROUNDS = 30
 """Dinkelbach's method converges superlinearly: a handful of rounds do."""
 
@@ -41,15 +45,46 @@ def solve(problem: Problem) -> Placement | Infeasible:
     if missing is not None:
         return missing
     p = _scaled(problem, table)
-    if problem.objective is Objective.MAX_THROUGHPUT:
-        found = _throughput(p)
-    elif problem.objective is Objective.MIN_COST:
-        found = _least_cost(p)
-    else:
-        found = _per_dollar(p)
+    found = _best(p)
+    if found is not None and not windowed.kept_as_is(p, found[0]):
+        kept = windowed.within(_scaled(problem, table), _best, _worth, seconds=holding.seconds_of(p, found[0]))
+        p, found = (p, None) if kept is None else (kept.p, (kept.x, kept.bound))
     if found is None:
         return diagnose.infeasible(problem, table, solve)
     return result.placement(p, *found)
+
+
+def _best(p: Program) -> tuple[Floats, float] | None:
+    """By the problem's objective: the plan, and the best that any could have."""
+    if p.problem.objective is Objective.MAX_THROUGHPUT:
+        return _throughput(p)
+    return _least_cost(p) if p.problem.objective is Objective.MIN_COST else _per_dollar(p)
+
+
+def _worth(p: Program) -> tuple[float, Floats | None]:
+    """The same with fractions of instances: rate, dollars below none, or rate per dollar; minus infinity: nothing."""
+    if p.problem.objective is Objective.MAX_THROUGHPUT:
+        most = columns.relaxed(p, {p.rate: 1.0}, near=p.problem.gap)
+        return (-math.inf, None) if most is None or most.x[p.rate] <= NOTHING else (most.bound * p.scale, most.x)
+    if p.problem.objective is Objective.MIN_COST:
+        asked, (low, high) = (p.problem.rate or 0.0) / p.scale, (p.matrix.low[p.rate], p.matrix.high[p.rate])
+        p.matrix.low[p.rate] = p.matrix.high[p.rate] = asked
+        least = columns.relaxed(p, {j: -v for j, v in p.cost().items()})
+        p.matrix.low[p.rate], p.matrix.high[p.rate] = low, high
+        if least is not None:
+            return least.bound, least.x
+        most = columns.relaxed(p, {p.rate: 1.0})
+        return (-math.inf, None) if most is None else (-UNREACHED * (1.0 - most.value / asked), most.x)
+    ratio, cost, x = 0.0, p.cost(), None
+    for _ in range(ROUNDS):
+        found = columns.relaxed(p, {p.rate: 1.0, **{j: -ratio * v for j, v in cost.items()}})
+        dollars = 0.0 if found is None else sum(v * float(found.x[j]) for j, v in cost.items())
+        if found is None or dollars <= 1e-12 or found.x[p.rate] <= NOTHING:
+            break
+        before, ratio, x = ratio, float(found.x[p.rate]) / dollars, found.x
+        if ratio <= before * (1 + p.problem.gap):
+            break
+    return (ratio * p.scale, x) if ratio > 0 else (-math.inf, None)
 
 
 def _scaled(problem: Problem, table: Tableau) -> Program:

@@ -228,14 +228,15 @@ class Prices:
     unit would buy. What the router prices a path with.
 
     `deployments`: per instance-second/s, by (pool, role, tp). `kv`: per token of KV capacity. `links`: per GB/s, by
-    (a, b) in sorted order. `in_flight`: per trajectory. `pools`: per device (of the relaxed problem, in which instances
-    may be fractions).
+    (a, b) in sorted order. `in_flight`: per second that a trajectory is under way; `places`: per trajectory that may
+    be. `pools`: per device (of the relaxed problem, in which instances may be fractions).
     """
 
     deployments: Mapping[tuple[str, Role, int], float] = field(default_factory=dict)
     kv: Mapping[tuple[str, Role, int], float] = field(default_factory=dict)
     links: Mapping[tuple[str, str], float] = field(default_factory=dict)
     in_flight: float = 0.0
+    places: float = 0.0
     pools: Mapping[str, float] = field(default_factory=dict)
     train: float = 0.0
 

@@ -1,30 +1,47 @@
-"""What a window of trajectories sustains: a plan's rate once slots are held as long as the run holds them.
+"""What a window of trajectories sustains: a plan's rate once places are held as long as the run holds them.
 
-A slot is taken at admission and given back at the publish of the version that its trajectory was trained into. Until
-then it waits for the longest member of its group, for training and for the publish: fewer trajectories are under way
-than the window has slots, and a plan's rate, for which a trajectory is over when generated, may be out of reach.
+A place is taken at admission and given back at the publish of the version that its trajectory was trained into. Until
+then it waits for the longest member of its group, for enough groups to make a batch, for training and for the publish.
+
+Groups start at publishes, a batch of places at a time. With F the share of groups that are complete at an age, S the
+seconds between two publishes and x those from a publish until the next batch is complete (S = x + training + publish),
+N groups start for B that are trained. Those that are older than α publishes are aborted, so that B = N·F(x + αS); and
+after a publish the places are full: N·(1 + Σ_{i<α} (1 − F(x + iS))) = places. Where nothing is aborted N is B, and the
+sum has no end. Both fix x, and with it S: the rate is B / S.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from bisect import bisect_right
 from dataclasses import dataclass
 
-from placement.problem import Problem
+from placement.problem import Problem, Window
 from placement.types import Placement, Role
 from placement.workload import DomainProfile, log_normal
 
-__all__ = ["Held", "longest_of", "windows"]
+__all__ = ["PULLED_GB_PER_S", "PUSHED_GB_PER_S", "Held", "Slopes", "longest_of", "slopes", "spans", "step_between",
+           "windows"]  # fmt: skip
 
+PUSHED_GB_PER_S = 0.45
+"""Weights from a trainer into a store beside another pool: 0.41 to 0.48 were measured over 200 Gb/s (RA-16)."""
+PULLED_GB_PER_S = 61.02 / 29.649 * 1.264
+"""Weights to an engine over RDMA, one stream of Mooncake's (RA-7: 61.02 GB take 29.649 s over TCP, 1.264 times as long
+as that); also into the store where engines and trainer are in the same place."""
 POINTS = 64
 """Quantiles that stand for a distribution: maxima of groups of eight come out within 2 % at a sigma of 1."""
+FINE = 1000.0
+"""Publishes that a group may outlive, at most: only where training takes no time are there more."""
+STEP = 0.02
+"""Relative difference over which slopes are taken: the distribution has a few thousand points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One domain's slots: seconds that a trajectory is under way on average, that its group's longest member is, of
-    training and of the publish; and the trajectories/s, over all domains, that its part of the window sustains."""
+    """One domain's places: seconds that a trajectory is under way on average, that its group's longest member is, of
+    training and of the publish, and between two publishes; and the trajectories/s, over all domains, that its part of
+    the window sustains."""
 
     domain: str
     seconds: float
@@ -32,18 +49,23 @@ class Held:
     train_s: float
     publish_s: float
     slots: float
+    held_s: float
     rate: float
 
-    @property
-    def held_s(self) -> float:
-        return self.longest_s + self.train_s + self.publish_s
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """A place is held for `own × seconds under way + rest × seconds of training and publish`; of `started`
+    trajectories one is trained."""
+
+    own: float
+    rest: float
+    started: float = 1.0
 
 
-def windows(
-    found: Placement, problem: Problem, *, groups: Mapping[str, int], publish_s: float, context: float
-) -> tuple[Held, ...]:
-    """Every domain's slots under a plan; none without training or a bound. `groups`: members by domain; `context`: most
-    tokens of a trajectory. What waits for other domains' parts of the batch is not counted."""
+def windows(found: Placement, problem: Problem, window: Window, *, publish_s: float) -> tuple[Held, ...]:
+    """Every domain's places under a plan; none without training or a bound. What waits for other domains' parts of the
+    batch is not counted."""
     train, bound = problem.train, problem.trajectories_in_flight
     trainer = next((d for d in found.deployments if d.role is Role.TRAINER), None)
     if train is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
@@ -57,30 +79,113 @@ def windows(
         if not rate:
             continue
         seconds = sum(f.rate * f.seconds for f in flows) / rate
-        longest = seconds * longest_of(domain, groups.get(domain.name, 1), context)
+        longest = seconds * longest_of(domain, window.groups.get(domain.name, 1), window.context)
         slots = bound * domain.weight / total
-        sustained = bound / (longest + train_s + publish_s)
-        held.append(Held(domain.name, seconds, longest, train_s, publish_s, slots, sustained))
+        held_s, _ = _held(problem, window, domain, seconds, train_s + publish_s)
+        held.append(Held(domain.name, seconds, longest, train_s, publish_s, slots, held_s, bound / held_s))
     return tuple(held)
 
 
-def longest_of(domain: DomainProfile, members: int, context: float) -> float:
-    """How much longer the longest member of a group takes than the mean trajectory: at least 1, which it is where no
-    quantile says that lengths vary. Members share half of the variance of their answers, and none of that of turns."""
+def slopes(problem: Problem, domain: DomainProfile, seconds: float, rest_s: float) -> Slopes:
+    """How long a place is held, near `seconds` under way and `rest_s` of training and publish. It grows in proportion
+    with both together, so that its slopes say what it is as well."""
+    window = problem.window
+    assert window is not None, "there are places to hold"
+    if seconds <= 0 or rest_s <= 0:
+        held_s, started = _held(problem, window, domain, max(seconds, 1e-9), 0.0)
+        return Slopes(held_s / max(seconds, 1e-9), 1.0, started)
+    here, started = _held(problem, window, domain, seconds, rest_s)
+    above, _ = _held(problem, window, domain, seconds * (1 + STEP), rest_s)
+    below, _ = _held(problem, window, domain, seconds * (1 - STEP), rest_s)
+    own = max((above - below) / (2 * STEP * seconds), 0.0)
+    return Slopes(own, max(here - own * seconds, 0.0) / rest_s, started)
+
+
+def _held(
+    problem: Problem, window: Window, domain: DomainProfile, seconds: float, rest_s: float
+) -> tuple[float, float]:
+    """Seconds that a place is held, and trajectories started for one that is trained."""
+    train = problem.train
+    assert train is not None, "there is training"
+    members = window.groups.get(domain.name, 1)
+    share = domain.weight / sum(d.weight for d in problem.domains)
+    places = problem.trajectories_in_flight / train.batch
+    lengths = spans(domain, members, window.context)
+    groups = max(share * train.batch / members, 1.0)
+    between, started = step_between(
+        lengths, rest_s / seconds, staleness=train.staleness, places=places, aborts=window.aborts, groups=groups
+    )
+    return places * between * seconds, started
+
+
+def step_between(
+    lengths: tuple[float, ...], rest: float, *, staleness: int, places: float, aborts: bool, groups: float
+) -> tuple[float, float]:
+    """Time between two publishes, and groups started for one that is trained. `lengths` of groups in order, all as
+    likely; `rest` = training and publish; `places` in batches; `groups` of a batch: of that many the last is not waited
+    for longer than it takes on average."""
+
+    def complete(age: float) -> float:
+        """F, between points in proportion."""
+        k = bisect_right(lengths, age)
+        if k == 0:
+            return 0.0
+        if k == len(lengths):
+            return 1.0
+        inside = (age - lengths[k - 1]) / (lengths[k] - lengths[k - 1])
+        return (k + inside) / (len(lengths) + 1)
+
+    def lacks(x: float) -> float:
+        """Above 0: too few are complete x after a publish."""
+        between = x + rest
+        if not aborts:
+            left, age = 0.0, x
+            while age < lengths[-1]:
+                left += 1.0 - complete(age)
+                age += max(between, lengths[-1] / FINE)
+            return left - (places - 1.0)
+        waiting = sum(1.0 - complete(x + i * between) for i in range(staleness))
+        return 1.0 + waiting - places * complete(x + staleness * between)
+
+    enough = 0.5 / groups
+    low, high = 0.0, lengths[-1]
+    if lacks(0.0) <= enough:
+        high = 0.0
+    while high - low > 1e-6 * high:
+        mid = (low + high) / 2
+        low, high = (mid, high) if lacks(mid) > enough else (low, mid)
+    late = high + staleness * (high + rest)
+    return high + rest, 1.0 / max(complete(late), 1.0 / places) if aborts else 1.0
+
+
+@functools.lru_cache(maxsize=256)
+def spans(domain: DomainProfile, members: int, context: float) -> tuple[float, ...]:
+    """Seconds of the longest member of a group over those of the mean trajectory: equally likely values, in order. All
+    1 where no quantile says that lengths vary. Members share half of the variance of their answers, and none of that of
+    turns."""
     turns, answers = log_normal(domain.turns)[1], log_normal(domain.output_tokens)[1]
     common, own = math.sqrt(answers**2 / 2), math.sqrt(answers**2 / 2 + turns**2)
-    if members < 2 or own == 0:
-        return 1.0
+    if own == 0:
+        return (1.0,)
     z = [_normal((k + 0.5) / POINTS) for k in range(POINTS)]
     highest = [_normal(((k + 0.5) / POINTS) ** (1 / members)) for k in range(POINTS)]
     # Relative to the mean before the context ends it; the mean is that of what is left.
     middle, most = math.exp(-(common**2 + own**2) / 2), max(context / domain.total_tokens, 1.0)
-    mean = top = 0.0
+    mean = 0.0
+    longest = []
     for c in z:
         ours = middle * math.exp(common * c)
-        mean += sum(min(ours * math.exp(own * x), most) for x in z)
-        top += sum(min(ours * math.exp(own * x), most) for x in highest)
-    return max(top / mean, 1.0)
+        mean += sum(min(ours * math.exp(own * x), most) for x in z) / POINTS**2
+        longest += [min(ours * math.exp(own * x), most) for x in highest]
+    return tuple(sorted(length / mean for length in longest))
+
+
+def longest_of(domain: DomainProfile, members: int, context: float) -> float:
+    """How much longer the longest member of a group takes than the mean trajectory, on average: at least 1."""
+    if members < 2:
+        return 1.0
+    found = spans(domain, members, context)
+    return max(sum(found) / len(found), 1.0)
 
 
 def _normal(p: float) -> float:

@@ -199,15 +199,22 @@ def measured(domains: Sequence[DomainProfile], work: Mapping[str, DomainWork]) -
         found.append(
             replace(
                 domain,
-                turns=Quantity(max(seen.turns, 1.0)),
+                turns=_as_varied(domain.turns, max(seen.turns, 1.0)),
                 first_tokens=Quantity(max(seen.first_tokens, 1.0)),
                 new_tokens=Quantity(max(seen.new_tokens, 0.0)),
-                output_tokens=Quantity(max(seen.output_tokens, 1.0)),
+                output_tokens=_as_varied(domain.output_tokens, max(seen.output_tokens, 1.0)),
                 environment=EnvironmentCost(max(seen.wait_s, 0.0), environment.core_s, environment.reset_s),
                 source="this run",
             )
         )
     return tuple(found)
+
+
+def _as_varied(before: Quantity, mean: float) -> Quantity:
+    """A mean that was measured, its quantiles as far from it as the profile's: the window waits for the longest."""
+    scale = mean / before.mean if before.mean > 0 else 1.0
+    p50, p90 = (None if q is None else q * scale for q in (before.p50, before.p90))
+    return Quantity(mean, p50, p90)
 
 
 def _rollout(deployments: Sequence[Deployment]) -> list[Deployment]:

@@ -6,7 +6,7 @@ from placement.architecture import Shape
 from placement.types import Role
 from placement.window import Held, windows
 from rollart.compose.routing import SERVING
-from rollart.sim.links import PUSH, RDMA
+from rollart.spec.planning import window_of
 from rollart.spec.resolve import Resolved
 
 __all__ = ["sustained"]
@@ -18,8 +18,6 @@ def sustained(resolved: Resolved) -> tuple[Held, ...]:
     trainers = resolved.plan.of(Role.TRAINER)
     if found is None or problem is None or not trainers or not isinstance(problem.performance.shape, Shape):
         return ()
-    elsewhere = any(a.pool != trainers[0].pool for a in resolved.plan.assignments if a.role in SERVING)
-    gb = problem.performance.shape.weight_bytes / 1e9
-    publish_s = (PUSH if elsewhere else RDMA).seconds(gb) + RDMA.seconds(gb)
-    groups = {d.name: d.group_size for d in run.domains}
-    return windows(found, problem, groups=groups, publish_s=publish_s, context=float(run.model.context))
+    window = problem.window or window_of(run, problem.performance.shape)
+    near = all(a.pool == trainers[0].pool for a in resolved.plan.assignments if a.role in SERVING)
+    return windows(found, problem, window, publish_s=window.published(near=near))

@@ -10,21 +10,22 @@ from pathlib import Path
 
 from placement.architecture import Shape, shape_of
 from placement.constants import Calibration
-from placement.problem import Problem, Restriction
+from placement.problem import Problem, Restriction, Window
 from placement.roofline import RooflinePerformance
 from placement.types import Demand, Deployment, Infeasible, Objective, Placement, Pool, Role
+from placement.window import PULLED_GB_PER_S, PUSHED_GB_PER_S
 from placement.workload import DomainProfile
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name, function_price, links_of, pools_of
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
-from rollart.spec.run import RunSpec
+from rollart.spec.run import LAG, RunSpec
 from rollart.spec.suggest import did_you_mean
 from rollart.spec.work import ASSUMED, affinity_of, model_config, model_name, profiles_of, train_of
 
 __all__ = ["Question", "answer", "demands_of", "load_calibrations", "problem_of", "question_of",
-           "run_shape"]  # fmt: skip
+           "run_shape", "window_of"]  # fmt: skip
 
 DEFAULT_TP = (1, 2, 4, 8)
 
@@ -71,6 +72,7 @@ def question_of(
     usable = {p.name: _why_not(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
     pool, devices = _train_place(run, cluster, pools, fixed)
+    windowed = run.schedule not in LAG and spec.in_flight is None
     only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
     try:
         problem = Problem(
@@ -92,6 +94,7 @@ def question_of(
             restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
             device_types=only,
             utilisation=spec.utilisation,
+            window=window_of(run, shape) if fixed is None and windowed else None,
         )
     except ValueError as error:
         raise SpecError(f"the plan's problem: {error}") from None
@@ -166,6 +169,16 @@ def _calibration(entry: Mapping[str, object]) -> Calibration:
     engine = entry.get("engine")
     fitted = engine if isinstance(engine, Mapping) else entry
     return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
+
+
+def window_of(run: RunSpec, shape: Shape) -> Window:
+    """How long places are held where groups are admitted one by one. Weights move as simulations have them."""
+    gb = shape.weight_bytes / 1e9
+    pulled = gb / PULLED_GB_PER_S
+    return Window(
+        {d.name: d.group_size for d in run.domains}, float(run.model.context),
+        publish_s=gb / PUSHED_GB_PER_S + pulled, near_publish_s=2 * pulled, aborts=run.schedule != "areal",
+    )  # fmt: skip
 
 
 def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: Shape) -> RooflinePerformance:

@@ -1,0 +1,248 @@
+"""The best plan whose window of trajectories sustains it: training and rollout share devices until both take as long as
+the window has places for.
+
+How long a training step takes is chosen first, over the relaxed problem: at a given rate the times at which it can be
+kept are an interval (linear rows, and `devices × seconds >= work`, which is convex), so that the best value has one
+peak, which a golden-section search finds. Slopes of the window are those at the last solution's seconds, so that they
+settle as the search does. The whole numbers are solved for there, and again while the trainer, with what rounding left
+over, is faster than was assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from placement import holding
+from placement.milp import Floats
+from placement.program import Program
+from placement.sides import TrainPlace
+from placement.types import Objective
+
+__all__ = ["Kept", "kept_as_is", "within"]
+
+NEAR = 0.02
+"""Relative distance between times of a step at which the search among them ends: near its peak the value is flat."""
+ROUNDS = 3
+"""Solutions in whole numbers at most; the second is rarely better by more than rounding."""
+SETTLED = 2
+"""Solutions for slopes to be those of the seconds that they lead to."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+Solve = Callable[[Program], tuple[Floats, float] | None]
+"""The best plan of a program: its columns, and the best that any could have."""
+Worth = Callable[[Program], tuple[float, Floats | None]]
+"""What the relaxed problem's best is worth, higher being better, and its columns; minus infinity: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A plan within its window: `p` has the rows at the seconds of its own trainer."""
+
+    p: Program
+    x: Floats
+    bound: float
+
+
+@dataclass(slots=True)
+class _Case:
+    """Who trains, and whether every engine is on the same pool (`near`: weights then have a short way). `seconds` under
+    way by domain, as the last solution had them: slopes are those there."""
+
+    place: TrainPlace
+    publish_s: float
+    near: bool
+    seconds: Floats
+    solved: int = 0
+
+    def hold(self, p: Program, train_s: float, least_s: float | None = None) -> None:
+        slopes = holding.at_seconds(p, self.seconds, train_s + self.publish_s)
+        holding.hold(p, slopes, train_s, self.publish_s, least_s=least_s)
+
+    def worth(self, p: Program, worth: Worth) -> float:
+        value, x = worth(p)
+        self.solved += 1
+        if x is not None:
+            self.seconds = holding.seconds_of(p, x)
+        return value
+
+
+def kept_as_is(p: Program, x: Floats) -> bool:
+    """Whether a plan made without its window is within it; if so its rows now bind what else is asked of `p`."""
+    place = _trainer(p, x)
+    if p.problem.window is None or place is None or not p.matrix.has(("window", 0)):
+        return True
+    near = all(t.pool == place.pool for u, t in enumerate(p.tableau.units) if x[p.units[u]] > 0.5)
+    train_s, publish_s = holding.step_s(p, place, round(x[place.devices])), p.problem.window.published(near=near)
+    if not holding.kept(p, x, train_s, publish_s):
+        return False
+    _Case(place, publish_s, near, holding.seconds_of(p, x)).hold(p, train_s)
+    return True
+
+
+def within(p: Program, solve: Solve, worth: Worth, *, seconds: Floats) -> Kept | None:
+    """The best plan within the window; None if there is none. `p` is as it was made; `seconds` under way by domain to
+    begin with."""
+    found: Kept | None = None
+    best = most = -math.inf
+    hopes = []
+    for case in _cases(p, seconds):
+        with _only(p, case):
+            low, high = _range(p, case.place)
+            hopes.append((_settled(p, case, worth, low, high), low, high, case))
+    for hope, low, high, case in sorted(hopes, key=lambda each: -each[0]):
+        if hope <= best:
+            continue
+        with _only(p, case):
+            train_s, reached, bound = _peak(p, case, worth, low, high)
+            most = max(most, bound)
+            one = _whole(p, case, train_s, solve, worth) if reached > best else None
+        if one is not None and _value(one.p, one.x) > best:
+            found, best = one, _value(one.p, one.x)
+    if found is None:
+        return None
+    bound = max(most, best)
+    return Kept(found.p, found.x, -bound if p.problem.objective is Objective.MIN_COST else bound)
+
+
+def _settled(p: Program, case: _Case, worth: Worth, low: float, high: float) -> float:
+    """What a case is worth at most: the shortest training with the smallest trainer."""
+    value = -math.inf
+    for _ in range(SETTLED):
+        case.hold(p, low, high)
+        value = case.worth(p, worth)
+    return value
+
+
+def _cases(p: Program, seconds: Floats) -> Iterator[_Case]:
+    window = p.problem.window
+    assert window is not None
+    serving = {unit.pool for unit in p.tableau.units}
+    for place in p.trainers:
+        if p.matrix.high[place.devices] <= 0:
+            continue
+        near, far = window.published(near=True), window.published(near=False)
+        if serving - {place.pool}:
+            yield _Case(place, far, False, seconds)
+        if place.pool in serving and (near < far or serving == {place.pool}):
+            yield _Case(place, near, True, seconds)
+
+
+@contextmanager
+def _only(p: Program, case: _Case) -> Iterator[None]:
+    """Nobody else trains meanwhile; and, near, nobody else serves."""
+    m = p.matrix
+    shut = [c for t in p.trainers if t is not case.place for c in (t.devices, t.chosen)]
+    if case.near:
+        shut += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool != case.place.pool]
+    before = [(c, m.high[c]) for c in shut]
+    for c in shut:
+        m.high[c] = min(m.high[c], max(m.low[c], 0.0))
+    try:
+        yield
+    finally:
+        for c, high in before:
+            m.high[c] = high
+
+
+def _range(p: Program, place: TrainPlace) -> tuple[float, float]:
+    """Seconds of a step on all devices of the pool, and on the fewest."""
+    size = holding.size_of(p, place)
+    least, most = (place.least, p.problem.pools[place.pool].count) if size is None else (size, size)
+    return holding.step_s(p, place, most), holding.step_s(p, place, least)
+
+
+def _peak(p: Program, case: _Case, worth: Worth, low: float, high: float) -> tuple[float, float, float]:
+    """Seconds of a step at which the relaxed problem is worth most, what it is there, and a bound on what it could be
+    at any."""
+
+    def at(train_s: float) -> float:
+        case.hold(p, train_s)
+        return case.worth(p, worth)
+
+    a, b = low, high
+    c, d = a * (b / a) ** (1 - GOLDEN), a * (b / a) ** GOLDEN
+    if b > a * (1 + NEAR):
+        left, right = at(c), at(d)
+        while b > a * (1 + NEAR):
+            if left >= right and left > -math.inf:
+                b, d, right = d, c, left
+                c = a * (b / a) ** (1 - GOLDEN)
+                left = at(c)
+            else:
+                a, c, left = c, d, right
+                d = a * (b / a) ** GOLDEN
+                right = at(d)
+    train_s = math.sqrt(a * b)
+    reached = at(train_s)
+    # Outside of the last interval nothing is better than inside: there is one peak.
+    case.hold(p, a, b)
+    return train_s, reached, max(case.worth(p, worth), reached)
+
+
+def _whole(p: Program, case: _Case, train_s: float, solve: Solve, worth: Worth) -> Kept | None:
+    """Whole numbers near these seconds of a step, then at those of the trainer that this leaves room for and where its
+    trajectories are as long as they came out."""
+    found: Kept | None = None
+    told = list[str]()
+    ahead = _sizes(p, case, train_s, worth)
+    while ahead and len(told) < ROUNDS:
+        train_s = holding.step_s(p, case.place, ahead.pop(0))
+        q = p.copy()
+        case.hold(q, train_s)
+        answer = solve(q)
+        if answer is None:
+            continue
+        x, bound = answer
+        case.seconds = holding.seconds_of(q, x)
+        devices = round(x[case.place.devices])
+        case.hold(q, holding.step_s(q, case.place, devices))
+        told.append(f"{float(x[q.rate]) * q.scale:.4g}/s with {devices} devices")
+        if found is not None and _value(q, x) <= _value(found.p, found.x) * (1 + p.problem.gap):
+            break
+        found = Kept(q, x, bound)
+        ahead = [] if holding.size_of(p, case.place) is not None else [_room(q, case, x)]
+    if found is not None:
+        found.p.notes.append(f"training chosen with the window in {case.solved} linear programs: {', '.join(told)}")
+    return found
+
+
+def _sizes(p: Program, case: _Case, train_s: float, worth: Worth) -> list[float]:
+    """Whole numbers of devices about those that a step of so many seconds takes, the better one first."""
+    size, train = holding.size_of(p, case.place), p.problem.train
+    if size is not None or train is None:
+        return [] if size is None else [size]
+    devices = case.place.work / (train_s / train.batch - case.place.fixed)
+    most = p.problem.pools[case.place.pool].count
+    near = {max(case.place.least, min(most, around(devices))) for around in (math.floor, math.ceil)}
+
+    def at(count: int) -> float:
+        case.hold(p, holding.step_s(p, case.place, count))
+        return case.worth(p, worth)
+
+    return sorted(map(float, near), key=lambda count: (-at(int(count)), count))
+
+
+def _room(p: Program, case: _Case, x: Floats) -> int:
+    """Devices of the trainer with all that its pool has left over."""
+    g = case.place.pool
+    used = sum(round(float(x[column])) * devices for pool, column, devices in p.used() if pool == g)
+    return round(float(x[case.place.devices])) + max(p.problem.pools[g].count - used, 0)
+
+
+def _value(p: Program, x: Floats) -> float:
+    """What a plan is worth by the objective, higher being better."""
+    rate, cost = float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x)
+    match p.problem.objective:
+        case Objective.MIN_COST:
+            return -cost
+        case Objective.MAX_THROUGHPUT_PER_DOLLAR:
+            return rate / cost if cost > 0 else 0.0
+        case _:
+            return rate
+
+
+def _trainer(p: Program, x: Floats) -> TrainPlace | None:
+    return next((place for place in p.trainers if x[place.devices] > 0.5), None)
