@@ -1,11 +1,29 @@
 """rollart: orchestration for agentic reinforcement learning.
 
-What a user's environments and reward functions need is here; importing it loads nothing heavy.
+What a user's environments and reward functions need is here; importing it loads nothing heavy, and nothing at all
+before it is asked for.
 """
 
-from rollart.model import InfraFault, ModelFault, Observation, Sample, Scored, Step
-from serverless.declare import reward
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollart.model import InfraFault, ModelFault, Observation, Sample, Scored, Step
+    from serverless.declare import reward
 
 __all__ = ["InfraFault", "ModelFault", "Observation", "Sample", "Scored", "Step", "__version__", "reward"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rollart' has no attribute '{name}'")
+    if name == "reward":
+        from serverless.declare import reward
+
+        return reward
+    from rollart import model
+
+    return getattr(model, name)

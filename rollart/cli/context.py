@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 import click
 from click.core import ParameterSource
 
+from rollart.cli.entry import INTERRUPTED, TERMINATED
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,12 +42,6 @@ __all__ = [
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
 
 RESOLVED = "resolved.yaml"
 """A run's specs as it was started; a directory with this file is a run."""

@@ -15,8 +15,9 @@ from pathlib import Path
 import click
 
 from rollart.cli.calibrate import calibrate
-from rollart.cli.context import INTERRUPTED, TERMINATED, crash_directory
+from rollart.cli.context import crash_directory
 from rollart.cli.doctor import doctor
+from rollart.cli.entry import INTERRUPTED, TERMINATED, terminable
 from rollart.cli.infra import infra
 from rollart.cli.launch import launch
 from rollart.cli.logs import logs
@@ -65,6 +66,7 @@ for _command in (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    terminable()
     code = run(arguments)
     if code in (INTERRUPTED, TERMINATED):
         # An interrupt while an import builds a dataclass (`exec` of a string) is noted by CPython as unhandled, caught
@@ -100,6 +102,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit):
             if error.code == TERMINATED:
+                click.echo("rollart: terminated", err=True)
                 return TERMINATED
             raise
         return _failed(error)

@@ -1,12 +1,28 @@
-"""What a person watching `rollart launch` sees: one line per event worth one, one per training step."""
+"""What a person watching sees: of `rollart launch` one line per event worth one and one per training step; of
+`rollart simulate` how far each simulation is."""
 
 from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from rollart.ports import RunEvent
 
-__all__ = ["ProgressLines"]
+if TYPE_CHECKING:
+    from rollart.compose.simulations import Progress
+
+__all__ = ["ProgressLines", "SimulationProgress"]
+
+EVERY_S = 10.0
+"""Seconds between two lines about simulations where they stay, as in a log."""
+REDRAWN_S = 0.2
+"""And where they are written over, at a terminal."""
 
 BAR = 20
 """Characters of a success bar."""
@@ -84,3 +100,52 @@ def _successes(event: RunEvent) -> list[tuple[str, float]]:
         for name, value in event.fields.items()
         if name.startswith(prefix) and isinstance(value, (int, float))
     ]
+
+
+class SimulationProgress:
+    """Steps, virtual time and seconds of waiting, of the simulations that go on. At a terminal one line that is
+    written over; elsewhere a line every `EVERY_S` seconds. Any thread may call; `over` before anything else is said."""
+
+    def __init__(self, names: Sequence[str], steps: int) -> None:
+        self._names, self._steps = names, steps
+        self._seen: dict[int, Progress] = {}
+        self._began = self._told = _now()
+        self._terminal = sys.stderr.isatty()
+        self._drawn = 0
+        self._lock = threading.RLock()
+
+    def __call__(self, said: Progress) -> None:
+        with self._lock:
+            self._say(said)
+
+    def _say(self, said: Progress) -> None:
+        self._seen[said.task] = said
+        now = _now()
+        if now - self._told < (REDRAWN_S if self._terminal else EVERY_S):
+            return
+        self._told = now
+        line = f"{'; '.join(map(self._of, sorted(self._seen)))} ({now - self._began:,.0f} s)"
+        if not self._terminal:
+            click.echo(line, err=True)
+            return
+        line = line[: shutil.get_terminal_size().columns - 1]
+        click.echo("\r" + line.ljust(self._drawn), nl=False, err=True)
+        self._drawn = len(line)
+
+    def over(self, task: int | None = None) -> None:
+        """A simulation has ended, or all have: the line is taken away."""
+        with self._lock:
+            if task is not None:
+                self._seen.pop(task, None)
+            if self._drawn:
+                click.echo("\r" + " " * self._drawn + "\r", nl=False, err=True)
+                self._drawn = 0
+
+    def _of(self, task: int) -> str:
+        said = self._seen[task]
+        seconds = f"{said.seconds:,.0f}" if said.seconds >= 10 else f"{said.seconds:.2g}"
+        return f"{self._names[task]}: step {said.steps} of {self._steps}, {seconds} virtual seconds"
+
+
+def _now() -> float:
+    return time.monotonic()  # noqa: TID251 - people wait in their own time, not in virtual time

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,12 @@ from rollart.cli.context import (
     writable,
 )
 from rollart.cli.launch import split_arguments
+from rollart.cli.progress import SimulationProgress
 from rollart.cli.replays import check_run, named_run, prepared, read_faults
 from rollart.errors import UsageError
 
 if TYPE_CHECKING:
-    from rollart.compose.simulations import Task
+    from rollart.compose.simulations import Progress, Task
     from rollart.report.simulation import Finding
 
 __all__ = ["simulate"]
@@ -118,18 +120,34 @@ def _play(tasks: Sequence[Task], note: str, *, workers: int | None, html: Path |
     from rollart.report.simulation import simulation
     from rollart.report.simulation_page import simulation_page
 
+    watching = SimulationProgress([f"{t.schedule}, seed {t.seed}" for t in tasks], tasks[0].steps or 0)
+    quiet = output in ("json", "csv") and not sys.stderr.isatty()
+
     def done(one: Finding) -> None:
+        watching.over(next(n for n, t in enumerate(tasks) if (t.schedule, t.seed) == (one.schedule, one.seed)))
         seconds = f"{one.seconds:,.0f}" if one.seconds >= 10 else f"{one.seconds:.2g}"  # of a tiny model
         click.echo(f"{one.schedule}, seed {one.seed}: {one.steps} steps in {seconds} virtual seconds", err=True)
 
-    found = simulate_all(tasks, workers=workers, on_done=done)
-    report = simulation(tasks[0].resolved.run.name, found, (note,))
+    watch: Callable[[Progress], None] = (lambda _: None) if quiet else watching
+    try:
+        found = simulate_all(tasks, workers=workers, on_done=done, on_progress=watch)
+    finally:
+        watching.over()
+    report = simulation(tasks[0].resolved.run.name, found, (note, *_left_out(tasks)))
     timelines = [f.timeline for f in found if f.timeline is not None]
     page = simulation_page(report, timelines) if output == "html" or html is not None else ""
     if html is not None:
         html.write_text(page, encoding="utf-8")
         click.echo(f"page: {html}", err=True)
     click.echo(page if output == "html" else render(report, output, width=width(), colour=colour()), nl=False)
+
+
+def _left_out(tasks: Sequence[Task]) -> list[str]:
+    """What of the spec the other schedules do not have, a line for each."""
+    from rollart.spec.other_schedule import under
+
+    left = {task.schedule: under(task.resolved.run, task.schedule)[1] for task in tasks}
+    return [f"{name}: without {', '.join(keys)}, which it does not have" for name, keys in left.items() if keys]
 
 
 def _names(policies: str) -> list[str]:

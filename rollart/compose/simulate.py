@@ -44,6 +44,7 @@ from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import Moved, WeightTransfer
 from rollart.sim.workload import PRESETS, Answers, Generated, Replayed, Shape, Workload
 from rollart.spec.faults import LINK, FaultPlanSpec
+from rollart.spec.other_schedule import under
 from rollart.spec.resolve import NO_PREDICTION, Resolved
 
 __all__ = ["Replay", "Simulated", "simulate"]
@@ -86,14 +87,16 @@ def simulate(
     replay: Replay | None = None,
     faults: FaultPlanSpec | None = None,
     on_step: Callable[[StepSeen], None] = lambda _: None,
+    on_time: Callable[[float], None] = lambda _: None,
 ) -> Simulated:
     """Play the run; its ledger stays in `directory`. `fuzz` shuffles what happens at the same instant, `replay` repeats
     what a recorded run did, `faults` says what dies.
 
     SpecError for a run or a cluster that cannot be modelled, ValueError for a schedule that is none.
     """
-    run = resolved.run
-    name = schedule or run.schedule
+    name = schedule or resolved.run.schedule
+    run, left = under(resolved.run, name)
+    resolved = replace(resolved, run=run) if left else resolved
     rules = schedule_named(name, run.staleness if name == run.schedule else None)
     if name != run.schedule and rules.windowed:
         rules = schedule_named(name, max(run.staleness, 1))
@@ -105,7 +108,7 @@ def simulate(
         reshard=reshard_settings(resolved),
         evaluation=EvaluationPlan(0),
     )
-    return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step), seed=fuzz)
+    return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step, on_time), seed=fuzz)
 
 
 async def _main(
@@ -117,12 +120,13 @@ async def _main(
     replay: Replay | None,
     faults: FaultPlanSpec | None,
     on_step: Callable[[StepSeen], None],
+    on_time: Callable[[float], None],
 ) -> Simulated:
     loop = asyncio.get_running_loop()
     recording = None if replay is None else replay.recording
     world = _Cluster(resolved, replay)
     config = {**resolved.to_dict(), SIMULATED: {"schedule": name, "seed": seed}}
-    with Traced(directory, clock=loop.time, config=config) as ledger:
+    with Traced(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
         functions = troubled(behaviours(resolved, recording), faults)
         async with SimulatedFunctions(functions, resolved, ledger, seed) as rewarder:
             trouble = Trouble(faults or FaultPlanSpec(), resolved, seed)

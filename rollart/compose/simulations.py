@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
 
@@ -25,10 +26,23 @@ from rollart.report.faults import INFRA_FAULT, fault_cost
 from rollart.report.rows import collect
 from rollart.report.simulation import Finding, StepTimes, finding
 from rollart.report.timeline import timeline
+from rollart.sim.modelled import StepSeen
 from rollart.spec.faults import FaultPlanSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Task", "found_in", "simulate_all"]
+__all__ = ["Progress", "Task", "found_in", "simulate_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a simulation is: which of the tasks, steps trained, and virtual seconds."""
+
+    task: int
+    steps: int
+    seconds: float
+
+
+Watch = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +62,14 @@ class Task:
 
 
 def simulate_all(
-    tasks: Sequence[Task], *, workers: int | None = None, on_done: Callable[[Finding], None] = lambda _: None
+    tasks: Sequence[Task],
+    *,
+    workers: int | None = None,
+    on_done: Callable[[Finding], None] = lambda _: None,
+    on_progress: Watch = lambda _: None,
 ) -> list[Finding]:
-    """Findings in the order of the tasks; `workers` processes, as many as there are cores if None.
+    """Findings in the order of the tasks; `workers` processes, as many as there are cores if None. `on_progress` is
+    called on another thread where there are several.
 
     The first error ends all of them, and is raised; so does an interrupt, or SIGTERM as SystemExit. Nothing is left
     running, nor on disk but what is to be kept.
@@ -59,10 +78,10 @@ def simulate_all(
     with _terminable(), tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
         placed = [(task, task.keep or Path(scratch) / str(n)) for n, task in enumerate(tasks)]
         if count > 1:
-            return _side_by_side(placed, count, on_done)
+            return _side_by_side(placed, count, on_done, on_progress)
         found = []
-        for task, directory in placed:
-            found.append(_one(task, directory))
+        for n, (task, directory) in enumerate(placed):
+            found.append(_one(task, directory, n, on_progress))
             on_done(found[-1])
         return found
 
@@ -93,13 +112,17 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _side_by_side(placed: Sequence[tuple[Task, Path]], count: int, on_done: Callable[[Finding], None]) -> list[Finding]:
+def _side_by_side(
+    placed: Sequence[tuple[Task, Path]], count: int, on_done: Callable[[Finding], None], on_progress: Watch
+) -> list[Finding]:
     by_task: dict[int, Finding] = {}
     spawn = multiprocessing.get_context("spawn")
-    # An interrupt at the terminal reaches every process: this one alone answers it.
-    with ProcessPoolExecutor(count, spawn, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+    told: Queue[Progress | None] = spawn.Queue()
+    watcher = threading.Thread(target=_watch, args=(told, on_progress), name="progress", daemon=True)
+    watcher.start()
+    with ProcessPoolExecutor(count, spawn, initializer=_begin, initargs=(told,)) as pool:
         try:
-            futures = {pool.submit(_one, *one): n for n, one in enumerate(placed)}
+            futures = {pool.submit(_one, *one, n): n for n, one in enumerate(placed)}
             for future in as_completed(futures):
                 by_task[futures[future]] = future.result()
                 on_done(by_task[futures[future]])
@@ -110,7 +133,36 @@ def _side_by_side(placed: Sequence[tuple[Task, Path]], count: int, on_done: Call
             for child in multiprocessing.active_children():
                 child.kill()
             raise
+        finally:
+            told.cancel_join_thread()
+            told.put(None)
+            watcher.join(JOIN_S)  # a process that was killed while it wrote leaves the queue half read
     return [by_task[n] for n in range(len(placed))]
+
+
+JOIN_S = 1.0
+"""Longest wait for the last words of processes that are gone."""
+
+_telling: Queue[Progress | None] | None = None
+"""In a simulation's process: where it says how far it is."""
+
+
+def _begin(told: Queue[Progress | None]) -> None:
+    global _telling
+    # An interrupt at the terminal reaches every process: the one that started them alone answers it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told.cancel_join_thread()
+    _telling = told
+
+
+def _watch(told: Queue[Progress | None], on_progress: Watch) -> None:
+    while (said := told.get()) is not None:
+        on_progress(said)
+
+
+def _tell(said: Progress) -> None:
+    if _telling is not None:
+        _telling.put(said)
 
 
 def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
@@ -130,7 +182,14 @@ def found_in(done: Simulated, *, with_timeline: bool = False) -> Finding:
     return replace(found, timeline=drawn, faults=faults)
 
 
-def _one(task: Task, directory: Path) -> Finding:
+def _one(task: Task, directory: Path, number: int, on_progress: Watch = _tell) -> Finding:
+    steps = 0
+
+    def stepped(seen: StepSeen) -> None:
+        nonlocal steps
+        steps += 1
+        on_progress(Progress(number, steps, seen.ended))
+
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)  # a world of long-lived objects: full collections find nothing and cost a third
     try:
@@ -147,6 +206,8 @@ def _one(task: Task, directory: Path) -> Finding:
                 fuzz=task.fuzz,
                 replay=task.replay,
                 faults=task.faults,
+                on_step=stepped,
+                on_time=lambda now: on_progress(Progress(number, steps, now)),
             ),
             with_timeline=task.timeline,
         )

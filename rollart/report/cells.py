@@ -18,6 +18,10 @@ LONGEST = 60
 """Rows of a table for people; machines get them all."""
 
 
+NO_TIME_MS = 1e-3
+"""Milliseconds below this are what is left of a difference of two clocks."""
+
+
 def rows_for_people(table: Table) -> list[list[str]]:
     """Cells as text; of a long table rows at even distances."""
     rows = [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
@@ -40,6 +44,8 @@ def cell_text(value: Cell, column: Column) -> str:
             return f"{value:.1%}"
         case "seconds":
             return f"{value:,.1f}"
+        case "ms" if abs(value) < NO_TIME_MS:
+            return "0"
         case "count":
             return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}"
         case _:

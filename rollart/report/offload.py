@@ -215,7 +215,7 @@ TICK_S = 1.0
 def _ways(views: Iterable[_View]) -> Table:
     columns = (
         Column("function"), Column("served_by"), Column("workers", "count"), Column("worker_s", "seconds"),
-        Column("used", "share"), Column("wait_p50_ms", "number"), Column("wait_p99_ms", "number"),
+        Column("used", "share"), Column("wait_p50_ms", "ms"), Column("wait_p99_ms", "ms"),
         Column("cold_starts", "count", people=False), Column("usd", "usd"),
     )  # fmt: skip
     found: list[tuple[Cell, ...]] = []

@@ -37,8 +37,8 @@ Cell: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's name and how people read it: text, count, seconds, usd, share (of 1), number. Without `people` it is
-    for machines only; with `wrap` a text may take several lines."""
+    """A column's name and how people read it: text, count, seconds, ms, usd, share (of 1), number. Without `people`
+    it is for machines only; with `wrap` a text may take several lines."""
 
     name: str
     kind: str = "text"

@@ -48,7 +48,7 @@ def shares(rows: RunRows) -> Table:
     found = tuple(
         (name, s.floor, s.cap, s.wanted, s.trained, s.drift, s.worst) for name, s in shares_seen(rows.shares).items()
     )
-    return Table("shares", "Shares of domains in what was trained", columns, found)
+    return Table("shares", "Shares of domains in what was trained", columns, found, people=bool(found))
 
 
 def compared(by: Mapping[str, Sequence[Mapping[str, ShareSeen]]]) -> Table:

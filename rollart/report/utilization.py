@@ -97,14 +97,16 @@ def _cancelled(rows: RunRows) -> Table:
     """Trajectories cancelled as redundant beside those that were kept, as the last publish saw them. What is cancelled
     is cut off: its figures are lower bounds, and what it would have been paid is unknown."""
     found = _against(rows.cancelled, "cancelled")
-    return Table("cancelled", "Cancelled as redundant against kept", _columns("cancelled"), found)
+    title = "Cancelled as redundant against kept"
+    return Table("cancelled", title, _columns("cancelled"), found, people=bool(found))
 
 
 def _filtered(rows: RunRows) -> Table:
     """Trajectories of groups that were filtered, all rewards alike, beside those of kept ones: what is too easy or too
     hard is not trained, and this is by how much that shifts the rest."""
     found = _against(rows.filtered, "filtered")
-    return Table("filtered", "Filtered (rewards alike) against kept", _columns("filtered"), found)
+    title = "Filtered (rewards alike) against kept"
+    return Table("filtered", title, _columns("filtered"), found, people=bool(found))
 
 
 def _concurrency(rows: RunRows) -> Table:
@@ -113,7 +115,8 @@ def _concurrency(rows: RunRows) -> Table:
     names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
     columns = (Column("version"), *(Column(name, "count") for name in names))
     found = tuple((event.subject, *(event.fields.get(name) for name in names)) for event in rows.concurrency)
-    return Table("concurrency", "Trajectories per engine (limits by KV memory)", columns, found)
+    title = "Trajectories per engine (limits by KV memory)"
+    return Table("concurrency", title, columns, found, people=bool(found))
 
 
 def _columns(what: str) -> tuple[Column, ...]:

@@ -134,7 +134,7 @@ def _validate(
     try:
         spec = model.model_validate(document.values)
     except ValidationError as error:
-        raise _report([_problem(e, model, top, document) for e in error.errors(include_url=False)]) from None
+        raise _report(list(_problems(error, model, top, document))) from None
     problems = [_Line(document.place(p.loc), p.message) for p in rules(spec)]
     if isinstance(spec, ClusterSpec):
         problems += _settings_problems(spec, document)
@@ -149,7 +149,7 @@ def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_Li
         try:
             model.model_validate(values)
         except ValidationError as error:
-            yield from (_problem(e, model, "cluster", document, at=at) for e in error.errors(include_url=False))
+            yield from _problems(error, model, "cluster", document, at=at)
 
 
 def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[Problem]:
@@ -181,6 +181,25 @@ def _report(lines: Sequence[_Line]) -> SpecError:
     )
 
 
+def _problems(
+    error: ValidationError, model: type[BaseModel], top: str, document: Document, *, at: Loc = ()
+) -> Iterator[_Line]:
+    """One line for each value: what no member of a union takes breaks the rule of every one of them."""
+    same: dict[tuple[Loc, str], list[Any]] = {}
+    for each in error.errors(include_url=False):
+        loc: Loc = (*at, *each["loc"])
+        known = each["type"] not in ("extra_forbidden", "missing")
+        place = (_written(loc, document.values), shown(each["input"])) if known else (loc, each["type"])
+        same.setdefault(place, []).append(each)
+    for (loc, _), several in same.items():
+        if len(several) == 1:
+            yield _problem(several[0], model, top, document, at=at)
+            continue
+        rules = dict.fromkeys(_rule(e["type"], _words(e)) for e in several)
+        name, value = _dotted(loc, top), shown(several[0]["input"])
+        yield _Line(document.place(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
+
+
 def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: Loc = ()) -> _Line:
     """A pydantic error in our words: place, value, rule. `model` describes what stands at `at`."""
     loc: Loc = (*at, *error["loc"])
@@ -199,8 +218,12 @@ def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *
 
 def value_problem(error: Any, name: str) -> str:
     """What is wrong with the value called `name`, and the rule that it breaks."""
-    rule = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{name} is {shown(error['input'])} (rule: {_rule(error['type'], rule)})"
+    return f"{name} is {shown(error['input'])} (rule: {_rule(error['type'], _words(error))})"
+
+
+def _words(error: Any) -> str:
+    message: str = error["msg"]
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")
 
 
 def _rule(kind: str, message: str) -> str:

@@ -68,6 +68,7 @@ def question_of(
     pools = pools_of(cluster, prices)
     performance = _performance(run, cluster, pools, shape)
     degrees = _degrees(run, shape, fixed)
+    _check_sizes(run, shape)
     domains = profiles_of(run, quotas(run), profiles or ())
     usable = {p.name: _why_not(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
@@ -204,6 +205,15 @@ def _degrees(run: RunSpec, shape: Shape, fixed: Sequence[Deployment] | None) -> 
         if why_not is not None:
             raise SpecError(f"placement.tensor_parallel has {tp}: {why_not}")
     return tuple(sorted(set(given)))
+
+
+def _check_sizes(run: RunSpec, shape: Shape) -> None:
+    """SpecError for a size of `rollout.parallelism` that the model does not have."""
+    spec = run.rollout.parallelism
+    for size in (spec.sizes if spec is not None else None) or ():
+        why_not = shape.allows_tp(size)
+        if why_not is not None:
+            raise SpecError(f"rollout.parallelism.sizes has {size}: {why_not}")
 
 
 def _why_not(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:

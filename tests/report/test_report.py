@@ -256,7 +256,8 @@ def test_every_format_says_the_same(make: Any) -> None:
     ]
     assert [(r["table"], r["row"], r["column"], r["value"]) for r in as_csv] == flat
     text = render(report, "table")
-    assert all(t.title in text for t in report.tables)
+    assert [t.title in text for t in report.tables] == [t.people for t in report.tables]
+    assert all(t.people or not t.rows for t in report.tables), "left out is what a run did not use"
     assert "\x1b" not in text
     assert "\x1b" in render(report, "table", colour=True)
     with pytest.raises(ValueError, match="one of table, json, csv"):

@@ -80,6 +80,7 @@ class TestProblem:
         ("override", "expected"),
         [
             ("placement.tensor_parallel=[3]", "placement.tensor_parallel has 3: .*16"),
+            ("rollout.parallelism={sizes: [1, 3]}", "rollout.parallelism.sizes has 3: .*16"),
             ("placement.train.pool=H900", "placement.train.pool is 'H900'.*did you mean"),
             ("cluster.functions.price=lambda", "functions.price is 'lambda'"),
             ("model.config={hidden_size: 7}", "model: "),

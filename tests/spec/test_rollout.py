@@ -41,7 +41,7 @@ def test_an_empty_mapping_asks_for_tail_batching_as_published(write: Write) -> N
             "rollout: {parallelism: {quiet_steps: 0}}",
             "rollout.parallelism.quiet_steps is 0 (rule: greater than or equal",
         ),
-        ("rollout: {prefetch: -1}", "rollout.prefetch"),
+        ("rollout: {prefetch: -1}", "rollout.prefetch is -1 (rule: 'auto' or greater than or equal to 0)"),
         ("rollout: {tail_batching: {eta: 2}}", "unknown key 'eta' in rollout.tail_batching"),
         ("rollout: {tail_batching: {}}", "given under `schedule: async` (rule: under sync or sync_plus"),
         ("schedule: one_off\nrollout: {tail_batching: {}}", "given under `schedule: one_off`"),
@@ -66,6 +66,7 @@ def test_what_cannot_be_is_refused_at_its_place(write: Write, text: str, problem
         load_run(write(RUN + text + "\n"))
     assert problem in caught.value.message
     assert "run.yaml:1" in caught.value.message, "the line of it"
+    assert len(caught.value.message.splitlines()) == 1, "once"
 
 
 def test_a_round_has_no_token_budget(write: Write) -> None:

@@ -1,0 +1,44 @@
+"""Signals that come while the command line is imported, before any command could answer them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow  # processes of their own
+
+WHILE = """
+import signal, sys
+
+awaited, sent = sys.argv.pop(1), int(sys.argv.pop(1))
+
+class Then:
+    def find_spec(self, name, path=None, target=None):
+        if name == awaited:
+            signal.raise_signal(sent)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test that was started in the background ignores it
+sys.meta_path.insert(0, Then())
+from rollart.cli.entry import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "told"),
+    [(signal.SIGINT, 130, "rollart: interrupted\n"), (signal.SIGTERM, 143, "rollart: terminated\n")],
+)
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("click", ["--help"]), ("rollart.cli.launch", ["status"]), ("rollart.spec.run", ["schema", "run"]),
+     ("rollart.compose.simulations", ["simulate"])],
+)  # fmt: skip
+def test_it_ends_in_one_line(
+    sent: signal.Signals, code: int, told: str, module: str, arguments: list[str]
+) -> None:  # fmt: skip
+    command = [sys.executable, "-c", WHILE, module, str(int(sent)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
