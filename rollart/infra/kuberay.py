@@ -17,7 +17,7 @@ __all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
 SPECS_AT = "/etc/rollart"
 """Where pods find the run and the cluster spec."""
 
-RUNS_AT = "/work/runs"
+RUNS_AT = "/var/lib/rollart/runs"
 """Run directories, at the same path on every node: weights, logs and settings of parts are there."""
 
 RUNS_SIZE = "500Gi"
