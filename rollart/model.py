@@ -320,10 +320,12 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """Where a published version lies: a Hugging Face directory (config.json, safetensors) with a completion marker."""
+    """Where a published version lies: a Hugging Face directory (config.json, safetensors) with a completion marker.
+    `bytes` an engine reads of it, where that is known (else 0)."""
 
     version: int
     path: str
+    bytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = [
+    "ENGINE_UPDATED",
     "AllAtOnce", "Delayed", "EngineState", "OnDivergence", "Probe", "Reason", "Staggered", "UpdatePlan", "UpdatePolicy",
     "bytes_on_wire", "may_publish", "may_serve",
 ]  # fmt: skip
+
+
+ENGINE_UPDATED = "engine_updated"
+"""The event of an engine that loaded a version by itself, `skipped` versions after the one that it had."""
 
 
 class Reason(enum.StrEnum):
@@ -40,6 +45,8 @@ class Reason(enum.StrEnum):
     WAITED = "waited"
     """It has put the update off for as long as it may."""
     DIVERGED = "diverged"
+    NEEDED = "needed"
+    """The engines that had the version of some trajectories' first token left for good: nobody else could go on."""
     SAME_WEIGHTS = "same_weights"
     """The hash says that it has these weights: only its version number changes, no byte is sent."""
     ITERATION = "iteration"

@@ -23,6 +23,7 @@ from rollart.policy.concurrency import CONCURRENCY
 from rollart.policy.fairness import DOMAIN_SHARE
 from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT
 from rollart.policy.replication import FILTERED_AGAINST_KEPT
+from rollart.policy.updates import ENGINE_UPDATED
 from rollart.ports import RunEvent
 from rollart.report.idle import ESTIMATED, estimated_workers
 from rollart.spec.prices import PriceList
@@ -103,6 +104,8 @@ class RunRows:
     """What domains were to have and had, at each publish."""
     concurrency: Sequence[RunEvent] = ()
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
+    updates: Sequence[RunEvent] = ()
+    """Engines that loaded a version by themselves, and how many they had left out."""
     fault_threshold: float | None = None
     """Share of platform faults above which the run ends."""
 
@@ -128,6 +131,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         filtered=reader.events(FILTERED_AGAINST_KEPT),
         shares=reader.events(DOMAIN_SHARE),
         concurrency=reader.events(CONCURRENCY),
+        updates=reader.events(ENGINE_UPDATED),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 

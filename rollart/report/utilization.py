@@ -19,7 +19,7 @@ __all__ = ["utilization"]
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _down(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
-              _filtered(rows), shares(rows), _concurrency(rows))  # fmt: skip
+              _filtered(rows), shares(rows), _concurrency(rows), _updates(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -117,6 +117,20 @@ def _concurrency(rows: RunRows) -> Table:
     found = tuple((event.subject, *(event.fields.get(name) for name in names)) for event in rows.concurrency)
     title = "Trajectories per engine (limits by KV memory)"
     return Table("concurrency", title, columns, found, people=bool(found))
+
+
+def _updates(rows: RunRows) -> Table:
+    """Versions that engines loaded one by one (`weights.update`), and those that they left out before: bytes that were
+    never sent, at the size of the version that was. What an engine has not made up for at the end is not counted."""
+    columns = (Column("engine"), Column("loads", "count"), Column("seconds", "seconds"), Column("loaded_gb", "number"),
+               Column("skipped", "count"), Column("saved_gb", "number"))  # fmt: skip
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
+    for event in rows.updates:
+        gb, skipped = float(event.fields.get("bytes") or 0) / 1e9, float(event.fields.get("skipped") or 0)
+        row = (1.0, float(event.fields.get("seconds") or 0), gb, skipped, skipped * gb)
+        found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
+    lines = tuple((name, int(a), b, c, int(d), e) for name, (a, b, c, d, e) in sorted(found.items()))
+    return Table("updates", "Weights that engines loaded one by one", columns, lines)
 
 
 def _columns(what: str) -> tuple[Column, ...]:

@@ -19,6 +19,7 @@ from rollart.ledger.intervals import State
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.policy.updates import (
+    ENGINE_UPDATED,
     AllAtOnce,
     Delayed,
     EngineState,
@@ -210,9 +211,23 @@ class Updates:
                 if state.id in plan.update:
                     self._start(member, self._weights, plan.update[state.id])
             waits = waits or bool(plan.drain)
+        if (needed := self._needed(version)) is not None:
+            self._start(needed, self._weights, Reason.NEEDED)
         self._due = self._since + policy.longest_s if waits and isinstance(policy, Delayed) else None
         behind = any(m.healthy and m.version < version for m in members.values())
         self._turns.lag = self._alpha if behind else 0
+
+    def _needed(self, version: int) -> Member | None:
+        """The engine that is to load at once, since trajectories began with a version that no engine has any more: the
+        one with the fewest sessions. One that is lost and comes back brings the current version, and is waited for."""
+        if any(not m.healthy for m in self._members()):
+            return None
+        able = [m for m in self._members() if m.seat.role is not EngineRole.PREFILL and not (m.draining or m.doubted)]
+        if not able or any(m.updating for m in able) or (held := max(m.version for m in able)) >= version:
+            return None
+        if not self._turns.began_after(held):
+            return None
+        return min(able, key=lambda m: (len(m.sessions), m.engine.id))
 
     def _start(self, member: Member, weights: WeightsRef, why: Reason) -> None:
         assert self._tasks is not None, "planned while `run` runs"
@@ -222,7 +237,7 @@ class Updates:
 
     async def _update(self, member: Member, weights: WeightsRef, why: Reason) -> None:
         name, now = member.engine.id, asyncio.get_running_loop().time
-        began = now()
+        began, before = now(), member.version
         self._loading[name] = weights.version
         try:
             async with (
@@ -241,7 +256,9 @@ class Updates:
             if member.healthy:  # one that was lost meanwhile is down, whatever it answers
                 member.shares.release()
                 seconds = round(now() - began, 6)
-                self._tell("engine_updated", name, version=weights.version, reason=str(why), seconds=seconds)
+                told = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}
+                told |= {"bytes": weights.bytes}
+                self._tell(ENGINE_UPDATED, name, **told, reason=str(why), seconds=seconds)
         except (EngineError, LeaseExpired):
             self._suspect(member)
         finally:

@@ -89,6 +89,10 @@ class Ways:
             self.entrance.forget(session, kv, held=members)
         return [m for m in members if m.healthy]
 
+    def began_after(self, version: int) -> bool:
+        """Whether a trajectory is under way whose first token is of a later version."""
+        return any(kv.begun is not None and kv.begun > version for kv in self._sessions.values())
+
     def finished(self, session: str) -> None:
         """The trajectory ended by itself: its length is what such trajectories have."""
         kv = self._sessions.get(session)

@@ -215,7 +215,8 @@ class ModelledTrainer:
         if self._transfer is not None:
             await self._transfer.push(version, lost=lambda: self._dead or (staged and version not in self._staged))
         self._staged.discard(version)
-        return WeightsRef(version, f"v{version:06d}")
+        moved = 0.0 if self._transfer is None else self._transfer.gb
+        return WeightsRef(version, f"v{version:06d}", round(moved * 1e9))
 
     def leave(self) -> None:
         """Its devices are gone: it dies, and comes back no sooner than they do."""

@@ -144,7 +144,8 @@ class TrainerService:
         )  # fmt: skip
         self._version = version
         self._totals["published"] += 1
-        return {"version": version, "path": str(path)}
+        read = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+        return {"version": version, "path": str(path), "bytes": read}
 
     def restore(self, body: Answer) -> Answer:
         version = int(body["version"])

@@ -312,3 +312,13 @@ def test_what_was_filtered_stands_beside_what_was_kept_and_is_waste_of_its_own()
     assert (shown["filtered"], shown["kept"], shown["filtered_count"], shown["kept_count"]) == (0.9, 0.5, 20, 40)
     assert shown["warning"] == "filtered ones have more reward of their group"
     assert waste(run, cost_lines(run))["engine", "trajectory filtered"] > 0
+
+
+def test_versions_that_engines_left_out_are_bytes_saved() -> None:
+    loads = [
+        RunEvent(1.0, "engine_updated", "e0", {"version": 1, "skipped": 0, "bytes": 2_000_000_000, "seconds": 3.0}),
+        RunEvent(9.0, "engine_updated", "e0", {"version": 4, "skipped": 2, "bytes": 2_000_000_000, "seconds": 3.0}),
+        RunEvent(9.0, "engine_updated", "e1", {"version": 4, "skipped": 3, "bytes": 2_000_000_000, "seconds": 4.0}),
+    ]
+    table = next(t for t in utilization(rows(updates=loads)).tables if t.name == "updates")
+    assert table.rows == (("e0", 2, 6.0, 4.0, 2, 4.0), ("e1", 1, 4.0, 2.0, 3, 6.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
@@ -22,13 +23,13 @@ LOAD_S = 5.0
 class Fleet:
     """Two engines that load for five seconds, and their gateway."""
 
-    def __init__(self, updates: UpdatePolicy | None) -> None:
+    def __init__(self, updates: UpdatePolicy | None, alpha: int = 2) -> None:
         now = asyncio.get_running_loop().time
         self.recorder = MemoryRecorder()
         self.engines = [SimulatedEngine(f"e{n}", version=0, load_s=lambda _: LOAD_S) for n in range(2)]
         self.gateway = Gateway(
             Leases(self.recorder), limits=GatewayLimits(), version=0, on_suspect=lambda _: None,
-            recorder=self.recorder, updates=None if updates is None else UpdateRule(updates, 2),
+            recorder=self.recorder, updates=None if updates is None else UpdateRule(updates, alpha),
         )  # fmt: skip
         self.clocks = [
             ResourceClock(role="rollout", resource=e.id, recorder=self.recorder, clock=now) for e in self.engines
@@ -120,3 +121,42 @@ def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> 
     took, lives = loop.run(main())
     assert took < LOAD_S
     assert lives == "e1"
+
+
+def test_a_version_whose_last_engine_left_for_good_is_loaded_by_another() -> None:
+    """e0 has v1 and a trajectory that began with it, e1 is close and would not load: it does, at once."""
+
+    async def main() -> tuple[float, list[int], dict[str, object]]:
+        fleet = Fleet(OnDivergence(Probe(-1, "", {}), 0.1), alpha=4)
+        updates, now = fleet.gateway.updates, asyncio.get_running_loop().time
+        assert updates is not None
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(updates.run())
+            await asyncio.sleep(0.0)
+            fleet.gateway.retire(fleet.engines[1].id)
+            updates.measured(1, {0: 0.5})
+            await fleet.publish(1)
+            await asyncio.sleep(2 * LOAD_S)
+            assert [e.version for e in fleet.engines] == [1, 0]
+            turn = functools.partial(
+                fleet.gateway.generate, "a", (1, 2), Sampling(2), spend=lambda _: None, sent=lambda _: None, domain="d"
+            )
+            await turn()
+            updates.measured(1, {0: 0.01})
+            updates.measured(2, {0: 0.01, 1: 0.01})
+            await fleet.publish(2)
+            fleet.gateway._turns._roster.members[fleet.engines[1].id].draining = False
+            fleet.gateway.leave(fleet.engines[0].id)
+            began = now()
+            await turn()
+            waited = now() - began
+            following.cancel()
+        for clock in fleet.clocks:
+            clock.close()
+        told = next(dict(e.fields) for e in fleet.recorder.events if e.kind == "engine_updated" and e.subject == "e1")
+        return waited, [e.version for e in fleet.engines], told
+
+    waited, versions, told = loop.run(main())
+    assert LOAD_S <= waited < LOAD_S + 5.0, "not the 240 s that an engine may take"
+    assert versions == [1, 2]
+    assert (told["reason"], told["skipped"]) == ("needed", 1)

@@ -71,7 +71,7 @@ class HttpTrainer:
 
     async def publish(self, version: int) -> WeightsRef:
         answer = await self._post("publish", {"version": version})
-        return WeightsRef(version=int(answer["version"]), path=str(answer["path"]))
+        return WeightsRef(int(answer["version"]), str(answer["path"]), int(answer.get("bytes", 0)))
 
     async def restore(self, weights: WeightsRef) -> None:
         await self._post("restore", {"version": weights.version, "path": weights.path})
