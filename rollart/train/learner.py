@@ -67,7 +67,8 @@ class Learner:
         torch.set_num_threads(config.threads)
         self.config = config
         self.ranks = ranks or Ranks()
-        model = load_model(config.model, config.device)
+        # Sharding moves one block after the other to the device: the whole model need not fit there.
+        model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu")
         if config.lora is not None:
             lora.inject(model, config.lora, config.seed)
         self.policy = Policy(model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks)

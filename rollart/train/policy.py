@@ -100,6 +100,7 @@ class Policy:
         self._scorer.trims_last_layer = self._agrees(self._scorer.last_layer_trimmed)
         if parallel is not None:
             prepare(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks())
+            self.device = next(model.parameters()).device
 
     @property
     def trims_last_layer(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -263,3 +264,44 @@ def test_in_bf16_a_rank_that_is_lost_is_named_and_takes_the_trainer_with_it(tmp_
         os.close(watched)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_ranks_that_somebody_else_starts_meet(tmp_path: Path) -> None:
+    """As a job queue or Ray would: each by itself, told where rank 0 is."""
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps(setup(tmp_path / "weights")))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "rollart.train", "--config", str(path), "--meet", meet]
+    follower = subprocess.Popen([*command, "--rank", "1"])
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert leader.stdout is not None
+        word, url = leader.stdout.readline().split()
+        assert word == "ready"
+
+        async def work() -> None:
+            trainer = HttpTrainer(url)
+            assert (await trainer.train(SAMPLES, 0)).trained_tokens
+            await trainer.aclose()
+
+        asyncio.run(work())
+        leader.send_signal(signal.SIGTERM)
+        assert leader.wait(30) == 0
+        assert follower.wait(30) == 0, "a follower ends when its leader does"
+    finally:
+        for process in (leader, follower):
+            process.kill()
+            process.wait()
+        if leader.stdout is not None:
+            leader.stdout.close()
+
+
+def test_a_rank_that_the_config_does_not_have_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps(setup(tmp_path / "weights")))
+    command = [sys.executable, "-m", "rollart.train", "--config", str(path), "--rank", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "rollart.train: rank 2: --rank 2: the config has parallel.ranks 2\n"
