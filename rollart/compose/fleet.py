@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.types import Assignment, Role
-from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.engines.vllm import VllmEngine
 from rollart.compose.actors import attached, engine_actor, part_clock, unused_clock
 from rollart.compose.devices import free_devices
-from rollart.compose.parts import AttachedEngine, EngineProgram
+from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
 from rollart.compose.routing import SERVING, seat
 from rollart.errors import RunFailed
 from rollart.fleet import EngineKind
@@ -127,11 +125,10 @@ class LocalSite:
         program: Handle | None = None
         part: EngineProgram | AttachedEngine
         if url is not None:
-            part = AttachedEngine(name, url)
+            part = AttachedEngine(name, url, tolerance=self._resolved.cluster.engines.vllm.probe)
         else:
             program = await self._runtime.spawn(engine_actor(self._resolved, self._directory, assignment))
-            client = VllmEngine if self._resolved.cluster.engines.kind == "vllm" else HttpEngine
-            part = EngineProgram(name, program, client=client)
+            part = EngineProgram(name, program, client=client_of(self._resolved.cluster.engines))
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.trainers.http import HttpTrainer
+from rollart.compose.agreement import note_agreement
 from rollart.errors import PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
@@ -15,15 +17,21 @@ from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, Weights
 from rollart.policy.lease import Expiry
 from rollart.ports import Engine, Handle, Recorder, RunEvent
 from rollart.runtime.leases import Leases
+from rollart.spec.cluster import EnginesSpec
 
-__all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram"]
+__all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram", "client_of"]
+
+
+def client_of(engines: EnginesSpec) -> Callable[..., HttpEngine]:
+    """What speaks with a program that serves: (id, url, version) -> Engine."""
+    return functools.partial(VllmEngine, tolerance=engines.vllm.probe) if engines.kind == "vllm" else HttpEngine
 
 
 class EngineProgram:
     """Implements `supervise.EnginePart` over a `Program` actor."""
 
     def __init__(self, name: EngineId, program: Handle, *, client: Callable[..., HttpEngine] = HttpEngine) -> None:
-        """`client` speaks with what the program serves: (id, url, version) -> Engine."""
+        """`client`: see `client_of`."""
         self._id = name
         self._program = program
         self._connect = client
@@ -55,9 +63,10 @@ class AttachedEngine:
     """Implements `supervise.EnginePart` over a vLLM server that somebody else runs: it is told to load the weights, and
     to wait when the run is over. Its end is found out by those who call it."""
 
-    def __init__(self, name: EngineId, url: str) -> None:
+    def __init__(self, name: EngineId, url: str, *, tolerance: float = 0.0) -> None:
         self._id = name
         self._url = url
+        self._tolerance = tolerance
         self._client: VllmEngine | None = None
 
     @property
@@ -66,7 +75,7 @@ class AttachedEngine:
 
     async def start(self, weights: WeightsRef) -> Engine:
         await self.close()
-        self._client = VllmEngine(self._id, self._url, version=weights.version)
+        self._client = VllmEngine(self._id, self._url, version=weights.version, tolerance=self._tolerance)
         if not await self._client.healthy():
             raise PartDied(
                 self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
@@ -104,7 +113,10 @@ class TrainerProgram:
         current: Callable[[], WeightsRef | None],
         start_s: float,
         max_restarts: int = 3,
+        agreement: TrainSample | None = None,
     ) -> None:
+        """`agreement`: what engines are held to once they loaded a version; None: nothing."""
+        self._agreement = agreement
         self._program = program
         self._leases = leases
         self._recorder = recorder
@@ -174,7 +186,10 @@ class TrainerProgram:
         await self._live().stage(version)
 
     async def publish(self, version: int) -> WeightsRef:
-        return await self._live().publish(version)
+        weights = await self._live().publish(version)
+        if self._agreement is not None:
+            await note_agreement(self._live(), weights, self._agreement)
+        return weights
 
     async def restore(self, weights: WeightsRef) -> None:
         async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):

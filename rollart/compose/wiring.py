@@ -14,6 +14,7 @@ from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.compose.actors import part_clock, trainer_actor
 from rollart.compose.adopted import Start
+from rollart.compose.agreement import agreement_sample
 from rollart.compose.clusters import opened
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
@@ -366,6 +367,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             by_part["trainer-0"],
             current=lambda: parts_of[0].current,
             start_s=resolved.run.leases.engine_start_s,
+            agreement=agreement_sample(resolved),
         )
         stack.push_async_callback(trainer.close)
         await site.open()

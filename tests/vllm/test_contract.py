@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from rollart.adapters.engines.vllm import VllmEngine
+from rollart.adapters.engines.vllm import PROBE, VllmEngine
 from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
 from tests.contracts.engine_contract import EngineContract, Scenario, Subject, check, request
@@ -102,6 +104,27 @@ class TestVllm(EngineContract):
                 kept = long.spans[-1].start
                 rest = request("b", (*self.PREFIX, *long.token_ids[:kept]), max_tokens=200 - kept, temperature=0.0)
                 assert (await s.engine.generate(rest)).token_ids == long.token_ids[kept:]
+
+        self.run(scenario)
+
+    def test_a_version_that_computes_something_else_is_found_out(self) -> None:
+        """The probe beside a version says what its weights make of it; what was loaded here is another version's."""
+
+        async def scenario(s: Subject) -> None:
+            engine = VllmEngine(EngineId("held"), self.url, tolerance=1e-3)
+            try:
+                for number, says in ((5, 5), (6, 5)):
+                    weights, ids = s.publish(number), [1 + 7 * i % 30 for i in range(40)]
+                    rows = reference(self.root / f"v{says}", ids)
+                    logprobs = [rows[i, token].item() for i, token in enumerate(ids[1:])]
+                    probe = {"token_ids": ids, "logprobs": logprobs}
+                    (Path(weights.path) / PROBE).write_text(json.dumps(probe))
+                    await engine.pause(PauseMode.KEEP)
+                    await engine.update_weights(weights)
+                    with contextlib.nullcontext() if says == number else pytest.raises(EngineError, match="v6 is"):
+                        await engine.resume()
+            finally:
+                await engine.close()
 
         self.run(scenario)
 

@@ -34,6 +34,7 @@ def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) ->
     assert [e["subject"] for e in events(directory, "engine_lost")] == ["engine-0"], run.said
     assert len(events(directory, "engine_started")) == 2
     assert events(directory, "infra_fault") == []
+    assert (directory / "weights" / f"v{STEPS:06d}" / "probe.json").exists(), "every version was held to the trainer"
     with ledger(directory) as db:
         assert [v for (v,) in db.execute("SELECT version FROM versions ORDER BY version")] == list(range(STEPS + 1))
         lags = db.execute("SELECT v0, version FROM samples WHERE state = 1").fetchall()

@@ -27,7 +27,7 @@ from rollart.model import (
     WeightsRef,
 )
 
-__all__ = ["VLLM_PREFIX", "HttpEngine"]
+__all__ = ["VLLM_PREFIX", "HttpEngine", "as_object"]
 
 CONNECT_S = 10.0
 """How long a connection may take to open, seconds. Calls have no other limit here: their leases are their limit."""
@@ -152,12 +152,12 @@ class HttpEngine:
     async def paused(self) -> bool:
         """Whether it stands still; a server that does not say is taken to run."""
         return bool(
-            _object(await self._request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
+            as_object(await self._request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
         )
 
     async def context(self) -> int:
         """Tokens of prompt and answer together that it takes."""
-        models = _object(await self._request("GET", "/v1/models", limit_s=CONNECT_S)).get("data")
+        models = as_object(await self._request("GET", "/v1/models", limit_s=CONNECT_S)).get("data")
         try:
             return int(models[0]["max_model_len"])  # type: ignore[index]
         except (KeyError, IndexError, TypeError, ValueError):
@@ -176,7 +176,7 @@ class HttpEngine:
         async with self._opening:
             if not self._streaming or (self._stream is not None and self._stream.open):
                 return self._stream
-            offered = _object(await self._request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
+            offered = as_object(await self._request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
             host, port = urlsplit(self._url).hostname or "", offered.get("port")
             if not port:
                 self._streaming = False
@@ -190,7 +190,7 @@ class HttpEngine:
             return self._stream
 
     async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
-        return _object(await self._request("POST", path, body, once=self._once, optional=optional))
+        return as_object(await self._request("POST", path, body, once=self._once, optional=optional))
 
     async def _request(
         self,
@@ -299,7 +299,7 @@ def _refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:
     return HandoffFailed(text) if kind == "handoff" else EngineError(text, retryable=retryable)
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def as_object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw) if raw else {}
     except ValueError:

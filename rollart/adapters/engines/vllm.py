@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine
+from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine, as_object
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
-__all__ = ["VllmEngine"]
+__all__ = ["PROBE", "VllmEngine"]
 
 ABORT_S, ABORTS = 0.25, 8
 """Seconds that an aborted request may take to answer before it is aborted again, and how often. vLLM reports success
@@ -24,6 +26,9 @@ for ids that it does not know, such as that of a request which is still on its w
 
 OF_VERSION = "rollart_version"
 """Added to a hand-off value: the version of its KV. vLLM never sees it."""
+
+PROBE = "probe.json"
+"""A version's file with token ids, and the trainer's log-probability of each after the first."""
 
 KEEPALIVE_S = 2.0
 """Seconds that an idle connection is used again; vLLM ends it after 5."""
@@ -38,11 +43,15 @@ class VllmEngine(HttpEngine):
 
     _once = True
 
-    def __init__(self, id: EngineId, url: str, *, version: int = 0) -> None:
+    def __init__(self, id: EngineId, url: str, *, version: int = 0, tolerance: float = 0.0) -> None:
+        """`tolerance`: mean difference to the trainer's log-probabilities that a new version may show; 0: any."""
         super().__init__(id, url, version=version, streaming=False, keepalive_s=KEEPALIVE_S)
         self._sent: dict[str, asyncio.Event] = {}
         self._paused = False
         self._loaded = version
+        self._tolerance = tolerance
+        self._unproven: str | None = None
+        """Where the version lies that was loaded and not looked at yet."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """As the port says. The KV of another version is not pulled: vLLM takes it without an error, and says of the
@@ -88,12 +97,17 @@ class VllmEngine(HttpEngine):
         self._paused = True
 
     async def resume(self) -> None:
+        """`EngineError` where the version that was loaded meanwhile does not compute what the trainer's does."""
         await self._control("/resume", {})
         self._paused = False
+        path, self._unproven = self._unproven, None
+        if path is not None:
+            await self._prove(Path(path))
 
     async def update_weights(self, weights: WeightsRef) -> None:
         await super().update_weights(weights)
         self._loaded = weights.version
+        self._unproven = weights.path if self._tolerance else None
 
     async def stats(self) -> EngineStats:
         seen = await super().stats()
@@ -101,6 +115,31 @@ class VllmEngine(HttpEngine):
             return seen
         running = min(seen.running, len(self._sent))
         return dataclasses.replace(seen, running=running, waiting=len(self._sent) - running)
+
+    async def _prove(self, version: Path) -> None:
+        try:
+            probe = json.loads((version / PROBE).read_text())
+        except OSError:
+            return  # a version of a trainer that writes none
+        ids, expected = probe["token_ids"], probe["logprobs"]
+        body = {
+            "request_id": f"probe-v{self._loaded}",
+            "token_ids": ids,
+            "sampling_params": {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
+        }
+        answer = as_object(await self._request("POST", "/inference/v1/generate", body))
+        try:
+            rows = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            found = [row[str(token)]["logprob"] for token, row in rows]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self.url}: probe not understood: {error!r}", retryable=True) from error
+        off = sum(abs(a - b) for a, b in zip(found, expected, strict=True)) / len(expected)
+        if not off <= self._tolerance:
+            raise EngineError(
+                f"{self.url}: v{self._loaded} is {off:.3g} off the trainer's log-probabilities on average "
+                f"(rule: at most engines.vllm.probe, {self._tolerance:g})",
+                retryable=True,
+            )
 
     def _fenced(self, request: GenerateRequest) -> GenerateRequest:
         """The request as vLLM takes it. `HandoffFailed` if its KV is of another version than this engine's weights."""

@@ -1,0 +1,47 @@
+"""What the trainer says of a fixed probe, written beside each version: engines are held to it once they have loaded.
+
+An update may go wrong without an error: a head that keeps its packed copy, KV that stays, a share of one rank. Log-
+probabilities of a few tokens that every layer takes part in show it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rollart.adapters.engines.vllm import PROBE
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
+from rollart.spec.resolve import Resolved
+
+__all__ = ["agreement_sample", "note_agreement"]
+
+TOKENS = 48
+"""Of the probe: enough for positions to matter, and nothing beside a step."""
+
+IDS = 30
+"""Token ids that it is made of: any vocabulary that is worth training has them."""
+
+
+def agreement_sample(resolved: Resolved) -> TrainSample | None:
+    """The probe; None where engines are not held to it. The trainer's log-probabilities are at the temperature of the
+    run and vLLM's of a prompt at 1, and of a version that is written beside the next step it knows none."""
+    run, engines = resolved.run, resolved.cluster.engines
+    alike = run.domains[0].temperature == 1.0 and not run.weights.overlap
+    if engines.kind != "vllm" or not engines.vllm.probe or not alike:
+        return None
+    n = min(TOKENS, run.model.context - 1)
+    acts = (False, *(True,) * (n - 1))
+    return TrainSample(
+        id=TrajectoryId("agreement"), group=GroupId("agreement"), domain=run.domains[0].name, v0=0,
+        token_ids=tuple(1 + 7 * i % IDS for i in range(n)), loss_mask=acts, logprobs=(0.0,) * n,
+        versions=tuple(0 if a else -1 for a in acts), turn=tuple(0 if a else -1 for a in acts),
+        rewards=(0.0,) * n, score=0.0, success=None,
+    )  # fmt: skip
+
+
+async def note_agreement(trainer: HttpTrainer, weights: WeightsRef, sample: TrainSample) -> None:
+    """The trainer still has the weights that it has just published."""
+    (found,) = await trainer.logprobs([sample])
+    text = json.dumps({"token_ids": sample.token_ids, "logprobs": found[1:]})
+    (Path(weights.path) / PROBE).write_text(text)
