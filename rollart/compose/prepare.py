@@ -27,6 +27,8 @@ from rollart.spec.run_parts import DomainSpec
 
 __all__ = [
     "domains",
+    "environment_of",
+    "harness_of",
     "import_attribute",
     "one_line",
     "prepare_tokenizer",
@@ -167,7 +169,7 @@ def warm_start_samples(resolved: Resolved, tokenizer: HubTokenizer) -> list[Trai
     samples = []
     for name in warm.domains:
         spec = resolved.run.domain(name)
-        environment = _factory(spec)()
+        environment = environment_of(spec)()
         solve = getattr(environment, "worked_example", None)
         if solve is None:
             raise SpecError(
@@ -205,7 +207,7 @@ def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer, harnesses: Ha
         raise SpecError(f"domain '{spec.name}', stop: {error}") from None
     return Domain(
         name=spec.name,
-        environment=_factory(spec),
+        environment=environment_of(spec),
         quota=quota,
         group_size=spec.group_size,
         max_turns=spec.max_turns,
@@ -213,11 +215,11 @@ def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer, harnesses: Ha
         temperature=spec.temperature,
         top_p=spec.top_p,
         stop_token_ids=stops,
-        harness=_harness(spec, harnesses),
+        harness=harness_of(spec, harnesses),
     )
 
 
-def _harness(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory | None:
+def harness_of(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory | None:
     if isinstance(spec.environment, str):
         return None
     path = spec.environment.harness
@@ -234,7 +236,7 @@ def _harness(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory | 
     return None if harnesses is None else harnesses.factory(agent, spec.environment_args)
 
 
-def _factory(spec: DomainSpec) -> Callable[[], Any]:
+def environment_of(spec: DomainSpec) -> Callable[[], Any]:
     if not isinstance(spec.environment, str):
         return functools.partial(_no_environment, spec.name)
     make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")

@@ -12,8 +12,11 @@ import pytest
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.harness import Agent, Episode, Harnesses
 from rollart.adapters.proxy.server import Proxy
+from rollart.compose import prepare
 from rollart.compose.proxy import listening
+from rollart.errors import SpecError
 from rollart.model import Completion, FinishReason, Observation, SegmentKind, Step, VersionSpan
+from rollart.spec.run_parts import DomainSpec, HarnessSpec
 from tests.proxy.agents import chat, endless
 from tests.proxy.scripted import spelling
 
@@ -150,3 +153,21 @@ def test_one_that_is_closed_while_it_waits_is_cancelled(form: ChatFormat) -> Non
 
     play(form, waiting, scenario)
     assert ended == ["lake-1.0r2"]
+
+
+@pytest.mark.parametrize(("harness", "arguments", "said"), [
+    ("tests.proxy.agents:nobody", {}, "has no 'nobody'"),
+    ("json:dumps", {}, "is no coroutine function"),
+    ("tests.proxy.agents:endless", {"word": "x"}, "refuses its arguments"),
+])  # fmt: skip
+def test_a_harness_that_is_none_is_told_before_a_run(harness: str, arguments: dict[str, Any], said: str) -> None:
+    spec = DomainSpec(name="odd", environment=HarnessSpec(harness=harness), environment_args=arguments)
+    with pytest.raises(SpecError, match=said):
+        prepare.harness_of(spec, None)
+
+
+def test_a_harness_has_nothing_to_be_played_with() -> None:
+    spec = DomainSpec(name="two", environment=HarnessSpec(harness="tests.proxy.agents:two_answers"))
+    assert prepare.harness_of(spec, None) is None, "nothing is played: a plan"
+    with pytest.raises(SpecError, match="domain 'two' is a harness"):
+        prepare.environment_of(spec)()

@@ -42,14 +42,3 @@ def test_agents_are_trained_on_what_they_were_told(home: Home) -> None:
     assert all(r[3] in (0.0, 0.5, 1.0) and bool(r[2]) == (r[3] == 1.0) for r in trained)
     stopped = [r for r in rows if r[0] == "more"]
     assert {(r[1], r[2], r[3]) for r in stopped} == {(4, 0, 0.0)}, "out of turns is no fault, and no success"
-
-
-def test_a_harness_that_is_none_is_told_before_anything_starts(home: Home) -> None:
-    domain = {"name": "odd", "group_size": 2, "max_turns": 4, "max_tokens": 1, "trajectories": BATCH}
-    for harness, args, said in (
-        ("tests.proxy.agents:nobody", {}, "has no 'nobody'"),
-        ("json:dumps", {}, "is no coroutine function"),
-        ("tests.proxy.agents:endless", {"word": "x"}, "refuses its arguments"),
-    ):
-        spec = tiny(domains=[{**domain, "environment": {"harness": harness}, "environment_args": args}], functions=[])
-        home.launch(spec).failed(2, said)
