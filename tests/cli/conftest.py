@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import rollart as package
 from rollart.cli.main import run
 from rollart.ledger.store import Ledger
 from rollart.ports import RunEvent
@@ -67,6 +68,7 @@ def rollart(
 def compose(monkeypatch: pytest.MonkeyPatch) -> FakeCompose:
     fake = FakeCompose()
     module = types.ModuleType("rollart.compose")
+    module.__path__ = [str(Path(package.__file__).parent / "compose")]  # its modules are the real ones
     module.launch = fake.launch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rollart.compose", module)
     return fake
