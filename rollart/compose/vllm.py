@@ -56,7 +56,6 @@ def vllm_command(
         args += ["--tensor-parallel-size", str(devices), "--gpu-memory-utilization", f"{spec.memory:g}"]
     if role in (Role.PREFILL, Role.DECODE):
         args += ["--kv-transfer-config", json.dumps(_transfer(cpu))]
-        env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         if cpu:
             env["UCX_TLS"] = "tcp,sm,self"
     return VllmCommand((*args, *spec.args), {**env, **spec.env})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -57,7 +58,8 @@ class Handoffs:
             if place.done() and not place.cancelled():
                 queue.open -= 1
             else:
-                queue.line.remove(place)
+                with contextlib.suppress(ValueError):  # `_pump` met it already, in this turn of the loop
+                    queue.line.remove(place)
             self._pump(queue)
             raise
 

@@ -35,8 +35,9 @@ class RuntimeSpec(Entry):
         default=10.0,
         ge=0.5,
         le=600,
-        description="Seconds of silence after which a node of a `local` cluster counts as lost; a quarter of it after "
-        "its process was killed.",
+        description="Seconds of silence after which a node counts as lost; a quarter of it after its process was "
+        "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; others were "
+        "started with settings of their own.",
     )
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from placement.types import Role
+from rollart.adapters.engines.vllm_server import environment
 from rollart.compose.actors import engine_actor
 from rollart.compose.dry import commands
 from rollart.compose.vllm import vllm_command
@@ -60,6 +61,17 @@ def test_engines_that_hand_kv_over_have_a_connector(role: Role, cpu: bool) -> No
     assert config["kv_buffer_device"] == ("cpu" if cpu else "cuda")
     assert config["kv_load_failure_policy"] == "fail"
     assert ("UCX_TLS" in made.env) == cpu
+
+
+def test_kv_is_asked_for_at_the_address_of_the_engines_own_node() -> None:
+    made = vllm_command(VllmSpec(), role=Role.DECODE, context=64, slots=8)
+    env = environment("10.0.0.7", 5600, {**made.env, "PYTHONPATH": "/ours"})
+    assert (env["VLLM_NIXL_SIDE_CHANNEL_HOST"], env["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == ("10.0.0.7", "5600")
+    assert "PYTHONPATH" not in env
+    said = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.0.7"}
+    assert (
+        environment("10.0.0.7", 5600, vllm_command(VllmSpec(env=said), context=64, slots=8).env).items() >= said.items()
+    )
 
 
 def test_what_the_user_says_wins() -> None:

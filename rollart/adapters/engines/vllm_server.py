@@ -15,14 +15,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
 
 from rollart.adapters.clusters.pdeathsig import die_with_parent
 
-__all__ = ["main"]
+__all__ = ["environment", "main"]
 
 LOOK_S = 0.25
 """Between two looks whether vLLM answers; it starts in 20 s at best."""
@@ -30,8 +30,9 @@ LOOK_S = 0.25
 STOP_S = 3.0
 """Seconds between SIGTERM and SIGKILL for vLLM, less than this program is given itself."""
 
-SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""Where other engines ask for KV. Two servers of one host need two ports."""
+SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+"""Where other engines ask for KV: at this server's own address, which those of other nodes reach. Two servers of one
+host need two ports."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,14 +53,12 @@ async def _main(args: argparse.Namespace) -> int:
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server"]
     model = _linked(args.model, args.alias) if args.alias else args.model
     command += ["--host", args.host, "--port", str(port), "--model", model, *args.args]
-    env = {SIDE_CHANNEL: str(side), **os.environ, "ROLLART_VLLM_BOUND": "1"}
-    env.pop("PYTHONPATH", None)  # of our environment, not of vLLM's
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
-            env=env,
+            env=environment(args.host, side, os.environ),
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
     except OSError as error:
@@ -82,6 +81,13 @@ async def _main(args: argparse.Namespace) -> int:
     return 1
 
 
+def environment(host: str, side: int, ours: Mapping[str, str]) -> dict[str, str]:
+    """What vLLM is started with. What is set already, by `engines.vllm.env` above all, wins."""
+    env = {**dict(zip(SIDE_CHANNEL, (host, str(side)), strict=True)), **ours, "ROLLART_VLLM_BOUND": "1"}
+    env.pop("PYTHONPATH", None)  # of our environment, not of vLLM's
+    return env
+
+
 async def _ready(url: str, version: str) -> None:
     """Returns once it answers; its lease is the supervisor's."""
     async with aiohttp.ClientSession() as http:
@@ -90,7 +96,7 @@ async def _ready(url: str, version: str) -> None:
                 async with http.get(url + "/health") as answer:
                     if answer.status == 200:
                         break
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 pass
             await asyncio.sleep(LOOK_S)
         async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
@@ -112,7 +118,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 def _linked(model: str, alias: str) -> str:
     """A server that starts with an older version meanwhile may read this one: it is brought up to it when it joins."""
     link = Path(alias)
-    fresh = link.with_name(f".{link.name}-{os.getpid()}")
+    fresh = link.with_name(f".{link.name}-{os.uname().nodename}-{os.getpid()}")
+    fresh.unlink(missing_ok=True)  # of a process of this number that was killed
     fresh.symlink_to(Path(model).resolve())
     fresh.replace(link)
     return alias
