@@ -134,7 +134,7 @@ async def main(options: argparse.Namespace) -> list[dict[str, Any]]:
         slow = Link(store, options.slow * MB)
         pusher = BucketPusher(slow, bucket_bytes=int(options.bucket * MB))
         hosts = [
-            BucketWeightStore(Link(store, options.fast * MB), root / f"host-{i}", streams=1)
+            BucketWeightStore(Link(store, options.fast * MB), root / f"host-{i}", in_flight=1)
             for i in range(options.engines)
         ]
         cases = [("pulled when engines stand still", 0.0, False), ("pulled beside the rollout", 0.0, True)]

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = [
+    "AHEAD_BYTES",
+    "MOST_BUCKETS",
+    "BucketDepth",
+    "InFlight",
     "Pipeline",
     "Stage",
     "absorbed_delay",
@@ -32,6 +38,24 @@ point makes of it."""
 
 LEAST_SLACK = 2
 """Slackness of a link without delay: one micro-batch on its way forward and one on its way back (Adaptra)."""
+
+InFlight = Literal["auto"] | int
+"""Buckets on their way at a time: as many as the rule says, or a number."""
+
+MOST_BUCKETS = 64
+"""Connections that a store is asked for at most, whatever the memory: small buckets would otherwise open hundreds."""
+
+AHEAD_BYTES = 4 * 2**30
+"""Memory of a host for buckets on their way: sixteen of the default size. An engine's weights are not among them."""
+
+FIRST_BUCKETS = 2
+"""While the one or the other is not known: one on its way, one that is applied."""
+
+SEEN_BUCKETS = 64
+"""Applied buckets that the rule looks back on."""
+
+SEEN_VERSIONS = 8
+"""Versions whose first bucket the rule looks back on: few, since a link's mood of an hour ago says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +188,57 @@ def weight_buckets_in_flight(
             f"a weight bucket of {bucket_bytes:.4g} bytes in {memory_bytes:.4g} bytes of memory: use smaller buckets"
         )
     return in_flight(load_s, delay_s, jitter_s=jitter_s, most=int(memory_bytes // bucket_bytes))
+
+
+@dataclass(slots=True)
+class BucketDepth:
+    """One end of a way: a trainer's that pushes, or a host's that pulls. `fixed` buckets, or `auto`.
+
+    A bucket is fetched (or sent) in the seconds of the way there and back, and applied in the seconds that this end
+    needs for it by itself: checked and written to disk or loaded onto a device; read from disk where it is pushed.
+    Buckets that share a link slow each other, so that the seconds of a bucket among n say little of the way and a rule
+    on them would raise itself. Under `auto` the first bucket of each version therefore moves alone, and is what counts
+    (a probe of one bucket a version); the slowest of the last ones stands for the jitter.
+
+    Between 1 and the smaller of `MOST_BUCKETS` and what fits into `memory_bytes`, but always 1. A number is taken as
+    it is: who gives it knows the memory. ValueError for less than 1.
+    """
+
+    fixed: InFlight = "auto"
+    memory_bytes: float = AHEAD_BYTES
+    alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN_VERSIONS))
+    applied_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN_BUCKETS))
+
+    def __post_init__(self) -> None:
+        if self.fixed != "auto" and self.fixed < 1:
+            raise ValueError(f"{self.fixed} weight buckets in flight (rule: `auto` or at least 1)")
+
+    def alone(self, seconds: float) -> None:
+        """The first bucket of a version came, from the request on, or was sent."""
+        self.alone_s.append(seconds)
+
+    def applied(self, seconds: float) -> None:
+        """This end is done with a bucket."""
+        self.applied_s.append(seconds)
+
+    def depth(self, moved: int, bucket_bytes: float) -> int:
+        """Buckets of a version that may be under way, `moved` of which came (or were sent) already."""
+        if self.fixed != "auto":
+            return self.fixed
+        memory = max(self.memory_bytes, bucket_bytes)
+        if moved == 0:
+            return 1
+        if not self.alone_s or not self.applied_s:
+            return min(FIRST_BUCKETS, int(memory // bucket_bytes))
+        way_s = math.fsum(self.alone_s) / len(self.alone_s)
+        need = weight_buckets_in_flight(
+            math.fsum(self.applied_s) / len(self.applied_s),
+            way_s / 2,
+            bucket_bytes=bucket_bytes,
+            memory_bytes=memory,
+            jitter_s=max(max(self.alone_s) - way_s, 0.0) / 2,
+        )
+        return min(need, MOST_BUCKETS)
 
 
 def handoff_depth(admit_s: float, transfer_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:

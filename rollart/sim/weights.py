@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rollart.errors import TrainerError
 from rollart.model import WeightsRef
+from rollart.policy.pipeline import AHEAD_BYTES, BucketDepth, InFlight
 from rollart.sim.links import RDMA, SharedLink
 
 __all__ = ["Moved", "WeightTransfer"]
@@ -62,13 +63,15 @@ class WeightTransfer:
         streams: int = 1,
         load_gb_per_s: float = RDMA.gb_per_s,
         prefetch: bool = True,
-        in_flight: int = 1,
+        in_flight: InFlight = 1,
+        ahead_gb: float = AHEAD_BYTES / 1e9,
     ) -> None:
-        """`in_flight`: buckets on their way to an engine at a time, as `policy.pipeline.weight_buckets_in_flight` says
-        for a way with latency, or one whose streams are slower than it is."""
-        if in_flight < 1:
-            raise ValueError(f"{in_flight} weight buckets in flight (rule: at least 1)")
-        self._in_flight = in_flight
+        """`in_flight`: buckets on their way to an engine at a time: a number, or `auto`, by the rule that real hosts
+        follow (`policy.pipeline`), within `ahead_gb` of memory. For a way with latency, or one whose streams are
+        slower than it is."""
+        self._ahead = BucketDepth(in_flight, ahead_gb * 1e9)
+        self._depths: dict[str, BucketDepth] = {}
+        """By engine: each has a way of its own."""
         if not (gb > 0 and bucket_gb > 0 and load_gb_per_s > 0):
             raise ValueError(f"{gb} GB in buckets of {bucket_gb}, {load_gb_per_s} GB/s (rule: all above 0)")
         self.gb = gb
@@ -92,10 +95,13 @@ class WeightTransfer:
     def subscribe(self, engine: str) -> None:
         """The engine fetches new versions from now on."""
         self._pulls.setdefault(engine, {})
+        if engine not in self._depths:
+            self._depths[engine] = BucketDepth(self._ahead.fixed, self._ahead.memory_bytes)
 
     def unsubscribe(self, engine: str) -> None:
         """It is gone, with all that it had fetched."""
         self._pulls.pop(engine, None)
+        self._depths.pop(engine, None)
 
     async def push(self, version: int, *, lost: Callable[[], bool] = lambda: False) -> None:
         """Every bucket once over the push link, one after the other. `TrainerError` once what is pushed is lost."""
@@ -123,6 +129,8 @@ class WeightTransfer:
         self._fetch(engine, version)
         await pull.complete.wait()
         await asyncio.sleep(self._load_s)
+        if engine in self._depths:
+            self._depths[engine].applied(self._load_s / self.buckets)
         for old in [v for v in self._pulls.get(engine, ()) if v < version]:
             del self._pulls[engine][old]
         report = self.moved.setdefault(version, Moved(version))
@@ -138,9 +146,9 @@ class WeightTransfer:
             for old in [v for v, p in pulls.items() if v < newest and (not p.wanted or p.complete.is_set())]:
                 del pulls[old]
         pull = pulls.setdefault(version, _Pull(version))
-        now = asyncio.get_running_loop().time()
+        depth, now = self._depths[engine], asyncio.get_running_loop().time()
         while (
-            pull.moving < self._in_flight
+            pull.moving < depth.depth(pull.arrived, self._bucket_gb * 1e9)
             and pull.arrived + pull.moving < self._stored[version]
             and (self._prefetch or pull.wanted)
         ):
@@ -150,10 +158,13 @@ class WeightTransfer:
     def _arrived(self, engine: str, pull: _Pull, began: float) -> None:
         pull.moving -= 1
         pull.arrived += 1
+        took = asyncio.get_running_loop().time() - began
+        if pull.arrived == 1 and engine in self._depths:
+            self._depths[engine].alone(took)
         moved = self.moved.setdefault(pull.version, Moved(pull.version))
         moved.pulled_gb += self._bucket_gb
         seconds = moved.pull_s
-        seconds[engine] = seconds.get(engine, 0.0) + asyncio.get_running_loop().time() - began
+        seconds[engine] = seconds.get(engine, 0.0) + took
         if pull.arrived == self.buckets:
             pull.complete.set()
         elif self._pulls.get(engine, {}).get(pull.version) is pull:

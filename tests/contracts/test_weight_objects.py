@@ -175,7 +175,7 @@ async def test_pulling_begins_with_the_first_bucket(objects: Objects, tmp_path: 
             return data
 
     link, source = Link(objects), version(tmp_path, 4)
-    pusher = BucketPusher(link, bucket_bytes=BUCKET, streams=1)
+    pusher = BucketPusher(link, bucket_bytes=BUCKET, in_flight=1)
     arrivals = await pusher.prepare(4, str(source))
     host = BucketWeightStore(link, tmp_path / "host")
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -194,7 +194,7 @@ async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Obje
             await super().put(key, data)
 
     cut, source = Cut(objects), version(tmp_path, 5)
-    pusher = BucketPusher(cut, bucket_bytes=BUCKET, streams=2)
+    pusher = BucketPusher(cut, bucket_bytes=BUCKET, in_flight=2)
     host = BucketWeightStore(cut, tmp_path / "host")
     arrivals = await pusher.prepare(5, str(source))
     results = await asyncio.gather(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.model import WeightsRef
-from rollart.policy.pipeline import weight_buckets_in_flight
+from rollart.policy.pipeline import MOST_BUCKETS, InFlight, weight_buckets_in_flight
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.weights import WeightTransfer
@@ -64,3 +64,47 @@ def test_never_more_than_the_depth_and_never_slower(depth: int, latency: float, 
     assert (ways[0].most, ways[1].now) == (1, 0)
     assert ways[1].most <= depth
     assert more <= one * (1 + 1e-9)
+
+
+def taken(way: Counted, in_flight: InFlight, *, versions: int = 3, gb: float = 16.0, ahead_gb: float = 16.0) -> float:
+    """Seconds that an engine stands still for its last version, whose like it has loaded before."""
+
+    async def main() -> float:
+        push = SharedLink(LinkProfile(1.0))
+        transfer = WeightTransfer(
+            gb, push=push, pull=lambda _: way, load_gb_per_s=8.0, in_flight=in_flight, ahead_gb=ahead_gb
+        )
+        for version in range(versions):
+            await transfer.load("e", WeightsRef(version, ""))
+        return transfer.moved[versions - 1].exposed_s["e"]
+
+    return run(main())
+
+
+def test_auto_finds_the_depth_of_the_rule_and_hides_the_latency() -> None:
+    """A bucket alone takes 0.625 s and 0.125 s to load: six in flight, after the one that says so."""
+    profile = LinkProfile(8.0, latency_s=0.5)
+    way = Counted(profile)
+    auto = taken(way, "auto")
+    assert way.most == weight_buckets_in_flight(0.125, 0.3125, bucket_bytes=1e9, memory_bytes=16e9) == 6
+    assert auto <= 0.5 * taken(Counted(profile), 1)
+
+
+def test_a_way_without_latency_that_is_as_fast_as_the_devices_needs_one_ahead() -> None:
+    way = Counted(LinkProfile(8.0))
+    assert taken(way, "auto", versions=6) == taken(Counted(LinkProfile(8.0)), 1, versions=6)
+    assert way.most == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.0, 1.0), st.floats(0.5, 10.0), st.floats(0.5, 20.0), st.floats(0.5, 8.0), st.integers(1, 4))
+def test_auto_stays_within_memory_and_is_never_slower_than_one_at_a_time(
+    latency: float, rate: float, gb: float, ahead_gb: float, versions: int
+) -> None:
+    profile = LinkProfile(rate, latency_s=latency)
+    ways = [Counted(profile), Counted(profile)]
+    one = taken(ways[0], 1, versions=versions, gb=gb, ahead_gb=ahead_gb)
+    auto = taken(ways[1], "auto", versions=versions, gb=gb, ahead_gb=ahead_gb)
+    assert (ways[0].most, ways[1].now) == (1, 0)
+    assert ways[1].most <= min(MOST_BUCKETS, max(1, ahead_gb // (gb / -(-gb // 1))))
+    assert auto <= one * (1 + 1e-9)

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.adapters.weights.moving import Window
 from rollart.adapters.weights.objects import Objects
 from rollart.errors import StorageFailed
+from rollart.policy.pipeline import BucketDepth, InFlight
 
 __all__ = ["Arrivals", "BucketPusher", "BucketWeightStore", "FileEntry", "Manifest", "Pulled", "Pushed", "serving"]
 
@@ -137,17 +139,18 @@ def serving(name: str) -> bool:
 
 
 class BucketPusher:
-    """The trainer's side. One push or collection at a time; others wait for it."""
+    """The trainer's side. One push or collection at a time; others wait for it. `in_flight` buckets are on their way
+    at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
 
     def __init__(
-        self, objects: Objects, *, bucket_bytes: int = BUCKET_BYTES, streams: int = 4,
+        self, objects: Objects, *, bucket_bytes: int = BUCKET_BYTES, in_flight: InFlight = "auto",
         wanted: Callable[[str], bool] = serving,
     ) -> None:  # fmt: skip
-        if bucket_bytes < 1 or streams < 1:
-            raise ValueError(f"buckets of {bucket_bytes} bytes in {streams} streams (rule: at least 1)")
+        if bucket_bytes < 1:
+            raise ValueError(f"buckets of {bucket_bytes} bytes (rule: at least 1)")
         self._objects = objects
         self._bucket = bucket_bytes
-        self._streams = streams
+        self._depth = BucketDepth(in_flight)
         self._wanted = wanted
         self._turn = asyncio.Lock()
 
@@ -165,10 +168,10 @@ class BucketPusher:
                 present = await self._objects.keys("buckets/")
                 lacking = self._lacking(path, manifest, present)
                 await arrivals.came({d for d in manifest.digests if _key(d) in present})
-                gate = asyncio.Semaphore(self._streams)
+                window = Window(self._depth, max((count for *_, count in lacking), default=1))
                 async with _failing_once(), asyncio.TaskGroup() as group:
                     for place in lacking:
-                        group.create_task(self._send(*place, arrivals, gate))
+                        group.create_task(self._send(*place, arrivals, window))
                 await self._objects.put(_name(manifest.version), manifest.encode())
             finally:
                 await arrivals.end()
@@ -190,34 +193,36 @@ class BucketPusher:
             return len(unused)
 
     def _lacking(self, path: str, manifest: Manifest, present: set[str]) -> list[tuple[Path, str, int, int]]:
-        """(file, hash, offset, bytes) of each bucket that is not there, each once."""
+        """(file, hash, offset, bytes) of each bucket that is not there, each once; whole buckets first, so that the
+        first one tells what a bucket takes."""
         places: dict[str, tuple[Path, str, int, int]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
                 if _key(digest) not in present:
                     places.setdefault(digest, (Path(path) / file.name, digest, offset, count))
-        return list(places.values())
+        return sorted(places.values(), key=lambda place: -place[3])
 
-    async def _send(
-        self, file: Path, digest: str, offset: int, count: int, arrivals: Arrivals, gate: asyncio.Semaphore
-    ) -> None:
-        async with gate:
-            data = await asyncio.to_thread(_read, file, offset, count)
-            if hashlib.sha256(data).hexdigest() != digest:
+    async def _send(self, file: Path, digest: str, offset: int, count: int, arrivals: Arrivals, window: Window) -> None:
+        async with window.bucket(count) as bucket:
+            with bucket.applying():
+                data = await asyncio.to_thread(_read_checked, file, offset, count, digest)
+            if data is None:
                 raise StorageFailed(f"{file} changed while it was pushed")
-            await self._objects.put(_key(digest), data)
+            with bucket.moving():
+                await self._objects.put(_key(digest), data)
         await arrivals.came({digest})
 
 
 class BucketWeightStore:
     """One host's copies. Implements `WeightStore` over its own directory; `pull` brings a version there. Pulls of the
-    same version wait for one another: engines of a host share one copy."""
+    same version wait for one another: engines of a host share one copy. `in_flight` buckets are on their way at a time:
+    with `auto` as many as keep the host's disk busy (`policy.pipeline`)."""
 
-    def __init__(self, objects: Objects, root: str | Path, *, streams: int = 4) -> None:
+    def __init__(self, objects: Objects, root: str | Path, *, in_flight: InFlight = "auto") -> None:
         self._objects = objects
         self._root = Path(root)
         self._local = DirectoryWeightStore(root)
-        self._streams = streams
+        self._depth = BucketDepth(in_flight)
         self._pulling: dict[int, asyncio.Lock] = {}
         self._numbers = itertools.count()
 
@@ -262,23 +267,25 @@ class BucketWeightStore:
         """Bytes that came from the store, and the seconds of each of its buckets, summed."""
         loop = asyncio.get_running_loop()
         have = await asyncio.to_thread(self._prepare, aside, manifest)
-        gate = asyncio.Semaphore(self._streams)
+        window = Window(self._depth, max((c for f in manifest.files for *_, c in f.spans()), default=1))
         moved = [0, 0.0]
 
         async def take(digest: str, targets: list[tuple[Path, int, int]]) -> None:
             if digest in have:
-                data = await asyncio.to_thread(_read, *have[digest])
-                if hashlib.sha256(data).hexdigest() == digest:
-                    await asyncio.to_thread(_write, targets, data)
+                here = await asyncio.to_thread(_read_checked, *have[digest], digest)
+                if here is not None:
+                    await asyncio.to_thread(_write, targets, here)
                     return
             if arrivals is not None:
                 await arrivals.wait(digest)
-            async with gate:
+            async with window.bucket(targets[0][2]) as bucket:
                 began = loop.time()
-                data = await self._objects.get(_key(digest))
-                if hashlib.sha256(data).hexdigest() != digest:
+                with bucket.moving():
+                    data = await self._objects.get(_key(digest))
+                with bucket.applying():
+                    whole = await asyncio.to_thread(_write_checked, targets, data, digest)
+                if not whole:
                     raise StorageFailed(f"bucket {digest[:12]} of version {manifest.version} came damaged")
-                await asyncio.to_thread(_write, targets, data)
                 moved[0] += len(data)
                 moved[1] += loop.time() - began
 
@@ -287,7 +294,7 @@ class BucketWeightStore:
             for digest, offset, count in file.spans():
                 places.setdefault(digest, []).append((aside / file.name, offset, count))
         async with _failing_once(), asyncio.TaskGroup() as group:
-            for digest, targets in places.items():
+            for digest, targets in sorted(places.items(), key=lambda place: -place[1][0][2]):
                 group.create_task(take(digest, targets))
         return int(moved[0]), moved[1]
 
@@ -356,6 +363,20 @@ def _read(file: Path, offset: int, count: int) -> bytes:
             return handle.read(count)
     except OSError as error:
         raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+
+
+def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
+    """None: what lies there is something else."""
+    data = _read(file, offset, count)
+    return data if hashlib.sha256(data).hexdigest() == digest else None
+
+
+def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, digest: str) -> bool:
+    """Whether the bytes are what they should be, and so were written."""
+    if hashlib.sha256(data).hexdigest() != digest:
+        return False
+    _write(targets, data)
+    return True
 
 
 def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
