@@ -11,13 +11,16 @@ from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose.actors import hosts, nodes, resource, selector
 from rollart.errors import SpecError, UsageError
-from rollart.ports import Runtime
+from rollart.ports import ActorSpec, Handle, Runtime
 from rollart.spec.resolve import Resolved
 
-__all__ = ["opened", "tell"]
+__all__ = ["opened", "placed", "tell"]
 
 LOOK_S = 0.25
 """Seconds between two looks whether the nodes of the plan have joined."""
+
+PLACE_S = 60.0
+"""Seconds, beside `runtime.wait_s`, that a part may wait for its place: Ray starts a process for it."""
 
 TOLD = {
     "node_up": "node_joined",
@@ -43,6 +46,21 @@ async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[Runtime]:
         if spec.backend == "ray":
             await _joined(resolved, runtime)
         yield runtime
+
+
+async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handle:
+    """The part's actor, once there is room for it. `UsageError` if there is none in time: what others hold of a shared
+    cluster may stay held, and what is free may lie on too many nodes."""
+    limit = resolved.cluster.runtime.wait_s + PLACE_S
+    try:
+        async with asyncio.timeout(limit):
+            return await runtime.spawn(spec)
+    except TimeoutError:
+        raise UsageError(
+            f"after {limit:g} s the cluster has no room for {spec.name}: {dict(spec.resources)} on one node with "
+            f"{dict(spec.labels)}",
+            remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
+        ) from None
 
 
 async def tell(runtime: Runtime, say: Callable[..., None]) -> None:

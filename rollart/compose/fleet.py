@@ -10,6 +10,7 @@ from pathlib import Path
 
 from placement.types import Assignment, Role
 from rollart.compose.actors import attached, engine_actor, part_clock, unused_clock
+from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
 from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
 from rollart.compose.routing import SERVING, seat
@@ -127,7 +128,8 @@ class LocalSite:
         if url is not None:
             part = AttachedEngine(name, url, tolerance=self._resolved.cluster.engines.vllm.probe)
         else:
-            program = await self._runtime.spawn(engine_actor(self._resolved, self._directory, assignment))
+            actor = engine_actor(self._resolved, self._directory, assignment)
+            program = await placed(self._resolved, self._runtime, actor)
             part = EngineProgram(name, program, client=client_of(self._resolved.cluster.engines))
         self._settle()
         self._held[assignment.name] = assignment

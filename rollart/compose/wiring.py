@@ -15,7 +15,7 @@ from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.compose.actors import part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
-from rollart.compose.clusters import opened
+from rollart.compose.clusters import opened, placed
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parallelism import embedded_settings, lending_settings
@@ -361,7 +361,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
-            await runtime.spawn(trainer_actor(resolved, directory, config)),
+            await placed(resolved, runtime, trainer_actor(resolved, directory, config)),
             leases,
             ledger,
             by_part["trainer-0"],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
 from rollart.adapters.clusters.ray_cluster import health_settings
+from rollart.adapters.clusters.ray_handle import RayHandle, _Life
 from rollart.adapters.clusters.ray_host import Host, pack, unpack
-from rollart.errors import LeaseExpired, RunFailed, UsageError
+from rollart.errors import LeaseExpired, PartDied, RunFailed, UsageError
+from rollart.ports import ActorSpec
 
 
 class Thing:
@@ -58,3 +61,32 @@ def test_a_silent_node_is_lost_in_time(health_s: float) -> None:
     ray = health_settings(health_s)
     checks, period, limit = (ray[f"health_check_{k}"] for k in ("failure_threshold", "period_ms", "timeout_ms"))
     assert checks * limit + (checks - 1) * period <= health_s * 1000
+
+
+class Stopping(RayHandle):
+    """A handle whose actor takes its time to stop, and counts its starts."""
+
+    starts = 0
+
+    async def boot(self) -> None:
+        self.starts += 1
+        self._life = _Life(None, "n0")
+
+    async def _stop(self, life: _Life) -> None:
+        await asyncio.sleep(0.01)
+
+
+def test_a_call_while_an_actor_is_killed_does_not_bring_it_back() -> None:
+    async def main() -> None:
+        runtime = Mock()
+        handle = Stopping(runtime, ActorSpec(name="engine-0", factory="a:B", max_restarts=-1))
+        await handle.boot()
+        killing = asyncio.create_task(handle.kill())
+        await asyncio.sleep(0)
+        with pytest.raises(PartDied, match="no restarts left"):
+            await handle.call("start")
+        await killing
+        assert handle.starts == 1
+        assert runtime.forget.called
+
+    asyncio.run(main())

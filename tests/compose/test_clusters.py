@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose.actors import engine_actor, hosts, trainer_actor
-from rollart.compose.clusters import _joined, tell
+from rollart.compose.clusters import _joined, placed, tell
 from rollart.errors import SpecError, UsageError
 from rollart.ports import ActorSpec, Node
 from rollart.sim import loop as virtual
@@ -45,6 +46,21 @@ def test_local_clusters_are_as_they_were(tmp_path: Path) -> None:
     spec = trainer_actor(here, tmp_path, tmp_path / "trainer.json")
     assert (spec.factory, dict(spec.labels)) == ("rollart.adapters.clusters.program:Program", {"pool": "here"})
     assert (spec.max_restarts, spec.max_concurrency) == (0, ActorSpec("a", "b").max_concurrency)
+
+
+def test_a_part_that_finds_no_room_is_named(fake: Resolved, tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, _ = (engine_actor(fake, tmp_path, a) for a in fake.plan.of(Role.ENGINE))
+        runtime = LocalRuntime([n for n in hosts(fake) if n.id != "h20-1"])
+        loop = asyncio.get_running_loop()
+        await placed(fake, runtime, replace(engine, name="of-somebody-else"))
+        began = loop.time()
+        with pytest.raises(UsageError, match=r"no room for engine-0: \{'CPU': 1.0\} on one node with"):
+            await placed(fake, runtime, engine)
+        assert loop.time() - began == pytest.approx(120.0)
+        await runtime.close()
+
+    virtual.run(main())
 
 
 def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:

@@ -125,13 +125,15 @@ class RayHandle:
         life, self._life = self._life, None
         if self._gone:
             return
+        self._gone = not restart  # at once: a call that comes while it stops must not bring it back
         if life is None:  # it is dead or on its way back
-            self._gone = not restart
             await self._end_revival()
             life, self._life = self._life, None
         if life is not None:
-            await self._stop(life)
-            self._after(life, restart)
+            try:
+                await self._stop(life)
+            finally:
+                self._after(life, restart)
         elif self._gone:
             self._runtime.forget(self)
         if restart and not self._gone:
@@ -227,11 +229,13 @@ class RayHandle:
         if life.watch is not None:
             life.watch.cancel()
             await asyncio.gather(life.watch, return_exceptions=True)
-        with contextlib.suppress(TimeoutError, PartDied):
-            async with asyncio.timeout(STOP_S):
-                await self._ask(life, life.host.stop.remote())
-        with contextlib.suppress(Exception):
-            ray.kill(life.host)
+        try:
+            with contextlib.suppress(Exception):  # whatever stopping says, it is killed
+                async with asyncio.timeout(STOP_S):
+                    await self._ask(life, life.host.stop.remote())
+        finally:
+            with contextlib.suppress(Exception):
+                ray.kill(life.host)
 
     async def _end_revival(self) -> None:
         if self._revival is not None:
