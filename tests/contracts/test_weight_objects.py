@@ -159,6 +159,28 @@ async def test_only_what_changed_goes_over_the_link_and_to_the_hosts(objects: Ob
 
 
 @pytest.mark.asyncio
+async def test_a_version_that_goes_while_another_takes_from_it_is_not_missed(tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    paths = [version(tmp_path, 0), version(tmp_path, 1, changed=[2])]
+    for number, path in enumerate(paths):
+        await push(objects, path, number)
+
+    class Pruned(BucketWeightStore):
+        """Its versions go once it has seen what they hold."""
+
+        def _prepare(self, *args: Any) -> Any:
+            have = super()._prepare(*args)
+            self.prune([])
+            return have
+
+    host = Pruned(objects, tmp_path / "host")
+    await host.pull(0)
+    pulled = await host.pull(1)
+    assert pulled.received == pulled.bytes
+    assert served(host.path(1)) == {n: d for n, d in served(paths[1]).items() if not n.startswith("trainer/")}
+
+
+@pytest.mark.asyncio
 async def test_pulling_begins_with_the_first_bucket(objects: Objects, tmp_path: Path) -> None:
     """The last buckets wait until a host has the first: a pull that waited for the whole push would wait for ever."""
     first_pulled = asyncio.Event()

@@ -49,15 +49,20 @@ class RayRuntime:
         self._events: deque[RuntimeEvent] = deque(maxlen=10_000)
         self._changed = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        self._look = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
         """Connect. `ProviderError` when there is no cluster, or it refuses us."""
         self._before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
-        # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
-        await asyncio.to_thread(_connect, self._address)
-        await self.look()
+        try:
+            # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
+            await asyncio.to_thread(_connect, self._address)
+            await self.look()
+        except Exception:
+            await self.close()
+            raise
         self._looking = asyncio.get_running_loop().create_task(self._watch(), name="nodes of the cluster")
 
     def nodes(self) -> Sequence[Node]:
@@ -151,10 +156,13 @@ class RayRuntime:
         self._take(node, spec, -1.0)
 
     async def look(self) -> None:
-        """See which nodes are there."""
+        """See which nodes are there. One look at a time: an older answer must not undo a newer one."""
         import ray
 
-        rows = await asyncio.to_thread(ray.nodes)
+        async with self._look:
+            self._seen(await asyncio.to_thread(ray.nodes))
+
+    def _seen(self, rows: Sequence[Mapping[str, Any]]) -> None:
         alive = {_name(row): row for row in rows if row["Alive"]}
         self._names = {row["NodeID"]: name for name, row in alive.items()}
         for name in [name for name in self._nodes if name not in alive]:
@@ -176,7 +184,7 @@ class RayRuntime:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            with contextlib.suppress(ConnectionError, RuntimeError):  # the head is busy: look again
+            with contextlib.suppress(Exception):  # the head is busy, or gone: look again
                 await self.look()
 
     def _notify(self) -> None:

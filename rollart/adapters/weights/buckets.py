@@ -251,10 +251,7 @@ class BucketWeightStore:
         async with self._pulling.setdefault(version, asyncio.Lock()):
             if self.complete(version):
                 return Pulled(version, 0, 0, 0.0, loop.time() - began)
-            if arrivals is None:
-                manifest = Manifest.decode(await self._objects.get(_name(version)))
-            else:
-                manifest = arrivals.manifest
+            manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(_name(version)))
             aside = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
             try:
                 received, spent = await self._fill(aside, manifest, arrivals)
@@ -272,7 +269,9 @@ class BucketWeightStore:
 
         async def take(digest: str, targets: list[tuple[Path, int, int]]) -> None:
             if digest in have:
-                here = await asyncio.to_thread(_read_checked, *have[digest], digest)
+                here = None
+                with contextlib.suppress(StorageFailed):  # pruned since: the store has it
+                    here = await asyncio.to_thread(_read_checked, *have[digest], digest)
                 if here is not None:
                     await asyncio.to_thread(_write, targets, here)
                     return
