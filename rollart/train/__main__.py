@@ -84,7 +84,9 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
         raise UsageError(f"--rank {rank}: the config has parallel.ranks {size}")
     if not config.parallel.sharded:
         return TrainerService(config)
-    if config.device == "cuda" and torch.cuda.is_available():
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("device 'cuda': torch sees no CUDA device")
         config = dataclasses.replace(config, device=f"cuda:{rank % torch.cuda.device_count()}")
     host, port = _address(arguments.meet or "127.0.0.1:0")
     store = rendezvous(host, port, rank=rank, size=size)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollart.errors import UsageError
+from rollart.train.__main__ import _service
 from rollart.train.config import load_config, parse_config
+from rollart.train.followers import Followers
 
 FULL: dict[str, Any] = {
     "model": {"init": {"vocab_size": 10}, "seed": 3},
@@ -85,3 +89,10 @@ def test_files_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
     path.write_text(json.dumps(FULL | {"seed": "x"}))
     with pytest.raises(UsageError, match=r"trainer.json: config.seed: expected int"):
         load_config(path)
+
+
+def test_gpus_that_are_not_there_are_told_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = parse_config({**FULL, "device": "cuda", "parallel": {"ranks": 2}})
+    with pytest.raises(UsageError, match="device 'cuda': torch sees no CUDA device"):
+        _service(argparse.Namespace(rank=0, meet=None, config=""), config, Followers())
