@@ -43,6 +43,9 @@ class ProxySettings:
 @contextlib.asynccontextmanager
 async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
     """The proxy's URL while the body runs. EngineError for an engine that does not answer."""
+    for engine in settings.engines:
+        if not engine.startswith(("http://", "https://")):
+            raise UsageError(f"--engine {engine} (rule: a URL)", remedy="for example http://127.0.0.1:8000")
     form = chat_format(settings.tokenizer, template=settings.template, tools=settings.tools)
     pool = EnginePool([HttpEngine(EngineId(f"engine-{i}"), url) for i, url in enumerate(settings.engines)])
     recording = Recording(settings.record)

@@ -17,6 +17,7 @@ from tests.proxy.scripted import spelling
     (["--token-env", "NOBODY_SET_THIS"], 3, "NOBODY_SET_THIS is not set"),
     (["--chat-template", "none.jinja"], 2, "cannot read none.jinja"),
     (["--record", "/proc/none/turns.jsonl"], 2, "cannot write /proc/none/turns.jsonl"),
+    (["--engine", "127.0.0.1:2"], 2, "--engine 127.0.0.1:2 (rule: a URL)"),
     ([], 1, "/v1/models failed"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_one_line(
@@ -36,3 +37,6 @@ def test_a_template_or_tokenizer_that_is_none(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for %}"}))
     assert run(given) == 2
     assert "the chat template cannot be read" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert run(given) == 2
+    assert "tokenizer.json is no tokenizer: EOF" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -137,6 +138,17 @@ def test_what_it_raises_is_told(form: ChatFormat) -> None:
             await episode.wanted()
 
     play(form, broken, scenario)
+
+
+def test_one_that_exits_ends_its_episode_and_not_the_run(form: ChatFormat) -> None:
+    async def exiting(base_url: str, session: str, seed: int) -> None:
+        sys.exit(0)
+
+    async def scenario(episode: Episode) -> None:
+        with pytest.raises(RuntimeError, match="it exited with 0"):
+            await episode.wanted()
+
+    play(form, exiting, scenario)
 
 
 def test_one_that_is_closed_while_it_waits_is_cancelled(form: ChatFormat) -> None:

@@ -132,6 +132,7 @@ def test_what_failed_is_said_in_the_apis_words_and_not_captured(form: ChatFormat
     (CHAT, {**HI, "stop": [1]}, "stop must be"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "must be a JSON object"),
+    (CHAT, {"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the body is not JSON"),
     ("/v1/completions", {}, "prompt must be"),
     ("/v1/completions", {"prompt": "x", "echo": True}, "only False is served"),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp-other-1"}, "not of this session"),
@@ -147,6 +148,25 @@ def test_a_request_that_cannot_be_served_is_told_why(
         assert status == 400
         assert wrong in answer["error"]["message"]
         assert speaker.sampling == []
+
+    with_proxy(form, scenario)
+
+
+@pytest.mark.parametrize(("path", "body", "wrong"), [
+    (CHAT, b'{"prompt": "\xed\xa0\x80"}', "the body is not JSON"),
+    (CHAT, b"[" * 100_000, "the body is not JSON"),
+    ("/sessions/a/end", b'{"reward": NaN}', "reward is nan"),
+    ("/sessions/a/end", b'{"reward": 1e999}', "reward is inf"),
+    ("/sessions/a/end", b'{"reward": 1' + b"0" * 400 + b"}", "reward is 1000"),
+    ("/sessions/a/end", b'{"reward": true}', "reward is True"),
+])  # fmt: skip
+def test_a_body_that_no_client_writes_is_told_why(form: ChatFormat, path: str, body: bytes, wrong: str) -> None:
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        await ask("/s/a" + CHAT, HI)
+        async with aiohttp.ClientSession() as http, http.post(url + path, data=body) as answer:
+            assert answer.status == 400
+            assert wrong in (await answer.json())["error"]["message"]
+        assert (await ask("/sessions/a/end", {"reward": 1}))[0] == 200
 
     with_proxy(form, scenario)
 

@@ -51,11 +51,18 @@ def test_a_trainer_and_an_engine_meet() -> None:
         trainer.put_prompts([{"prompt": 1}])
         assert trainer.drop("g2") == ["g2.0"]
         assert not engine.put_experience("g2.0", response=1)
-        with pytest.raises(ServiceError, match="9 rows do not fit") as refused:
-            trainer.put_prompts([{"prompt": 1}], group_size=9, timeout_s=0)
-        assert refused.value.status == 503
+        trainer.put_prompts([{"prompt": 2}], group_size=8)
+        for rows, status in ((1, 503), (9, 400)):
+            with pytest.raises(ServiceError, match=f"{rows} rows do not fit") as refused:
+                trainer.put_prompts([{"prompt": 1}], group_size=rows, timeout_s=0)
+            assert refused.value.status == status
+        for after in ("nan", "inf", "x"):
+            with pytest.raises(ServiceError, match="is no number") as refused:
+                trainer.weights(after=after)  # type: ignore[arg-type]
+            assert refused.value.status == 400
+        trainer.drop("g3")
         assert trainer.status()["counts"] == {
-            "dropped.given up": 1, "late": 1, "put": 5, "taken.rollout": 4, "taken.train": 4,
+            "dropped.given up": 9, "late": 1, "put": 13, "taken.rollout": 4, "taken.train": 4,
         }  # fmt: skip
 
     with_service(scenario)

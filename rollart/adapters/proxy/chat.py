@@ -35,7 +35,10 @@ class ChatFormat:
         folder = Path(directory)
         if not (folder / "tokenizer.json").is_file():
             raise SpecError(f"no tokenizer.json in {folder}", remedy="name a Hugging Face model directory")
-        self._backend = Backend.from_file(str(folder / "tokenizer.json"))
+        try:
+            self._backend = Backend.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise SpecError(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from None
         config = _object(folder / "tokenizer_config.json")
         source = template if template is not None else _own_template(folder, config)
         self.plain = source is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollart.adapters.proxy.capture import Branch
@@ -45,7 +46,7 @@ class Harnesses:
         policy = _Asking(self._context)
         session = self._proxy.open(name, policy)
         url = f"{self._url}/s/{name}"
-        task = self._tasks.create_task(_run(agent(base_url=url, session=name, seed=seed, **arguments), policy))
+        task = self._tasks.create_task(_run(partial(agent, base_url=url, session=name, seed=seed, **arguments), policy))
         return Episode(self._proxy, session, policy, task)
 
 
@@ -166,11 +167,13 @@ class _Asking:
         """The trajectory frees its prefix by itself."""
 
 
-async def _run(work: Awaitable[float | Step | None], policy: _Asking) -> None:
+async def _run(program: Callable[[], Awaitable[float | Step | None]], policy: _Asking) -> None:
     try:
-        policy.over(await work, None)
+        policy.over(await program(), None)
     except Exception as error:
         policy.over(None, error)
+    except SystemExit as exit:  # a command line's way to end: of its episode, not of the run
+        policy.over(None, RuntimeError(f"it exited with {exit.code!r}"))
 
 
 def _fail(request: _Request, error: Exception) -> None:

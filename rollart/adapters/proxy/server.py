@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import hmac
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -157,7 +158,7 @@ class Proxy:
     async def _end(self, request: web.Request) -> web.Response:
         session, body = self._known(request), await _body(request)
         reward, success = body.get("reward"), body.get("success")
-        if isinstance(reward, bool) or not isinstance(reward, int | float | None):
+        if reward is not None and not _finite(reward):
             raise BadRequest(f"reward is {reward!r} (rule: a number)", field="reward")
         if not isinstance(success, bool | None):
             raise BadRequest(f"success is {success!r} (rule: true or false)", field="success")
@@ -299,13 +300,23 @@ def _previous(session: ProxySession, id: str) -> Any:
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
+    raw = await request.read()
     try:
-        value = json.loads(await request.read() or b"{}")
-    except ValueError as error:
+        value = json.loads(raw.decode() or "{}")
+        if b"\\ud" in raw.lower():  # halves of surrogate pairs that are escaped alone: no text, and no tokens for it
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object")
     return value
+
+
+def _finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -145,7 +145,9 @@ class Desk:
         return given
 
     async def room(self, rows: int, seconds: float) -> int:
-        """Rows of new groups that fit, once `rows` do or after `seconds`."""
+        """Rows of new groups that fit, once `rows` do or after `seconds`. Refused (400) for more than ever do."""
+        if rows > self.setup.capacity:
+            raise Refused(f"{rows} rows do not fit (rule: at most the capacity at once, {self.setup.capacity})")
         await self._until(lambda: self.table.room() if self.table.room() >= rows else None, seconds)
         return self.table.room()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -139,7 +140,7 @@ def _row(given: Given) -> dict[str, Any]:
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
         value = json.loads(await request.read() or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON: {error}") from None
     return _object(value, "the body")
 
@@ -170,9 +171,12 @@ def _seconds(body: Mapping[str, Any]) -> float:
 
 def _number(value: object) -> float:
     try:
-        return float(str(value))
+        found = float(str(value))
     except ValueError:
-        raise Refused(f"{value!r} is no number") from None
+        found = math.nan
+    if not math.isfinite(found):
+        raise Refused(f"{value!r} is no number")
+    return found
 
 
 def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
