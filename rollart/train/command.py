@@ -73,12 +73,14 @@ def lead(channel: Channel, name: str, work: Work, body: bytes) -> Outcome:
     return mine
 
 
-def follow(channels: Mapping[Channel, Mapping[str, Work]]) -> None:
-    """Do what rank 0 says until it is gone, each channel in a thread of its own; ends the process. What a rank does
-    not expect ends it too, at once: the others wait for it in the middle of something, and see that it is gone."""
+def follow(channels: Mapping[Channel, Mapping[str, Work]], *, enter: Callable[[], None] = lambda: None) -> None:
+    """Do what rank 0 says until it is gone, each channel in a thread of its own that begins with `enter`; ends the
+    process. What a rank does not expect ends it too, at once: the others wait for it in the middle of something, and
+    see that it is gone."""
 
     def listen(channel: Channel, works: Mapping[str, Work]) -> None:
         try:
+            enter()
             while True:
                 name, body = channel.hear()
                 mine = call(works[name], body)

@@ -96,6 +96,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.torch = self.disk = ALONE
         self.mesh: Any = None
+        self._device = device
         if device is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -105,6 +106,13 @@ class Ranks:
             self.torch, self.disk = (
                 Channel(dist.new_group(backend="gloo", timeout=IDLE), rank=rank, size=size) for _ in range(2)
             )
+
+    def enter(self, threads: int) -> None:
+        """First of all in every thread that computes: its cores, and the GPU of this rank. Each thread has a current
+        device of its own, device 0 at first, which FSDP2 makes its streams on."""
+        torch.set_num_threads(threads)
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place."""

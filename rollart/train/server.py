@@ -22,7 +22,6 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import torch
 from aiohttp import web
 
 from rollart.errors import TrainerError
@@ -64,9 +63,10 @@ class TrainerService:
         if self._ranks.rank == 0:
             checkpoint.clean(self._root)
         self._learner = Learner(config, self._ranks)
-        self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(config.threads,))
-        self._disk = ThreadPoolExecutor(1, "disk", initializer=torch.set_num_threads, initargs=(1,))
-        self._columns = ThreadPoolExecutor(1, "columns", initializer=torch.set_num_threads, initargs=(config.threads,))
+        enter = self._ranks.enter
+        self._pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
+        self._disk = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))
+        self._columns = ThreadPoolExecutor(1, "columns", initializer=enter, initargs=(config.threads,))
         self._staged: dict[int, checkpoint.Snapshot] = {}
         self._restores = 0
         self._waiting = 0
@@ -90,7 +90,11 @@ class TrainerService:
     def follow(self) -> None:
         """Every rank but 0: until rank 0 is gone."""
         torch_works = {name: getattr(self, name) for name in TORCH}
-        follow({self._ranks.torch: torch_works, self._ranks.disk: {"publish": self.publish}})
+        works: dict[Channel, dict[str, Work]] = {
+            self._ranks.torch: torch_works,
+            self._ranks.disk: {"publish": self.publish},
+        }
+        follow(works, enter=lambda: self._ranks.enter(self._config.threads))
 
     def lost(self, reason: str) -> None:
         """A rank is gone. In the loop's thread."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
@@ -24,7 +25,9 @@ from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import TrainReport, WeightsRef
 from rollart.train import checkpoint
+from rollart.train import command as commands
 from rollart.train.config import TrainerConfig
+from rollart.train.ranks import Channel, Ranks
 from rollart.train.server import TrainerService
 from tests.train.trainkit import config, sample
 
@@ -340,3 +343,30 @@ async def test_columns_are_filled_beside_a_step_and_are_those_of_the_step(tmp_pa
         filled = [dataclasses.replace(s, reference=r, advantage=a) for s, r, a in columns]
         await trainer.restore(WeightsRef(0, str(tmp_path / "v000000")))
         assert (await trainer.train(filled, 0)).metrics["loss"] == computed.metrics["loss"]
+
+
+def test_every_thread_that_computes_begins_on_its_ranks_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: dict[str, torch.device] = {}
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.setdefault(threading.current_thread().name[:7], device)
+    )
+    ranks = Ranks()
+    ranks._device = torch.device("cuda:3")
+    service = TrainerService(config(tmp_path), ranks)
+    for pool in (service._pool, service._disk, service._columns):
+        pool.submit(lambda: None).result()
+        pool.shutdown()
+    assert chosen == dict.fromkeys(("torch_0", "disk_0", "columns"), torch.device("cuda:3"))
+
+
+def test_a_follower_enters_each_thread_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Gone(Channel):
+        def hear(self) -> tuple[str, bytes]:
+            said.append("hears")
+            raise TrainerError("rank 0 is gone")
+
+    monkeypatch.setattr(commands, "_end", lambda status: None)
+    commands.follow({Gone(): {}}, enter=lambda: said.append("entered"))
+    assert said == ["entered", "hears"]
