@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollart.errors import SpecError
 from serverless.deploy.aws_bundle import bundle
 from serverless.deploy.aws_settings import AwsSettings, configuration
 from serverless.deploy.package import Package
@@ -30,6 +31,12 @@ DIGEST_TAG = "rollart:digest"
 """What tells `rollart` that a function is its own, and which package it runs."""
 
 MARK = "rollart:"
+
+TAKEN = ("Bucket", "BucketPolicy", "ControllerPolicy", "FunctionsRole")
+"""Logical names of what is in a template beside the functions."""
+
+PARTS = ("", "Logs", "Live")
+"""What is behind a function's own name in those of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,25 @@ class AwsFunction:
 
 def functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[AwsFunction, ...]:
     """As `rollart rewards deploy` would make them: the same archive under the same name, so that a run finds them
-    deployed. Errors of `serverless` for what Lambda does not have."""
-    return tuple(_function(package, settings) for package in packages)
+    deployed. Errors of `serverless` for what Lambda does not have; SpecError for names that a template cannot tell
+    apart."""
+    found = tuple(_function(package, settings) for package in packages)
+    _told_apart({p.spec.name: f.logical for p, f in zip(packages, found, strict=True)})
+    return found
+
+
+def _told_apart(logical: Mapping[str, str]) -> None:
+    taken = dict.fromkeys(map(str.lower, TAKEN), "what is no function")
+    for name, own in logical.items():
+        us = f"function '{name}'"
+        for part in PARTS:
+            other = taken.setdefault((own + part).lower(), us)
+            if other != us:
+                raise SpecError(
+                    f"{us} would be '{own + part}' in a template, as {other} (rule: letters and digits tell names "
+                    "apart, case does not)",
+                    remedy="rename the function",
+                )
 
 
 def _function(package: Package, settings: AwsSettings) -> AwsFunction:

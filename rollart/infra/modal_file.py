@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollart.errors import SpecError
 from rollart.infra.files import Rendered, json_text
 from serverless.backends.modal_versions import ModalSettings
 from serverless.deploy.modal_app import check_pinned, container_files, container_options, python_version
@@ -21,16 +22,23 @@ SOURCE = Path(__file__).with_name("modal_source.py")
 
 
 def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> Rendered:
-    """`modal_app.py`, its settings, and each function's files. PackageError for requirements without a version."""
+    """`modal_app.py`, its settings, and each function's files. PackageError for requirements without a version;
+    SpecError for names that Python cannot tell apart."""
     files: dict[str, bytes] = {APP: SOURCE.read_bytes()}
     apps: list[dict[str, Any]] = []
     for package in packages:
         check_pinned(package)
         spec = package.spec
+        variable = re.sub(r"\W", "_", spec.name)
+        if other := next((a["files"] for a in apps if a["variable"] == variable), None):
+            raise SpecError(
+                f"function '{spec.name}' would be the variable {variable}, as '{other.rpartition('/')[2]}' is",
+                remedy="rename the function",
+            )
         directory = f"functions/{spec.name}"
         apps.append(
             {
-                "variable": re.sub(r"\W", "_", spec.name),
+                "variable": variable,
                 "app": settings.prefix + spec.name,
                 "version": package.version,
                 "files": directory,

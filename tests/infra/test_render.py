@@ -148,6 +148,26 @@ def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("target", "names", "said"), [
+    ("cfn", ("quick_a", "quick-a"), "function 'quick-a' would be 'QuickA' in a template, as function 'quick_a'"),
+    ("sam", ("exactOne", "exactone"), "as function 'exactOne'"),
+    ("terraform", ("exact", "exact_logs"), "'exact_logs' would be 'ExactLogs' in a template, as function 'exact'"),
+    ("sam", ("bucket", "exact"), "'Bucket' in a template, as what is no function"),
+    ("modal", ("quick_a", "quick-a"), "function 'quick-a' would be the variable quick_a, as 'quick_a' is"),
+])  # fmt: skip
+def test_functions_that_would_have_one_name_are_not_lost(
+    tmp_path: Path, target: str, names: tuple[str, str], said: str
+) -> None:
+    text = RUN.read_text()
+    for old, new in zip(("exact", "length"), names, strict=True):
+        text = text.replace(f"name: {old}", f"name: {new}").replace(f"function: {old}", f"function: {new}")
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "reward.py").write_text(RUN.with_name("reward.py").read_text())
+    backend = "modal" if target == "modal" else "aws_lambda"
+    with pytest.raises(SpecError, match=re.escape(said)):
+        render(target, tmp_path / "run.yaml", cluster("local"), [f"cluster.functions.backend={backend}"])
+
+
 def test_some_pools_with_instances_and_some_without_are_no_cluster_of_ray_up() -> None:
     with pytest.raises(SpecError, match="pool 'h20' has no label instance_type"):
         render(
