@@ -42,7 +42,9 @@ STEPS = 10
 @click.option("--policies", metavar="A,B,...", help="Schedules beside each other. Default: the run's own.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Simulations of each.")
 @click.option(
-    "--steps", type=click.IntRange(1), help=f"Training steps. Default: {STEPS}, or as many as a recorded run has."
+    "--steps",
+    type=click.IntRange(1),
+    help=f"Training steps, as steps=N says too. Default: {STEPS}, or as many as a recorded run has.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
 @click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle what happens at the same instant.")
@@ -96,7 +98,8 @@ def simulate(
         resolved, replayed, note = prepared(recorded, run, cluster, overrides, of, resample)
         plan = None if faults is None else read_faults(faults, resolved, replayed)
     if steps is None:
-        steps = STEPS if replayed is None else replayed.recording.seen.steps
+        asked = any(key.partition("=")[0] == "steps" for key in overrides)
+        steps = resolved.run.steps if asked else STEPS if replayed is None else replayed.recording.seen.steps
     drawn = output == "html" or html is not None
     if html is not None:
         writable(html)  # told now, and not after the work

@@ -178,6 +178,12 @@ def test_the_command(specs: tuple[Path, Path], tmp_path: Path) -> None:
     assert "per trained trajectory" in report.output
 
 
+def test_steps_that_are_asked_for_are_simulated(specs: tuple[Path, Path]) -> None:
+    done = CliRunner().invoke(cli, ["simulate", str(specs[0]), "--cluster", str(specs[1]), "--workers", "1", "steps=1"])
+    assert done.exit_code == 0, done.output
+    assert "seed 0: 1 steps in" in done.stderr
+
+
 def test_an_unknown_schedule_is_a_usage_error(tmp_path: Path) -> None:
     from rollart.cli.main import run
 
