@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import logging
 import os
@@ -196,10 +197,9 @@ def _connect(address: str) -> None:
     import ray
 
     with contextlib.suppress(ImportError):  # whoever imported Ray before us made it read its variables then
-        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+        private: Any = importlib.import_module("ray._raylet")
+        private.Config.initialize("")
+        private.AuthenticationTokenLoader.instance().reset_cache()
     logging.getLogger("ray").setLevel(logging.ERROR)
     with contextlib.suppress(ImportError):
         from ray._private import worker
