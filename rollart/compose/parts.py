@@ -61,7 +61,7 @@ class EngineProgram:
 
 class AttachedEngine:
     """Implements `supervise.EnginePart` over a vLLM server that somebody else runs: it is told to load the weights, and
-    to wait when the run is over. Its end is found out by those who call it."""
+    left as it is when the run is over. Its end is found out by those who call it."""
 
     def __init__(self, name: EngineId, url: str, *, tolerance: float = 0.0) -> None:
         self._id = name

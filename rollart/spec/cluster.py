@@ -126,7 +126,10 @@ class EnginesSpec(Entry):
     @field_validator("attach")
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
-        return [http_url(one) for one in value]
+        urls = [http_url(one) for one in value]
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError("a server is named twice (rule: each is one engine)")
+        return urls
 
     @property
     def fixed(self) -> bool:

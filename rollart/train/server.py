@@ -33,7 +33,7 @@ from rollart.train.config import TrainerConfig
 from rollart.train.learner import Learner
 from rollart.train.ranks import ALONE, Channel, Ranks
 
-__all__ = ["MAX_BODY", "TrainerService", "make_app"]
+__all__ = ["MAX_BODY", "TrainerService"]
 
 MAX_BODY = 1 << 30
 """Bytes of one request: a token is 29 bytes, so 256 samples of 128 k tokens fit."""
@@ -233,11 +233,6 @@ class TrainerService:
             return int(msgpack.unpackb(body)["version"]) in self._staged
         except (ValueError, TypeError, KeyError, msgpack.UnpackException):
             return True  # whoever reads it next refuses it
-
-
-def make_app(config: TrainerConfig) -> web.Application:
-    """Load everything (seconds) and return the application. `UsageError` for what the config gets wrong."""
-    return TrainerService(config).app()
 
 
 def _response(outcome: Outcome) -> web.Response:

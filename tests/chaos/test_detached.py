@@ -23,12 +23,12 @@ def test_a_detached_run_is_stopped_and_goes_on(home: Home) -> None:
     log = home.directory / "logs" / "launch.log"
     wait(lambda: "serves v0" in log.read_text(), "an engine serves", 60.0, log.read_text)
     assert home.run("stop").returncode == 0
-    wait(lambda: not processes(home.path), "every process has ended", 10.0)
+    wait(lambda: not processes(home.path), "every process has ended", 30.0)
     assert "launch: " in home.run("logs", "--role", "launch").stdout
 
     assert home.run("launch", "--resume", "tiny-1", "--detach").returncode == 0
     followed = home.run("logs", "-f", "-n", "0")
     assert followed.returncode == 0
     assert "finished: 4 steps" in followed.stdout
-    wait(lambda: not processes(home.path), "every process has ended", 10.0)
+    wait(lambda: not processes(home.path), "every process has ended", 30.0)
     sound(home.directory)

@@ -112,6 +112,7 @@ def test_a_dry_run_shows_every_server(tmp_path: Path) -> None:
     [
         ("count: 2, attach: ['http://one:8000']", "names 1 servers (rule: as many as count"),
         ("count: 1, attach: [one]", "http or https URL"),
+        ("count: 2, attach: ['http://one:8000', 'http://one:8000/']", "a server is named twice"),
         ("count: 1, vllm: {memory: 2}", "memory"),
     ],
 )
