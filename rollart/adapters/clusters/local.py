@@ -11,11 +11,11 @@ import importlib
 import inspect
 import itertools
 import pickle
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollart.adapters.clusters.events import EventLog
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.process import ProcessActor
 from rollart.errors import PartDied, UsageError
@@ -34,9 +34,8 @@ class LocalRuntime:
         self._actors: dict[str, _LocalHandle] = {}
         self._objects: dict[str, bytes] = {}
         self._ids = itertools.count()
-        self._events: deque[RuntimeEvent] = deque(maxlen=10_000)
+        self._events = EventLog()
         self._changed = asyncio.Event()
-        self._closed = False
 
     async def start(self) -> None:
         for node in self._nodes.values():
@@ -63,15 +62,9 @@ class LocalRuntime:
         self.emit(RuntimeEvent("actor_started", spec.name, node.id))
         return handle
 
-    async def events(self) -> AsyncIterator[RuntimeEvent]:
+    def events(self) -> AsyncIterator[RuntimeEvent]:
         """Every event from the runtime's start on, for as long as it runs."""
-        seen = 0
-        while not self._closed:
-            while seen < len(self._events):
-                yield self._events[seen]
-                seen += 1
-            changed = self._changed
-            await changed.wait()
+        return self._events.read()
 
     async def put(self, value: Any) -> str:
         ref = f"object-{next(self._ids)}"
@@ -87,12 +80,10 @@ class LocalRuntime:
         async with asyncio.TaskGroup() as tasks:  # at once: a part that hangs delays no other, and the sum is bounded
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
-        self._closed = True
-        self._notify()
+        self._events.close()
 
     def emit(self, event: RuntimeEvent) -> None:
-        self._events.append(event)
-        self._notify()
+        self._events.say(event)
 
     def forget(self, handle: _LocalHandle) -> None:
         """The actor is gone for good: its resources are free."""

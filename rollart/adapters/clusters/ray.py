@@ -13,10 +13,10 @@ import importlib
 import itertools
 import logging
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from rollart.adapters.clusters.events import EventLog
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.ray_handle import RayHandle
 from rollart.adapters.clusters.ray_host import pack, unpack
@@ -47,11 +47,9 @@ class RayRuntime:
         self._names: dict[str, str] = {}
         self._objects: dict[str, Any] = {}
         self._ids = itertools.count()
-        self._events: deque[RuntimeEvent] = deque(maxlen=10_000)
-        self._changed = asyncio.Event()
+        self._events = EventLog()
         self._looking: asyncio.Task[None] | None = None
         self._look = asyncio.Lock()
-        self._closed = False
 
     async def start(self) -> None:
         """Connect. `ProviderError` when there is no cluster, or it refuses us."""
@@ -82,15 +80,9 @@ class RayRuntime:
         self.emit(RuntimeEvent("actor_started", spec.name, handle.node))
         return handle
 
-    async def events(self) -> AsyncIterator[RuntimeEvent]:
+    def events(self) -> AsyncIterator[RuntimeEvent]:
         """Every event from the runtime's start on, for as long as it runs."""
-        seen = 0
-        while not self._closed:
-            while seen < len(self._events):
-                yield self._events[seen]
-                seen += 1
-            changed = self._changed
-            await changed.wait()
+        return self._events.read()
 
     async def put(self, value: Any) -> str:
         import ray
@@ -107,8 +99,7 @@ class RayRuntime:
     async def close(self) -> None:
         import ray
 
-        self._closed = True
-        self._notify()
+        self._events.close()
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -126,13 +117,11 @@ class RayRuntime:
     # What handles need.
 
     def emit(self, event: RuntimeEvent) -> None:
-        self._events.append(event)
-        self._notify()
+        self._events.say(event)
 
     def forget(self, handle: RayHandle) -> None:
         """The actor is gone for good."""
         self._actors.pop(handle.spec.name, None)
-        self._notify()
 
     async def feasible(self, spec: ActorSpec) -> None:
         """`UsageError` when no node that is there now could ever hold it."""
@@ -187,10 +176,6 @@ class RayRuntime:
             await asyncio.sleep(LOOK_S)
             with contextlib.suppress(Exception):  # the head is busy, or gone: look again
                 await self.look()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _connect(address: str) -> None:

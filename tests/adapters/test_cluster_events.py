@@ -1,0 +1,31 @@
+"""Events of a runtime, when more happened than is kept. On the virtual loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollart.adapters.clusters.events import EventLog
+from rollart.ports import RuntimeEvent
+from rollart.sim import loop
+
+
+def test_readers_go_on_past_what_is_kept() -> None:
+    async def main() -> None:
+        log, early, late = EventLog(kept=3), list[str](), list[str]()
+
+        async def read(into: list[str]) -> None:
+            async for event in log.read():
+                into.append(event.subject)
+
+        async with asyncio.TaskGroup() as readers:
+            readers.create_task(read(early))
+            for n in range(7):
+                log.say(RuntimeEvent("node_up", f"n{n}"))
+                await asyncio.sleep(0)
+            readers.create_task(read(late))
+            await asyncio.sleep(1)
+            log.close()
+        assert early == [f"n{n}" for n in range(7)]
+        assert late == ["n4", "n5", "n6"], "the oldest are gone"
+
+    loop.run(main())
