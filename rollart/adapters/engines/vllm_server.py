@@ -99,9 +99,12 @@ async def _ready(url: str, version: str) -> None:
             except (aiohttp.ClientError, TimeoutError):
                 pass
             await asyncio.sleep(LOOK_S)
-        async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
-            if answer.status != 200:
-                print(f"vllm: the version of its weights cannot be set: {answer.status}", file=sys.stderr)
+        try:
+            async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
+                if answer.status != 200:
+                    print(f"vllm: the version of its weights cannot be set: {answer.status}", file=sys.stderr)
+        except (aiohttp.ClientError, TimeoutError):
+            return  # it is not ready: whoever waits for its end says why, and the supervisor's lease ends the rest
     print(f"ready {url}", flush=True)
 
 

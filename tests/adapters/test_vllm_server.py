@@ -1,0 +1,32 @@
+"""The program around a vLLM server, without a vLLM."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollart.adapters.engines.vllm_server import _ready
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.asyncio
+async def test_it_is_ready_once_it_names_its_version(ends: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[object] = []
+
+    async def healthy(request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def name(request: web.Request) -> web.Response:
+        told.append(await request.json())
+        if ends and request.transport is not None:
+            request.transport.close()
+        return web.json_response({})
+
+    app = web.Application()
+    app.add_routes([web.get("/health", healthy), web.post("/update_weight_version", name)])
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        await _ready(url, "3")
+    assert told == [{"new_version": "3"}]
+    assert capsys.readouterr().out == ("" if ends else f"ready {url}\n")
