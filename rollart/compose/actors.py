@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from placement.types import Assignment, Role
 from rollart.compose.routing import SERVING
+from rollart.compose.stored import place_of
 from rollart.compose.vllm import VllmCommand, vllm_command
 from rollart.errors import SpecError
 from rollart.ledger.clock import ResourceClock
@@ -42,8 +43,9 @@ PYTHON = "ROLLART_VLLM_PYTHON"
 ALIAS = "vllm-model"
 """Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
 
-PROGRAM_CALLS = 4
-"""Calls that a program has at a time: its start, the wait for its end, a stop, and the question for its process."""
+PROGRAM_CALLS = 6
+"""Calls that a program has at a time: its start, the wait for its end, a stop, the question for its process, and the
+pull of a version, by the engine that loads it and ahead of it."""
 
 
 def nodes(resolved: Resolved) -> list[Node]:
@@ -181,7 +183,8 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
     command = engine_command(resolved, assignment)
     arguments = ["--python", python, "--log", str(_log(directory, assignment.name)), "--args", json.dumps(command.args)]
     if assignment.role in (Role.PREFILL, Role.DECODE):
-        arguments += ["--alias", str(directory / "weights" / ALIAS)]
+        place = place_of(resolved, directory)
+        arguments += ["--alias", str((directory / "weights" if place is None else Path(place.root)) / ALIAS)]
     module = "rollart.adapters.engines.vllm_server"
     return _program(resolved, directory, assignment, module, arguments, env=command.env, together=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
 from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
 from rollart.compose.routing import SERVING, seat
+from rollart.compose.stored import StoredWeights
 from rollart.errors import RunFailed
 from rollart.fleet import EngineKind
 from rollart.ledger.clock import EngineShares, ResourceClock
@@ -43,9 +45,18 @@ class LocalSite:
     """
 
     def __init__(
-        self, resolved: Resolved, directory: Path, ledger: Ledger, runtime: Runtime, *, names: Iterable[str] = ()
+        self,
+        resolved: Resolved,
+        directory: Path,
+        ledger: Ledger,
+        runtime: Runtime,
+        *,
+        names: Iterable[str] = (),
+        stored: StoredWeights | None = None,
     ) -> None:
-        """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one."""
+        """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one.
+        `stored`: by which engines get their weights; None: from the run's directory."""
+        self._stored = stored
         self._resolved = resolved
         self._directory = directory
         self._ledger = ledger
@@ -99,6 +110,8 @@ class LocalSite:
         engine = self._engines.pop(engine_id, None)
         if engine is None:
             return
+        if self._stored is not None:
+            self._stored.leave(engine_id)
         try:
             await engine.part.close()
             if engine.program is not None:
@@ -130,7 +143,11 @@ class LocalSite:
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
             program = await placed(self._resolved, self._runtime, actor)
-            part = EngineProgram(name, program, client=client_of(self._resolved.cluster.engines))
+            local = None
+            if self._stored is not None:
+                self._stored.join(program)
+                local = functools.partial(self._stored.local, program)
+            part = EngineProgram(name, program, client=client_of(self._resolved.cluster.engines), local=local)
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)

@@ -15,6 +15,7 @@ from rollart.compose.clusters import tell
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
+from rollart.compose.stored import StoredWeights
 from rollart.compose.wiring import Parts, wire
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
 from rollart.ledger.intervals import State
@@ -104,6 +105,9 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                         remedy="start a new run; its ledger and reports stay readable",
                     )
                 await parts.trainer.restore(weights)
+                if isinstance(parts.weights, StoredWeights):  # whose last push may not have ended
+                    async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
+                        await parts.weights.push(weights)
                 step = recovered.step
                 parts.say("resumed", "run", step=step, version=weights.version, samples=len(recovered.samples))
             parts.begin(weights)

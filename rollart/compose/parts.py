@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
@@ -30,11 +30,20 @@ def client_of(engines: EnginesSpec) -> Callable[..., HttpEngine]:
 class EngineProgram:
     """Implements `supervise.EnginePart` over a `Program` actor."""
 
-    def __init__(self, name: EngineId, program: Handle, *, client: Callable[..., HttpEngine] = HttpEngine) -> None:
-        """`client`: see `client_of`."""
+    def __init__(
+        self,
+        name: EngineId,
+        program: Handle,
+        *,
+        client: Callable[..., HttpEngine] = HttpEngine,
+        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+    ) -> None:
+        """`client`: see `client_of`. `local`: where a version lies on the program's host, once it is there; without
+        it the host can read what was published."""
         self._id = name
         self._program = program
         self._connect = client
+        self._local = local
         self._client: HttpEngine | None = None
 
     @property
@@ -43,8 +52,9 @@ class EngineProgram:
 
     async def start(self, weights: WeightsRef) -> Engine:
         await self.close()
-        address = await self._program.call("start", ["--model", weights.path, "--weight-version", str(weights.version)])
-        self._client = self._connect(self._id, address, version=weights.version)
+        path = weights.path if self._local is None else await self._local(weights)
+        address = await self._program.call("start", ["--model", path, "--weight-version", str(weights.version)])
+        self._client = self._connect(self._id, address, version=weights.version, local=self._local)
         return self._client
 
     async def wait(self) -> str:
@@ -114,9 +124,12 @@ class TrainerProgram:
         start_s: float,
         max_restarts: int = 3,
         agreement: TrainSample | None = None,
+        share: Callable[[WeightsRef], Awaitable[None]] | None = None,
     ) -> None:
-        """`agreement`: what engines are held to once they loaded a version; None: nothing."""
+        """`agreement`: what engines are held to once they loaded a version; None: nothing. `share`: brings what was
+        published nearer to them; a version is not published before."""
         self._agreement = agreement
+        self._share = share
         self._program = program
         self._leases = leases
         self._recorder = recorder
@@ -189,6 +202,8 @@ class TrainerProgram:
         weights = await self._live().publish(version)
         if self._agreement is not None:
             await note_agreement(self._live(), weights, self._agreement)
+        if self._share is not None:
+            await self._share(weights)
         return weights
 
     async def restore(self, weights: WeightsRef) -> None:

@@ -29,6 +29,7 @@ from rollart.compose.rewards import Rewards
 from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import SERVING, concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
+from rollart.compose.stored import StoredWeights, weight_store
 from rollart.compose.weights import patience_s, update_policy
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
@@ -352,12 +353,16 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         ledger = stack.enter_context(Ledger(directory, clock=loop.time, config=resolved.to_dict()))
         spent_before = ledger.spent_usd
         leases = Leases(ledger)
+        weights = weight_store(resolved, directory, leases, ledger)
+        stored = weights if isinstance(weights, StoredWeights) else None
+        if stored is not None:
+            stack.push_async_callback(stored.aclose)
         runtime = await stack.enter_async_context(opened(resolved, directory))
         others = [a for a in resolved.plan.assignments if a.role not in SERVING]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
         for clock in by_part.values():
             stack.callback(clock.close)
-        site = LocalSite(resolved, directory, ledger, runtime, names=start.names)
+        site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored)
         stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
@@ -368,6 +373,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             current=lambda: parts_of[0].current,
             start_s=resolved.run.leases.engine_start_s,
             agreement=agreement_sample(resolved),
+            share=None if stored is None else stored.push,
         )
         stack.push_async_callback(trainer.close)
         await site.open()
@@ -385,7 +391,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             by_part["trainer-0"],
             site,
             tuple(by_part.values()),
-            DirectoryWeightStore(directory / "weights"),
+            weights,
             spent_before,
         )
         parts_of.append(parts)

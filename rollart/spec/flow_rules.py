@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 from rollart.spec.problem import Problem
 from rollart.spec.run import LAG, RunSpec
+from rollart.spec.weights import WeightStoreSpec
 
 __all__ = ["flow_problems"]
 
@@ -42,6 +44,8 @@ def _columns(run: RunSpec) -> Iterable[Problem]:
 def _weights(run: RunSpec) -> Iterable[Problem]:
     """Engines may differ in version where trajectories of different versions are trained together."""
     weights, place = run.weights, ("weights", "update")
+    if weights.store is not None:
+        yield from _store(weights.store)
     if weights.update != "all":
         if run.schedule in LAG:
             yield Problem(
@@ -93,3 +97,14 @@ def _sampler(run: RunSpec) -> Iterable[Problem]:
             yield Problem(
                 ("batch", key), f"batch.{key} is given with sampler '{batch.sampler}' (rule: only with deadline)"
             )
+
+
+def _store(store: WeightStoreSpec) -> Iterable[Problem]:
+    place = ("weights", "store")
+    if (store.kind == "s3") != store.url.startswith("s3://"):
+        rule = "s3://BUCKET or s3://BUCKET/PREFIX" if store.kind == "s3" else "a directory"
+        yield Problem((*place, "url"), f"weights.store.url is '{store.url}' with kind {store.kind} (rule: {rule})")
+    elif store.kind == "s3" and not store.url.removeprefix("s3://").partition("/")[0]:
+        yield Problem((*place, "url"), f"weights.store.url is '{store.url}' (rule: s3://BUCKET or s3://BUCKET/PREFIX)")
+    if store.local is not None and not PurePosixPath(store.local).is_absolute():
+        yield Problem((*place, "local"), f"weights.store.local is '{store.local}' (rule: an absolute path)")

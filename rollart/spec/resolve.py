@@ -220,6 +220,12 @@ def _served(run: RunSpec, cluster: ClusterSpec) -> None:
             "after the cut; those that losses take are before it)",
             remedy="leave top_p out, or use embedded engines",
         )
+    if cluster.engines.attach and run.weights.store is not None:
+        raise SpecError(
+            "weights.store is given, and engines.attach names servers that run already (rule: one of them; nothing of "
+            "rollart's is on their hosts to pull versions)",
+            remedy="leave out weights.store, or let rollart start the engines",
+        )
 
 
 Planned = tuple[Plan, Problem | None, tuple[str, ...]]

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rollart.spec.base import Entry
 
-__all__ = ["WeightsSpec"]
+__all__ = ["WeightStoreSpec", "WeightsSpec"]
+
+
+class WeightStoreSpec(Entry):
+    """A store between the trainer and the engines' hosts: a version is pushed once, in buckets, and pulled by each."""
+
+    kind: Literal["files", "s3"] = Field(
+        description="`files`: a directory that the controller and the engines' hosts share; `s3`: an S3 bucket or "
+        "anything that speaks its protocol (extra `aws`; credentials, region and AWS_ENDPOINT_URL from each "
+        "host's environment)."
+    )
+    url: str = Field(
+        min_length=1,
+        description="The directory (relative to the run file), or `s3://BUCKET/PREFIX`. Each run adds its own name.",
+    )
+    in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
+        default="auto",
+        description="Buckets on their way at a time, at a push and at each host's pull; `auto`: as many as the "
+        "look-ahead rule says of what they take, within 4 GiB.",
+    )
+    bucket_mb: int = Field(
+        default=256, ge=1, le=4096, description="Size of a bucket, MB. One that did not change is not sent again."
+    )
+    local: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Absolute directory of each engine's host where pulled versions lie, at least two of them; "
+        "`pulled` in the run's directory if not given.",
+    )
 
 
 class WeightsSpec(Entry):
@@ -18,6 +46,10 @@ class WeightsSpec(Entry):
         default=False,
         description="Write a version, and push it to the engines' store, beside the next training step; it is current "
         "once it is complete and committed. Without effect under `sync` and `sync_plus`.",
+    )
+    store: WeightStoreSpec | None = Field(
+        default=None,
+        description="Engines load versions that their hosts pulled from here; without it from the run's directory.",
     )
     update: Literal["all", "delayed", "staggered", "on_divergence"] = Field(
         default="all",

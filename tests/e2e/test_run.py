@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import BATCH, Home, events, ledger, sound, tiny
+from tests.e2e.harness import BATCH, CLUSTER, STEPS, Home, events, ledger, processes, sound, tiny
 
 pytestmark = pytest.mark.slow  # every test starts a trainer and an engine: torch twice, about 6 s
 
@@ -42,6 +42,27 @@ def test_stop_from_another_shell_and_resume(home: Home) -> None:
     assert home.run("stop").returncode == 2
     home.resume("domains.coin.environment_args.turn_s=0.02").finished()
     sound(home.directory)
+
+
+def test_engines_load_what_their_host_pulled_from_a_store(home: Home) -> None:
+    store = {"kind": "files", "url": "store", "local": str(home.path / "disk")}
+    cluster = {**CLUSTER, "engines": {"count": 2, "threads": 1, "max_slots": 16}}
+    cluster["pools"] = [{"name": "here", "device": "cpu", "count": 3}]
+    run = home.launch(tiny(weights__store=store, weights__overlap=True), cluster=cluster)
+    run.until_step(1)
+    (name,) = {p.name for p in (home.path / "store").iterdir()}
+    disk = home.path / "disk" / name
+    loaded = [p for p in processes(home.path) if str(disk / "v000000") in p.command]
+    assert len(loaded) == 2
+    run.finished()
+    sound(home.directory)
+    assert [e["subject"] for e in events(home.directory, "weights_pushed")] == [f"v{v}" for v in range(STEPS + 1)]
+    pulled = [e["version"] for e in events(home.directory, "weights_pulled") if e["received_bytes"]]
+    assert sorted(pulled) == list(range(STEPS + 1)), "one copy for the two engines of the host"
+    assert events(home.directory, "weights_not_pulled") == events(home.directory, "engine_lost") == []
+    home.resume(f"steps={STEPS + 1}").finished()
+    sound(home.directory, steps=STEPS + 1)
+    assert [p.name for p in (home.path / "store").iterdir()] == [name]
 
 
 def test_a_reward_that_keeps_state_runs_beside_the_environments(home: Home) -> None:

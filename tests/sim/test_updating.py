@@ -49,6 +49,14 @@ def test_the_same_trace_for_the_same_seed(made: Make, tmp_path: Path) -> None:  
     assert one.trace == same.trace
 
 
+def test_a_store_of_the_spec_is_the_simulated_ones_too(made: Make, tmp_path: Path) -> None:  # noqa: F811
+    """Buckets of 16 MB, as many on their way as the rule says; the same bytes to every engine."""
+    given = [f"weights.store.{one}" for one in ("kind=files", "url=there", "bucket_mb=16")]
+    plain, auto = (simulate(made(*o), tmp_path / n, steps=1).moved for n, o in (("plain", ()), ("auto", given)))
+    assert sum(m.pulled_gb for m in plain) == pytest.approx(sum(m.pulled_gb for m in auto))
+    assert all(m.exposed_s for m in auto)
+
+
 def test_a_schedule_of_whole_batches_updates_all_at_once(made: Make, tmp_path: Path) -> None:  # noqa: F811
     done = simulate(made(*BASE, "weights.update=staggered"), tmp_path / "run", schedule="sync_plus", steps=2)
     assert updates(done.directory) == []

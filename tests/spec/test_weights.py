@@ -16,7 +16,7 @@ RUN = (Path(__file__).parent / "run.yaml").read_text()
 
 def test_all_engines_at_once_and_nothing_beside_by_default(write: Write) -> None:
     weights = load_run(write()).weights
-    assert (weights.update, weights.overlap) == ("all", False)
+    assert (weights.update, weights.overlap, weights.store) == ("all", False, None)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,12 @@ def test_all_engines_at_once_and_nothing_beside_by_default(write: Write) -> None
         ("weights: {update: on_divergence, threshold: 0.1}", "with staleness 1 (rule: staleness of at least 2"),
         ("staleness: 2\nweights: {update: on_divergence}", "is on_divergence (rule: with weights.threshold)"),
         ("schedule: one_off\nweights: {update: delayed}", "weights.update is delayed under `schedule: one_off`"),
+        ("weights: {store: {kind: tape, url: x}}", "weights.store.kind is 'tape' (rule: 'files' or 's3')"),
+        ("weights: {store: {kind: s3, url: there}}", "weights.store.url is 'there' with kind s3 (rule: s3://BUCKET"),
+        ("weights: {store: {kind: s3, url: 's3:///a'}}", "weights.store.url is 's3:///a' (rule: s3://BUCKET"),
+        ("weights: {store: {kind: files, url: 's3://a'}}", "is 's3://a' with kind files (rule: a directory)"),
+        ("weights: {store: {kind: files, url: a, local: b}}", "weights.store.local is 'b' (rule: an absolute path)"),
+        ("weights: {store: {kind: files, url: a, in_flight: 0}}", "weights.store.in_flight is 0 (rule: "),
         ("BATCH sampler: token_budget", "batch.sampler is token_budget (rule: with batch.tokens)"),
         ("BATCH sampler: deadline", "batch.sampler is deadline (rule: with batch.deadline_s)"),
         ("BATCH deadline_s: 4", "batch.deadline_s is given with sampler 'fifo' (rule: only with deadline)"),

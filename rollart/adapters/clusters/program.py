@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollart.adapters.weights.buckets import Pulled
+from rollart.adapters.weights.hosts import HostCopy, Place
 from rollart.errors import PartDied
 
 __all__ = ["Program"]
@@ -31,6 +33,7 @@ class Program:
         self._log = Path(log)
         self._env = dict(env or {})
         self._process: asyncio.subprocess.Process | None = None
+        self._copy: HostCopy | None = None
 
     async def start(self, extra: list[str]) -> str:
         """The address it serves at. `PartDied` with the last line it said if it ends before it is ready."""
@@ -81,8 +84,22 @@ class Program:
     async def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    async def pull(self, place: Place, version: int, stamp: str, keep: Sequence[int]) -> tuple[str, Pulled]:
+        """Bring a version of the weights from their store to this host, where the program can load it, whether it runs
+        or not: `HostCopy.pull`."""
+        if self._copy is None or self._copy.place != place:
+            await self._drop()
+            self._copy = HostCopy(place)
+        return await self._copy.pull(version, stamp, keep)
+
     async def aclose(self) -> None:
         await self.stop()
+        await self._drop()
+
+    async def _drop(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            await copy.aclose()
 
     def _last_line(self) -> str:
         try:

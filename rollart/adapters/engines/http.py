@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -47,14 +47,22 @@ class HttpEngine:
     Any number of calls may run at once, on one loop. `close` ends the connections; calls after it fail. `version` is
     that of the weights the server started with: it labels tokens of a server that reports no versions. Without
     `streaming`, or with a server that offers no stream, generations travel over HTTP like everything else. A connection
-    is used again for `keepalive_s` seconds: less than the server keeps it.
+    is used again for `keepalive_s` seconds: less than the server keeps it. `local` says where a version lies on the
+    server's host, once it is there; without it, where it was published.
     """
 
     _once = False
     """Whether control calls have a connection each, for servers that end it after an error of theirs."""
 
     def __init__(
-        self, id: EngineId, url: str, *, version: int = 0, streaming: bool = True, keepalive_s: float = 600.0
+        self,
+        id: EngineId,
+        url: str,
+        *,
+        version: int = 0,
+        streaming: bool = True,
+        keepalive_s: float = 600.0,
+        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
     ) -> None:
         self._id = id
         self._url = url.rstrip("/")
@@ -63,6 +71,7 @@ class HttpEngine:
         self._closed = False
         self._streaming = streaming
         self._keepalive_s = keepalive_s
+        self._local = local
         self._stream: EngineStream | None = None
         self._opening = asyncio.Lock()
 
@@ -110,8 +119,9 @@ class HttpEngine:
         await self._control("/resume", {})
 
     async def update_weights(self, weights: WeightsRef) -> None:
+        path = weights.path if self._local is None else await self._local(weights)
         await self._control("/start_weight_update", {})
-        await self._control("/update_weights", {"update_info": {"path": weights.path}})
+        await self._control("/update_weights", {"update_info": {"path": path}})
         await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
         await self._drop_kv()
 

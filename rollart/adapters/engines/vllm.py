@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine, as_object
@@ -43,9 +43,17 @@ class VllmEngine(HttpEngine):
 
     _once = True
 
-    def __init__(self, id: EngineId, url: str, *, version: int = 0, tolerance: float = 0.0) -> None:
+    def __init__(
+        self,
+        id: EngineId,
+        url: str,
+        *,
+        version: int = 0,
+        tolerance: float = 0.0,
+        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+    ) -> None:
         """`tolerance`: mean difference to the trainer's log-probabilities that a new version may show; 0: any."""
-        super().__init__(id, url, version=version, streaming=False, keepalive_s=KEEPALIVE_S)
+        super().__init__(id, url, version=version, streaming=False, keepalive_s=KEEPALIVE_S, local=local)
         self._sent: dict[str, asyncio.Event] = {}
         self._paused = False
         self._loaded = version

@@ -121,6 +121,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 def _linked(model: str, alias: str) -> str:
     """A server that starts with an older version meanwhile may read this one: it is brought up to it when it joins."""
     link = Path(alias)
+    link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{link.name}-{os.uname().nodename}-{os.getpid()}")
     fresh.unlink(missing_ok=True)  # of a process of this number that was killed
     fresh.symlink_to(Path(model).resolve())

@@ -25,63 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.adapters.weights.manifests import FileEntry, Manifest
 from rollart.adapters.weights.moving import Window
 from rollart.adapters.weights.objects import Objects
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
 
-__all__ = ["Arrivals", "BucketPusher", "BucketWeightStore", "FileEntry", "Manifest", "Pulled", "Pushed", "serving"]
+__all__ = ["Arrivals", "BucketPusher", "BucketWeightStore", "Pulled", "Pushed", "serving"]
 
 BUCKET_BYTES = 256 * 2**20
 """RollArt moves 1 GB; smaller ones overlap better where a version is smaller than 10 GB."""
 
 MANIFEST = "buckets.json"
 """In a pulled directory: of which buckets it was made, so that the next version takes from it what did not change."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file of a version: its buckets' hashes in order, all of `bucket` bytes but the last."""
-
-    name: str
-    size: int
-    bucket: int
-    digests: tuple[str, ...]
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """(hash, offset, bytes) of each bucket."""
-        return [(d, i * self.bucket, min(self.bucket, self.size - i * self.bucket)) for i, d in enumerate(self.digests)]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a version is made of."""
-
-    version: int
-    files: tuple[FileEntry, ...]
-
-    @property
-    def digests(self) -> set[str]:
-        return {digest for file in self.files for digest in file.digests}
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    def encode(self) -> bytes:
-        files = [[f.name, f.size, f.bucket, list(f.digests)] for f in self.files]
-        return json.dumps({"schema": 1, "version": self.version, "files": files}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Manifest:
-        """`StorageFailed` for bytes that are none."""
-        try:
-            raw = json.loads(data)
-            files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])
-            return cls(int(raw["version"]), files)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
 
 
 class Arrivals:
@@ -234,6 +190,13 @@ class BucketWeightStore:
 
     def versions(self) -> list[int]:
         return self._local.versions()
+
+    def stamp(self, version: int) -> str | None:
+        """Of the complete version here (`Manifest.stamp`); None: there is none, or nobody pulled it."""
+        try:
+            return hashlib.sha256((Path(self.path(version)) / MANIFEST).read_bytes()).hexdigest()
+        except OSError:
+            return None
 
     def prune(self, keep: Sequence[int]) -> None:
         """Here; the store is the pusher's (`collect`). What a process that is gone had begun to pull goes too."""

@@ -1,0 +1,94 @@
+"""A run's weight store as seen from the hosts of its engines: where it is, and the copy that a host has of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.adapters.weights.buckets import BucketWeightStore, Pulled
+from rollart.adapters.weights.objects import FileObjects, Objects
+from rollart.adapters.weights.s3 import S3Objects
+from rollart.errors import StorageFailed
+from rollart.policy.pipeline import InFlight
+
+__all__ = ["HostCopy", "Place"]
+
+LOOK_S = 0.05
+"""Seconds between two tries to get the lock of a directory: another process's end of a pull is no event here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value that goes to every host. `url` is the store's, the run's name in it; `root` a directory of each host."""
+
+    kind: str
+    url: str
+    root: str
+    in_flight: InFlight = "auto"
+
+    def objects(self) -> Objects:
+        """Not connected yet. Credentials, region and endpoint of S3 are those of the host's environment."""
+        if self.kind == "files":
+            return FileObjects(self.url)
+        bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
+        return S3Objects(bucket, prefix=prefix)
+
+
+class HostCopy:
+    """Called by one engine's actor at a time. Others on the same host, in this process or not, have the same directory:
+    who pulls holds its lock, and the next one finds the version there."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._objects = place.objects()
+        self._store = BucketWeightStore(self._objects, place.root, in_flight=place.in_flight)
+
+    async def pull(self, version: int, stamp: str, keep: Sequence[int]) -> tuple[str, Pulled]:
+        """Where the version lies whole, and what came from the store for it. What lies there under its number with
+        another stamp was never committed (the run, or its trainer, died on the way), and goes. Versions that are older
+        than those of `keep` go too; of those that are newer nobody here can say who reads them. `StorageFailed`: it is
+        not here."""
+        if self._store.stamp(version) == stamp:
+            return self._store.path(version), Pulled(version, 0, 0, 0.0, 0.0)
+        async with _locked(Path(self.place.root)):
+            if self._store.stamp(version) not in (stamp, None):
+                await self._prune([v for v in self._store.versions() if v != version])
+            pulled = await self._store.pull(version)
+            if self._store.stamp(version) != stamp:
+                raise StorageFailed(f"v{version} in the store is not what was published under that number")
+            newest = max(keep, default=0)
+            await self._prune([v for v in self._store.versions() if v >= newest or v == version or v in keep])
+        return self._store.path(version), pulled
+
+    async def aclose(self) -> None:
+        await self._objects.aclose()
+
+    async def _prune(self, keep: Sequence[int]) -> None:
+        await asyncio.to_thread(self._store.prune, keep)
+
+
+@contextlib.asynccontextmanager
+async def _locked(root: Path) -> AsyncIterator[None]:
+    """The kernel lets go of it when the process dies."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StorageFailed(f"cannot write {root}: {error.strerror}") from error
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOOK_S)
+            except OSError as error:
+                raise StorageFailed(f"cannot lock {root}: {error.strerror}") from error
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""What a version is made of: its files, and the buckets of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from rollart.errors import StorageFailed
+
+__all__ = ["FileEntry", "Manifest"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of a version: its buckets' hashes in order, all of `bucket` bytes but the last."""
+
+    name: str
+    size: int
+    bucket: int
+    digests: tuple[str, ...]
+
+    def spans(self) -> list[tuple[str, int, int]]:
+        """(hash, offset, bytes) of each bucket."""
+        return [(d, i * self.bucket, min(self.bucket, self.size - i * self.bucket)) for i, d in enumerate(self.digests)]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a version is made of."""
+
+    version: int
+    files: tuple[FileEntry, ...]
+
+    @property
+    def digests(self) -> set[str]:
+        return {digest for file in self.files for digest in file.digests}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def stamp(self) -> str:
+        """The same for the same contents alone: a number may be given to two versions, of which one came to nothing."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        files = [[f.name, f.size, f.bucket, list(f.digests)] for f in self.files]
+        return json.dumps({"schema": 1, "version": self.version, "files": files}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """`StorageFailed` for bytes that are none."""
+        try:
+            raw = json.loads(data)
+            files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])
+            return cls(int(raw["version"]), files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error

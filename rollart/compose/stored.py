@@ -1,0 +1,145 @@
+"""A run's versions by way of a store: pushed once after they are published, pulled by the hosts of the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollart.adapters.weights.buckets import BucketPusher, Pulled
+from rollart.adapters.weights.directory import DirectoryWeightStore
+from rollart.adapters.weights.hosts import Place
+from rollart.errors import EngineError, LeaseExpired, PartDied, StorageFailed
+from rollart.model import WeightsRef
+from rollart.policy.lease import Expiry
+from rollart.ports import Handle, Recorder, RunEvent
+from rollart.runtime.leases import Leases
+from rollart.spec.resolve import Resolved
+
+__all__ = ["StoredWeights", "place_of", "weight_store"]
+
+NAMED = "weight-store"
+"""In the run's directory: its name in a store that other runs use as well, whatever their directories are called."""
+
+
+def place_of(resolved: Resolved, directory: Path) -> Place | None:
+    """Where the run's versions go; None: engines read the run's directory."""
+    spec = resolved.run.weights.store
+    if spec is None:
+        return None
+    named = directory / NAMED
+    if not named.exists():
+        named.write_text(f"{directory.name}-{secrets.token_hex(4)}")
+    name = named.read_text().strip()
+    url = spec.url if spec.kind == "s3" else str((Path(resolved.base) / spec.url).resolve())
+    root = directory / "pulled" if spec.local is None else Path(spec.local) / name
+    return Place(spec.kind, f"{url.rstrip('/')}/{name}", str(root), spec.in_flight)
+
+
+def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: Recorder) -> DirectoryWeightStore:
+    """What the trainer publishes into, and whether that is shared further."""
+    spec, place, root = resolved.run.weights.store, place_of(resolved, directory), directory / "weights"
+    if spec is None or place is None:
+        return DirectoryWeightStore(root)
+    return StoredWeights(
+        root,
+        place,
+        leases,
+        recorder,
+        bucket_bytes=spec.bucket_mb * 10**6,
+        ahead=resolved.run.weights.update != "on_divergence",
+        pull_s=resolved.run.leases.publish_s / 2,
+    )
+
+
+class StoredWeights(DirectoryWeightStore):
+    """Implements `WeightStore` over the run's directory, as without a store: trainer and resume read it there.
+
+    `push` is the publish's, one at a time: it returns when the store has the version, and, with `ahead`, when every
+    engine's host that could has pulled it, while the rollout goes on. `local` is the engines': it returns when the
+    version is on the host of the program that is asked. Nothing is collected before `prune` has said what is needed.
+    """
+
+    def __init__(
+        self, root: Path, place: Place, leases: Leases, recorder: Recorder, *, bucket_bytes: int, ahead: bool,
+        pull_s: float,
+    ) -> None:  # fmt: skip
+        super().__init__(root)
+        self._place = place
+        self._leases, self._recorder = leases, recorder
+        self._ahead, self._pull_s = ahead, pull_s
+        self._objects = place.objects()
+        self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=place.in_flight)
+        self._programs: dict[str, Handle] = {}
+        self._keep: tuple[int, ...] = ()
+        self._stamps: dict[int, str] = {}
+
+    def prune(self, keep: Sequence[int]) -> None:
+        super().prune(keep)
+        self._keep = tuple(keep)
+        self._stamps = {v: stamp for v, stamp in self._stamps.items() if v in keep or v > max(keep)}
+
+    def join(self, program: Handle) -> None:
+        """An engine's program: its host has new versions before the engine asks."""
+        self._programs[program.name] = program
+
+    def leave(self, name: str) -> None:
+        self._programs.pop(name, None)
+
+    async def push(self, weights: WeightsRef) -> None:
+        """`StorageFailed` if the store does not take it: nobody could load it."""
+        arrivals = await self._pusher.prepare(weights.version, weights.path)
+        self._stamps[weights.version] = arrivals.manifest.stamp
+        pushed = await self._pusher.push(weights.path, arrivals)
+        self._event(
+            "weights_pushed",
+            f"v{weights.version}",
+            bytes=pushed.bytes,
+            sent_bytes=pushed.sent,
+            seconds=pushed.seconds,
+        )
+        if self._keep:
+            await self._pusher.collect([*self._keep, weights.version])
+        if self._ahead:
+            async with asyncio.TaskGroup() as pulls:
+                for program in list(self._programs.values()):
+                    pulls.create_task(self._early(program, weights), name=f"v{weights.version} to {program.name}")
+
+    async def local(self, program: Handle, weights: WeightsRef) -> str:
+        """The version's directory on the program's host. `EngineError`: it could not be pulled, or not in time."""
+        try:
+            async with self._leases.hold(
+                program.name, f"v{weights.version} from the store", self._pull_s, Expiry.RETRY
+            ):
+                stamp = self._stamps.get(weights.version)
+                if stamp is None:
+                    raise StorageFailed("it was not pushed, or is collected")
+                path, pulled = await program.call("pull", self._place, weights.version, stamp, self._keep)
+        except (StorageFailed, PartDied, LeaseExpired) as error:
+            raise EngineError(f"{program.name} has no v{weights.version}: {error.message}", retryable=True) from error
+        self._pulled(program.name, pulled)
+        return str(path)
+
+    async def aclose(self) -> None:
+        await self._objects.aclose()
+
+    async def _early(self, program: Handle, weights: WeightsRef) -> None:
+        try:
+            await self.local(program, weights)
+        except EngineError as error:  # it will ask again when it loads, and then it matters
+            self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)
+
+    def _pulled(self, name: str, pulled: Pulled) -> None:
+        if pulled.bytes:
+            self._event(
+                "weights_pulled",
+                name,
+                version=pulled.version,
+                bytes=pulled.bytes,
+                received_bytes=pulled.received,
+                seconds=pulled.seconds,
+            )
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
