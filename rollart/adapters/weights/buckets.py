@@ -6,7 +6,7 @@ A version's files are cut into *buckets* of equal size, which go by the hash of 
     buckets/<sha256>          a bucket; one that did not change since an earlier version is there already
     versions/v000003.json     which buckets make which file: written last, so a version is there whole or not at all
 
-Nothing is overwritten, so a reader can never see two versions mixed: it asks for buckets by what they must contain,
+No bucket is overwritten, so a reader can never see two versions mixed: it asks for buckets by what they must contain,
 checks that they do, and makes the version visible on its own disk (`COMPLETE`, then a rename) when it has all. A reader
 that still pulls what is being collected fails, and has no version.
 """
