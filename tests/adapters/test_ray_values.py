@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from unittest.mock import Mock
 
 import pytest
 
+from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import health_settings
 from rollart.adapters.clusters.ray_handle import RayHandle, _Life
 from rollart.adapters.clusters.ray_host import Host, pack, unpack
-from rollart.errors import LeaseExpired, PartDied, RunFailed, UsageError
+from rollart.errors import LeaseExpired, PartDied, ProviderError, RunFailed, UsageError
 from rollart.ports import ActorSpec
 
 
@@ -74,6 +76,14 @@ class Stopping(RayHandle):
 
     async def _stop(self, life: _Life) -> None:
         await asyncio.sleep(0.01)
+
+
+def test_an_address_where_nothing_listens_is_said_before_ray_is_asked() -> None:
+    with socket.socket() as silent:  # bound, so that nobody else listens there
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ProviderError, match=f"no Ray cluster at '{address}'"):
+            asyncio.run(RayRuntime(address).start())
 
 
 def test_a_call_while_an_actor_is_killed_does_not_bring_it_back() -> None:

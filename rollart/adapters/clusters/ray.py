@@ -29,6 +29,12 @@ LOOK_S = 0.5
 """Seconds between two looks at the nodes: Ray tells a driver of none that comes or goes."""
 
 
+ANSWER_S = 10.0
+"""Seconds that a cluster's address may take to answer. Ray tries for minutes, and cannot be interrupted."""
+
+REMEDY = "check runtime.address and runtime.token of the cluster"
+
+
 class RayRuntime:
     """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
     actor; of an actor whose node died the next incarnation goes to any node that its labels allow.
@@ -53,6 +59,7 @@ class RayRuntime:
 
     async def start(self) -> None:
         """Connect. `ProviderError` when there is no cluster, or it refuses us."""
+        await _answers(os.environ.get("RAY_ADDRESS", "") if self._address == "auto" else self._address)
         self._before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         try:
@@ -178,6 +185,20 @@ class RayRuntime:
                 await self.look()
 
 
+async def _answers(address: str) -> None:
+    """`ProviderError` if nothing listens at `host:port`; an address of another form is Ray's to understand."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not host or not port.isdecimal():
+        return
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError as error:  # a timeout too
+        cause = error.strerror or f"no answer within {ANSWER_S:g} s"
+        raise ProviderError(f"no Ray cluster at '{address}': {cause}", remedy=REMEDY) from None
+    writer.close()
+
+
 def _connect(address: str) -> None:
     import ray
 
@@ -195,9 +216,7 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ProviderError(
-            f"no Ray cluster at '{address}': {first}", remedy="check runtime.address and runtime.token of the cluster"
-        ) from None
+        raise ProviderError(f"no Ray cluster at '{address}': {first}", remedy=REMEDY) from None
 
 
 def _name(row: Mapping[str, Any]) -> str:
