@@ -134,6 +134,8 @@ def test_what_failed_is_said_in_the_apis_words_and_not_captured(form: ChatFormat
      "must be a JSON object"),
     (CHAT, {"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the body is not JSON"),
     ("/v1/completions", {}, "prompt must be"),
+    ("/v1/completions", {"prompt": [2**64]}, "prompt must be"),
+    (CHAT, {**HI, "seed": 2**64}, "seed is 18446744073709551616"),
     ("/v1/completions", {"prompt": "x", "echo": True}, "only False is served"),
     ("/v1/responses", {"input": "x", "previous_response_id": "resp-other-1"}, "not of this session"),
     ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),

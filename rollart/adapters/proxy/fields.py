@@ -9,7 +9,10 @@ from typing import Any
 
 from rollart.adapters.proxy.messages import BadRequest, Call
 
-__all__ = ["arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
+__all__ = ["MOST", "arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
+
+MOST = 2**63 - 1
+"""Largest whole number: what engines can be sent."""
 
 
 def number(body: Mapping[str, Any], name: str, default: float) -> float:
@@ -30,7 +33,7 @@ def fraction(body: Mapping[str, Any], name: str, default: float) -> float:
 
 def whole(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
     value = body.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST):
         raise BadRequest(f"{name} is {value!r} (rule: a whole number, at least {least})", field=name)
     return value
 

@@ -82,6 +82,6 @@ def _prompt(given: object) -> Prompt:
         given = given[0]
     if isinstance(given, str) and given:
         return Prompt(text=given)
-    if isinstance(given, list) and given and all(type(i) is int and i >= 0 for i in given):
+    if isinstance(given, list) and given and all(type(i) is int and 0 <= i <= fields.MOST for i in given):
         return Prompt(token_ids=tuple(given))
     raise BadRequest("prompt must be one text or one list of token ids", field="prompt")
