@@ -200,8 +200,10 @@ def _whole(p: Program, case: _Case, train_s: float, solve: Solve, worth: Worth) 
         devices = round(x[case.place.devices])
         case.hold(q, holding.step_s(q, case.place, devices))
         told.append(f"{float(x[q.rate]) * q.scale:.4g}/s with {devices} devices")
-        if found is not None and _value(q, x) <= _value(found.p, found.x) * (1 + p.problem.gap):
-            break
+        if found is not None:
+            before = _value(found.p, found.x)  # below 0 where it is a cost
+            if _value(q, x) <= before + abs(before) * p.problem.gap:
+                break
         found = Kept(q, x, bound)
         ahead = [] if holding.size_of(p, case.place) is not None else [_room(q, case, x)]
     if found is not None:

@@ -136,8 +136,27 @@ class EngineStream(asyncio.Protocol):
         messages, self._outgoing = self._outgoing, []
         for start in range(0, len(messages), FRAME_MESSAGES):
             if self._transport is not None:
-                frame = msgpack.packb(messages[start : start + FRAME_MESSAGES])
+                frame = self._packed(messages[start : start + FRAME_MESSAGES])
                 self._transport.write(len(frame).to_bytes(4, "little") + frame)
+
+    def _packed(self, messages: Sequence[Sequence[object]]) -> bytes:
+        """A frame. What has no place on the wire (a whole number of more than 64 bits) fails alone."""
+        try:
+            return cast(bytes, msgpack.packb(messages))
+        except (OverflowError, TypeError, ValueError):
+            fine = self._sendable(messages)
+            return b"".join((msgpack.Packer().pack_array_header(len(fine)), *fine))
+
+    def _sendable(self, messages: Sequence[Sequence[object]]) -> list[bytes]:
+        fine = list[bytes]()
+        for message in messages:
+            try:
+                fine.append(msgpack.packb(message))
+            except (OverflowError, TypeError, ValueError) as error:
+                answer = self._pending.get(cast(int, message[1])) if message[0] == "g" else None
+                if answer is not None and not answer.done():
+                    answer.set_exception(EngineError(f"{self._peer} cannot be sent this: {error}", retryable=False))
+        return fine
 
     def _lost(self, exc: Exception | None) -> EngineError:
         why = f": {exc}" if exc else ""
