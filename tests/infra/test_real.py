@@ -112,7 +112,9 @@ def overrides(prefix: str) -> list[str]:
 
 
 def lint(*paths: Path) -> None:
-    done = subprocess.run(["cfn-lint", *map(str, paths)], capture_output=True, text=True)
+    # Without the rules that today's date decides: which runtimes AWS still takes is not what a template is tested for.
+    command = [sys.executable, "-m", "cfnlint", "--ignore-checks", "E2531", "E2533", "W2531", "--"]
+    done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

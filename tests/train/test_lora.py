@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.slow  # importing peft takes seconds
 
 SAMPLES = [sample(str(i), turns=[(2, 2), (3, 1 + i % 2)]) for i in range(6)]
 LORA = {"rank": 4, "alpha": 8.0}
+ROOT = Path(__file__).parent.parent.parent
 
 
 def learner(root: Path, **changes: Any) -> Learner:
@@ -81,6 +84,14 @@ COMPILED = pytest.param(
 
 @pytest.mark.parametrize("parallel", [{"activation_checkpointing": True}, COMPILED])
 def test_blocks_that_are_checkpointed_or_compiled_learn_the_same(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    """In a process of its own, as a trainer is: the compiler minds what other tests have imported."""
+    code = f"from tests.train.test_lora import learn_the_same; learn_the_same({str(tmp_path)!r}, {parallel!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def learn_the_same(directory: str, parallel: dict[str, Any]) -> None:
+    tmp_path = Path(directory)
     straight, other = learner(tmp_path, lora=None), learner(tmp_path, lora=None, parallel=parallel)
     for each in (straight, other):
         each.train(batch(SAMPLES), 0)
