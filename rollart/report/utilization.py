@@ -130,7 +130,7 @@ def _updates(rows: RunRows) -> Table:
         row = (1.0, float(event.fields.get("seconds") or 0), gb, skipped, skipped * gb)
         found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
     lines = tuple((name, int(a), b, c, int(d), e) for name, (a, b, c, d, e) in sorted(found.items()))
-    return Table("updates", "Weights that engines loaded one by one", columns, lines)
+    return Table("updates", "Weights that engines loaded one by one", columns, lines, people=bool(lines))
 
 
 def _columns(what: str) -> tuple[Column, ...]:
