@@ -24,6 +24,7 @@ class Counter:
     def __init__(self, start: int = 0, checkpoint: str = "") -> None:
         self.value = start
         self.peak = self.running = 0
+        self.barriers: dict[int, asyncio.Barrier] = {}
         if checkpoint:
             with contextlib.suppress(FileNotFoundError), open(checkpoint) as file:
                 self.value = int(file.read())
@@ -44,11 +45,16 @@ class Counter:
         return self.kept
 
     async def slow(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "done"
+
+    async def meet(self, parties: int) -> None:
+        """Return when as many calls are inside: however slow the host, calls that may overlap do."""
         self.running += 1
         self.peak = max(self.peak, self.running)
-        await asyncio.sleep(seconds)
+        await self.barriers.setdefault(parties, asyncio.Barrier(parties)).wait()
+        await asyncio.sleep(0.005)
         self.running -= 1
-        return "done"
 
     def top(self) -> int:
         return self.peak
@@ -197,9 +203,10 @@ def test_fifty_calls_at_once_and_the_concurrency_limit(on: Run) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         handle = await runtime.spawn(spec("a", isolation, max_concurrency=50))
         limited = await runtime.spawn(spec("b", isolation, max_concurrency=3))
-        await asyncio.gather(*(handle.call("slow", 0.02) for _ in range(50)))
-        await asyncio.gather(*(limited.call("slow", 0.005) for _ in range(9)))
-        assert await handle.call("top") > 40
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(handle.call("meet", 50) for _ in range(50)))
+            await asyncio.gather(*(limited.call("meet", 3) for _ in range(9)))
+        assert await handle.call("top") == 50
         assert await limited.call("top") == 3
 
     on(scenario)
