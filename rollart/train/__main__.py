@@ -1,7 +1,9 @@
 """`python -m rollart.train --config trainer.json`: prints `ready http://host:port` on stdout once it serves.
 
-With `parallel.ranks` above 1 in the config, this process is rank 0 and starts the others beside it (device r of the
-visible ones for rank r); with `--rank` and `--meet` each rank was started by somebody else, on any host.
+With `parallel.ranks` above 1 in the config, this process is rank 0 and starts the others beside it. With `--meet` the
+ranks are on several hosts, or started by somebody else: one process per host, told its first rank (`--rank`) and how
+many are there (`--here`). Rank 0 opens the meeting point, at any port with `--meet :0`, and prints `meet HOST:PORT`
+before it waits there. The ranks of a host have a GPU each: those that are visible, in order.
 
 Ends with its parent and on SIGTERM, at once: a publish is atomic, so nothing is lost that was promised.
 Exit codes: 0 told to stop, 1 a rank ended before all were ready, 2 the config, the model or the port is wrong (one line
@@ -38,7 +40,9 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0, help="number of this rank, if somebody else starts the ranks")
-    parser.add_argument("--meet", metavar="HOST:PORT", help="where the ranks meet; rank 0 opens it")
+    parser.add_argument("--meet", metavar="[HOST]:PORT", help="where the ranks meet; rank 0 opens it (host: --host)")
+    parser.add_argument("--here", type=int, help="ranks on this host, this one first (default: all; with --meet 1)")
+    parser.add_argument("--local", type=int, default=0, help="number of this rank on its host, and of its GPU")
     parser.add_argument("--leader", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     _die_with_parent(arguments.leader)
@@ -62,6 +66,7 @@ def main() -> int:
         print(f"rollart.train: {which}{error}", file=sys.stderr)
         return 2
     if listener is None:
+        print(f"ready rank-{arguments.rank}", flush=True)
         service.follow()
         return 0
     asyncio.run(_serve(service, listener, followers))
@@ -76,23 +81,34 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
     import torch
 
     from rollart.errors import UsageError
+    from rollart.train.gpus import own_gpu, refuse_shared
     from rollart.train.ranks import join, rendezvous
     from rollart.train.server import TrainerService
 
     rank, size = arguments.rank, config.parallel.ranks
+    here = arguments.here or (size if arguments.meet is None else 1)
     if not 0 <= rank < size:
         raise UsageError(f"--rank {rank}: the config has parallel.ranks {size}")
+    if rank + here > size:
+        raise UsageError(f"--rank {rank} --here {here}: the config has parallel.ranks {size}")
     if not config.parallel.sharded:
         return TrainerService(config)
+    gpu = ""
     if config.device == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("device 'cuda': torch sees no CUDA device")
-        config = dataclasses.replace(config, device=f"cuda:{rank % torch.cuda.device_count()}")
+        number = own_gpu(arguments.local, here)
+        config = dataclasses.replace(config, device=f"cuda:{number}")
+        gpu = str(torch.cuda.get_device_properties(number).uuid)
     host, port = _address(arguments.meet or "127.0.0.1:0")
+    host = host or arguments.host
     store = rendezvous(host, port, rank=rank, size=size)
-    if arguments.meet is None and size > 1:
-        shared = ["--config", arguments.config, "--meet", f"{host}:{store.port}", "--leader", str(os.getpid())]
-        followers.start(shared, ranks=size, lost=_lost_at_the_start)
+    meet = f"{f'[{host}]' if ':' in host else host}:{store.port}"
+    if arguments.meet is not None and rank == 0:
+        print(f"meet {meet}", flush=True)
+    if arguments.leader is None and here > 1:
+        shared = ["--config", arguments.config, "--meet", meet, "--leader", str(os.getpid())]
+        followers.start(shared, first=rank, here=here, ranks=size, lost=_lost_alone if rank else _lost_at_the_start)
+    if gpu:
+        refuse_shared(store, gpu, rank=rank, size=size)
     ranks = join(store, torch.device(config.device), rank=rank, size=size)
     service = TrainerService(config, ranks)
     ranks.torch.exchange("ready")
@@ -100,16 +116,26 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
 
 
 def _address(text: str) -> tuple[str, int]:
+    """The host may be left out."""
     from rollart.errors import UsageError
 
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal():
         raise UsageError(f"--meet {text} is not HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def _lost_at_the_start(reason: str) -> None:
-    print(f"rollart.train: {reason} before the trainer was ready", file=sys.stderr, flush=True)
+    _end(f"{reason} before the trainer was ready")
+
+
+def _lost_alone(reason: str) -> None:
+    """On a host without rank 0: whoever started this process sees it end, and why."""
+    _end(reason)
+
+
+def _end(why: str) -> None:
+    print(f"rollart.train: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -1,7 +1,6 @@
-"""The other ranks of a trainer as child processes of rank 0: started, watched, and gone when it goes.
+"""The other ranks of a host as child processes of its first: started, watched, and gone when it goes.
 
-Where something else places the ranks (Ray, a job queue) it starts each with `--rank` and `--meet`, and there are no
-followers here.
+Where something else starts every rank (a job queue) with `--rank` and `--meet`, there are no followers here.
 """
 
 from __future__ import annotations
@@ -24,12 +23,16 @@ class Followers:
         self._lost: Callable[[str], None] | None = None
         self._stopping = False
 
-    def start(self, arguments: Sequence[str], *, ranks: int, lost: Callable[[str], None]) -> None:
-        """Ranks 1 to `ranks` − 1, each with `arguments` and its number. From the main thread: they die with the
-        thread that started them."""
+    def start(
+        self, arguments: Sequence[str], *, first: int, here: int, ranks: int, lost: Callable[[str], None]
+    ) -> None:
+        """The `here` − 1 ranks after `first`, each with `arguments` and its numbers. From the main thread: they die
+        with the thread that started them."""
         self._lost = lost
-        for rank in range(1, ranks):
-            command = [sys.executable, "-m", "rollart.train", *arguments, "--rank", str(rank)]
+        for local in range(1, here):
+            rank = first + local
+            numbers = ["--rank", str(rank), "--local", str(local)]
+            command = [sys.executable, "-m", "rollart.train", *arguments, *numbers]
             # stdout is this process's promise of "ready"; what a follower says goes to the log.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
             self._processes.append(process)

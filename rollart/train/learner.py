@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollart.errors import TrainerError
+from rollart.errors import RollartError, TrainerError
 from rollart.model import TrainReport
 from rollart.train import lora
 from rollart.train.advantages import batch_advantages, group_advantages
@@ -217,7 +217,7 @@ class Learner:
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(device, dtype)
         credit = torch.from_numpy(advantage).to(device, dtype)
         proximal = self._score(batch, used) if config.kind == "decoupled" else None
-        anchor = self.reference.tensor(batch, self.policy) if config.kl else None
+        anchor = self._anchor(batch) if config.kl else None
 
         def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             near = None if proximal is None else proximal[pick]
@@ -235,6 +235,18 @@ class Learner:
             return loss + config.kl * penalty, told | {"reference_kl": penalty.detach()}
 
         return objective
+
+    def _anchor(self, batch: Batch) -> Tensor:
+        """What the reference policy says of the loss tokens [N]. A rank that cannot load it is named on all: the others
+        would wait for it in the forward pass."""
+        problem, anchor = None, None
+        try:
+            anchor = self.reference.tensor(batch, self.policy)
+        except RollartError as error:
+            problem = error if isinstance(error, TrainerError) else TrainerError(error.message, remedy=error.remedy)
+        self.ranks.torch.agree(problem)
+        assert anchor is not None, "else all ranks agreed that there is none"
+        return anchor
 
     def _update(self, optimizer: torch.optim.AdamW, job: _Job, part: IntArray) -> Tensor:
         """One optimizer update on the samples `part`, gradient accumulated over micro-batches; the loss before it."""

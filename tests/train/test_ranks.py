@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -267,19 +267,17 @@ def test_in_bf16_a_rank_that_is_lost_is_named_and_takes_the_trainer_with_it(tmp_
 
 
 def test_ranks_that_somebody_else_starts_meet(tmp_path: Path) -> None:
-    """As a job queue or Ray would: each by itself, told where rank 0 is."""
+    """As a job queue would: each by itself, told where rank 0 is."""
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps(setup(tmp_path / "weights")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "rollart.train", "--config", str(path), "--meet", meet]
-    follower = subprocess.Popen([*command, "--rank", "1"])
-    leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "rollart.train", "--config", str(path), "--meet"]
+    processes = [subprocess.Popen([*command, ":0"], stdout=subprocess.PIPE, text=True)]
     try:
-        assert leader.stdout is not None
-        word, url = leader.stdout.readline().split()
-        assert word == "ready"
+        meet = said(processes[0], "meet")
+        processes.append(subprocess.Popen([*command, meet, "--rank", "1"], stdout=subprocess.PIPE, text=True))
+        leader, follower = processes
+        url = said(leader, "ready")
+        assert said(follower, "ready") == "rank-1"
 
         async def work() -> None:
             trainer = HttpTrainer(url)
@@ -288,14 +286,51 @@ def test_ranks_that_somebody_else_starts_meet(tmp_path: Path) -> None:
 
         asyncio.run(work())
         leader.send_signal(signal.SIGTERM)
-        assert leader.wait(30) == 0
-        assert follower.wait(30) == 0, "a follower ends when its leader does"
+        assert leader.wait(60) == 0
+        assert follower.wait(60) == 0, "a follower ends when its leader does"
     finally:
-        for process in (leader, follower):
+        for process in processes:
             process.kill()
             process.wait()
-        if leader.stdout is not None:
-            leader.stdout.close()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def said(process: subprocess.Popen[str], word: str) -> str:
+    """The rest of the next line, which begins with `word`."""
+    assert process.stdout is not None
+    first, _, rest = process.stdout.readline().strip().partition(" ")
+    assert first == word
+    return rest
+
+
+def test_a_rank_that_cannot_load_the_reference_is_named_on_all_and_the_ranks_go_on(tmp_path: Path) -> None:
+    """One of two may open no file: the step is refused at once, where the other would have waited for it in the forward
+    pass. Then a penalty on two ranks is that on one."""
+    changes: dict[str, Any] = {"loss": {"kind": "ppo", "kl": 0.3}, "epochs": 1}
+    one = alone(tmp_path / "one", **changes)
+    checkpoint.publish(one, tmp_path / "one", 0, ())
+    ranks = Ranks(tmp_path, **changes)
+    [child] = ranks.children()
+    try:
+
+        async def work(trainer: HttpTrainer) -> None:
+            await trainer.publish(0)
+            before = resource.prlimit(child, resource.RLIMIT_NOFILE)
+            resource.prlimit(child, resource.RLIMIT_NOFILE, (0, before[1]))
+            with pytest.raises(TrainerError, match=r"train: rank 1: cannot load the model at .*v000000"):
+                async with asyncio.timeout(60):
+                    await trainer.train(SAMPLES, 0)
+            resource.prlimit(child, resource.RLIMIT_NOFILE, before)
+            for version in range(2):
+                report, expected = await trainer.train(SAMPLES, version), one.train(batch(SAMPLES), version)
+                for name in ("loss", "reference_kl", "grad_norm"):
+                    assert report.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-6, abs=1e-12)
+            assert close(read_tensors((await trainer.publish(2)).path), weights(one), CLOSE)
+
+        ranks.use(work)
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_the_config_does_not_have_is_refused_in_a_line(tmp_path: Path) -> None:

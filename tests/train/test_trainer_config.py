@@ -95,4 +95,4 @@ def test_gpus_that_are_not_there_are_told_before_ranks_meet(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = parse_config({**FULL, "device": "cuda", "parallel": {"ranks": 2}})
     with pytest.raises(UsageError, match="device 'cuda': torch sees no CUDA device"):
-        _service(argparse.Namespace(rank=0, meet=None, config=""), config, Followers())
+        _service(argparse.Namespace(rank=0, meet=None, here=None, local=0, config=""), config, Followers())

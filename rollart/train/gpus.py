@@ -1,0 +1,56 @@
+"""Which GPU a rank has: one of its own, of those that are visible to its process (`CUDA_VISIBLE_DEVICES`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from rollart.errors import UsageError
+
+__all__ = ["gpu_of", "own_gpu", "refuse_shared", "shared"]
+
+
+def own_gpu(local: int, here: int) -> int:
+    """The number of the GPU of rank `local` of the `here` ranks on this host. `UsageError` if there are too few."""
+    if not torch.cuda.is_available():
+        raise UsageError("device 'cuda': torch sees no CUDA device")
+    return gpu_of(local, here, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_of(local: int, here: int, visible: int, variable: str | None) -> int:
+    """Two ranks on one GPU would each take its memory, and NCCL refuses them after minutes: so it is refused here."""
+    needed = max(here, local + 1)
+    if needed > visible:
+        why = "is not set" if variable is None else f"is {variable!r}"
+        raise UsageError(
+            f"{needed} ranks on this host need a GPU each, and torch sees {visible} (CUDA_VISIBLE_DEVICES {why})",
+            remedy="lower parallel.ranks (trainer.ranks of the cluster), or make more GPUs visible",
+        )
+    return local
+
+
+def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
+    """Tell the other ranks, wherever they are, which GPU this one has (its UUID). `UsageError`, on every rank, if two
+    have the same. Waits for all."""
+    store.set(f"gpu/{rank}", gpu)
+    said = [store.get(f"gpu/{other}").decode() for other in range(size)]
+    pair = shared(said)
+    if pair is not None:
+        a, b = pair
+        raise UsageError(
+            f"ranks {a} and {b} share the GPU {said[a]} (rule: one each)",
+            remedy="start each with its own --local, or with a CUDA_VISIBLE_DEVICES of its own",
+        )
+
+
+def shared(gpus: Sequence[str]) -> tuple[int, int] | None:
+    """The first two ranks with the same GPU."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu in first:
+            return first[gpu], rank
+        first[gpu] = rank
+    return None
