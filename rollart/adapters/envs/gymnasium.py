@@ -1,0 +1,290 @@
+"""Any environment with Gymnasium's interface as a conversation: observations in words, actions read from words.
+
+    environment: rollart.adapters.envs.gymnasium:GymnasiumText
+    environment_args: {id: FrozenLake-v1, make_args: {is_slippery: false}, actions: [left, down, right, up]}
+
+`id` is a registered name (`package:Name-v0` imports the package first); `make` a class or factory by import path
+instead, for environments that nobody registered, text environments with GEM's `reset() -> (text, info)` and
+`step(text) -> (text, reward, terminated, truncated, info)` among them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.adapters.envs.lookup import attribute_at
+from rollart.adapters.envs.spaces import Parse, Render, action_words, default_parser, default_renderer, kind
+from rollart.adapters.envs.split import held_out_item, held_out_seed
+from rollart.adapters.envs.threads import CallThread
+from rollart.model import Observation, Step
+from rollart.spec.suggest import did_you_mean
+
+__all__ = ["GymnasiumText"]
+
+ANSI = "ansi"
+"""`render: ansi` shows what the environment itself draws as text."""
+
+_COLOUR = re.compile(r"(?:\x1b\[[0-9;]*m)+([^\x1b]*)(?:\x1b\[0?m)+")
+_DRAWS = 200
+"""Resets in search of an episode on the seed's side of the split: one in eight is held out, so 200 fail by chance once
+in 10^11."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How an environment's spaces are spoken."""
+
+    render: Render
+    parse: Parse
+    legal: tuple[str, ...] | None
+    """Action words of a Discrete space, in the order of its numbers."""
+    turns: int | None
+    """Steps after which the environment truncates by itself."""
+
+
+class GymnasiumText:
+    """One episode of a Gymnasium environment in words. Implements `rollart.ports.Environment`.
+
+    Discrete actions are words: `actions`, one name per action, or else their numbers. With `restrict` decoding is held
+    to them (each must be one token of the policy's vocabulary), less those that the environment's own `action_mask`
+    forbids. A Text space takes the policy's text; every other space needs `parse`, a function of the text that raises
+    ValueError for what is no action. An answer that is no action is a turn lost: it pays `invalid_reward`, shows
+    `invalid_text` (or else the last observation again) and steps nothing. `render` is a function of the observation,
+    or `ansi` for what the environment draws itself; without it text and small numeric spaces are written out.
+
+    The episode ends where the environment terminates or truncates. `success` is that its rewards came to `success_at`,
+    or else what its info calls success. The last step's metadata has `observations`, `env_rewards`, `success`,
+    `truncated`, and `info`. With `held_out: observations` seeds for evaluation show first observations that no
+    training seed shows; with `seeds` they are other seeds of the same environment, and no more.
+
+    Calls are made on a thread of the episode's own, so that a slow step holds up no other; `threaded: false` makes them
+    on the loop, for environments whose step takes microseconds. What the environment raises goes to the caller.
+    """
+
+    def __init__(
+        self,
+        id: str | None = None,
+        *,
+        make: str | Callable[..., Any] | None = None,
+        make_args: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        restrict: bool = True,
+        parse: str | Parse | None = None,
+        render: str | Render | None = None,
+        digits: int = 3,
+        preamble: str = "",
+        invalid_text: str | None = None,
+        invalid_reward: float = 0.0,
+        success_at: float | None = None,
+        held_out: str = "seeds",
+        max_tokens: int | None = None,
+        threaded: bool = True,
+    ) -> None:
+        if (id is None) == (make is None):
+            raise ValueError("give either `id`, a registered name, or `make`, the import path of a class")
+        if held_out not in ("seeds", "observations"):
+            raise ValueError(f"held_out is {held_out!r} (rule: seeds or observations)")
+        self._name = id or str(make)
+        self._make = functools.partial(_made, id, make, dict(make_args or {}), render)
+        self._words = _spoken(self._make, self._name, actions=actions, parse=parse, render=render, digits=digits)
+        self._restrict, self._preamble = restrict, preamble
+        self._invalid_text, self._invalid_reward = invalid_text, float(invalid_reward)
+        self._success_at, self._max_tokens = success_at, max_tokens
+        self._by_observation = held_out == "observations"
+        self._thread = CallThread(f"environment {self._name}") if threaded else None
+        self._env: Any = None
+        self._last = ""
+        self._mask: Any = None
+        self._observations: list[str] = []
+        self._rewards: list[float] = []
+
+    async def reset(self, seed: int) -> Observation:
+        if self._env is None:
+            self._env = await self._call(self._make)
+        shown, info = await self._call(self._drawn, seed)
+        self._last = f"{self._preamble}{shown}"
+        self._mask = info.get("action_mask")
+        self._observations, self._rewards = [self._last], []
+        return self._shown(self._last)
+
+    async def step(self, action: str) -> Step:
+        if self._env is None:
+            raise RuntimeError("step before reset")
+        try:
+            chosen = self._words.parse(action)
+        except ValueError:
+            return self._lost()
+        answer = await self._call(self._env.step, chosen)
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            raise TypeError(
+                f"{self._name} answered a step with {_shape(answer)} (rule: observation, reward, terminated, "
+                "truncated, info)"
+            )
+        observed, reward, terminated, truncated, info = answer
+        self._last = str(await self._call(self._text, observed))
+        self._mask = info.get("action_mask")
+        return self._stepped(self._last, float(reward), bool(terminated), bool(truncated), info)
+
+    async def close(self) -> None:
+        """Not waiting for a call that hangs: the environment is closed when it returns, if it does."""
+        env, self._env = self._env, None
+        last = None if env is None else getattr(env, "close", None)
+        if self._thread is None:
+            if last is not None:
+                last()
+            return
+        if last is not None and not self._thread.busy:
+            await self._thread.call(last)
+            last = None
+        self._thread.end(last)
+
+    def _lost(self) -> Step:
+        """A turn that chose no action."""
+        text = self._last if self._invalid_text is None else self._invalid_text
+        most = self._words.turns
+        over = most is not None and len(self._rewards) + 1 >= most
+        return self._stepped(text, self._invalid_reward, False, over, {})
+
+    def _stepped(self, text: str, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> Step:
+        self._observations.append(text)
+        self._rewards.append(reward)
+        if not (terminated or truncated):
+            return Step(self._shown(text), reward)
+        success = self._succeeded(info)
+        metadata = {
+            "observations": self._observations,
+            "env_rewards": self._rewards,
+            "success": success,
+            "truncated": truncated and not terminated,
+            "info": {name: value for name, value in info.items() if isinstance(value, str | int | float | bool)},
+        }
+        return Step(Observation(text), reward, done=True, success=success, metadata=metadata)
+
+    def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
+        if self._success_at is not None:
+            return sum(self._rewards) >= self._success_at
+        for name in ("success", "is_success"):
+            if name in info:
+                return bool(info[name])
+        return None
+
+    def _shown(self, text: str) -> Observation:
+        legal = self._words.legal if self._restrict else None
+        if legal is not None and self._mask is not None and len(self._mask) == len(legal):
+            legal = tuple(word for word, may in zip(legal, self._mask, strict=True) if may) or legal
+        return Observation(text, actions=legal, max_tokens=1 if legal is not None else self._max_tokens)
+
+    def _drawn(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+        """The first observation of a seed's episode, in words, and its info."""
+        if not self._by_observation:
+            return self._begun(seed)
+        rng, wanted = random.Random(seed), held_out_seed(seed)
+        for _ in range(_DRAWS):
+            text, info = self._begun(rng.getrandbits(31))
+            if held_out_item(text) is wanted:
+                return text, info
+        side = "held-out" if wanted else "training"
+        raise ValueError(
+            f"no {side} first observation of {self._name} in {_DRAWS} resets: they hardly vary (held_out: seeds)"
+        )
+
+    def _begun(self, seed: int) -> tuple[str, Mapping[str, Any]]:
+        answer = self._env.reset(seed=seed)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise TypeError(f"{self._name} answered a reset with {_shape(answer)} (rule: observation, info)")
+        return self._text(answer[0]), answer[1]
+
+    def _text(self, observed: Any) -> str:
+        text: object = self._env.render() if self._words.render is _drawing else self._words.render(observed)
+        if not isinstance(text, str):
+            raise TypeError(f"the rendered observation of {self._name} is {type(text).__name__}, not str")
+        return _COLOUR.sub(r"[\1]", text)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args) if self._thread is None else await self._thread.call(function, *args)
+
+
+def _drawing(observed: Any) -> str:
+    """Stands for what the environment draws by itself."""
+    raise AssertionError("the environment draws it")
+
+
+def _made(id: str | None, make: str | Callable[..., Any] | None, arguments: Mapping[str, Any], render: Any) -> Any:
+    """A fresh environment. ValueError for an unknown name, ImportError where a package of its own is missing."""
+    if render == ANSI:
+        arguments = {"render_mode": ANSI, **arguments}
+    if make is not None:
+        factory = attribute_at(make, "make") if isinstance(make, str) else make
+        return factory(**arguments)
+    import gymnasium
+
+    try:
+        return gymnasium.make(id, **{"disable_env_checker": True, **arguments})
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"{id}: {error}") from None
+    except gymnasium.error.UnregisteredEnv as error:
+        near = did_you_mean(str(id), gymnasium.registry)
+        raise ValueError(f"Gymnasium has no {id!r}{near or f' ({error})'}") from None
+    except gymnasium.error.Error as error:
+        raise ValueError(f"{id}: {error}") from None
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{id}: {error}") from None
+
+
+def _spoken(
+    make: Callable[[], Any],
+    name: str,
+    *,
+    actions: Sequence[str] | None,
+    parse: str | Parse | None,
+    render: str | Render | None,
+    digits: int,
+) -> _Words:
+    """How the environment is spoken. ValueError for a space that nobody said how to speak."""
+    observed, acted, turns = _spaces(make)
+    if render == ANSI:
+        shown: Render = _drawing
+    elif isinstance(render, str):
+        shown = attribute_at(render, "render")
+    else:
+        shown = render or (str if observed is None else default_renderer(observed, digits=digits))
+    discrete = acted is not None and kind(acted) == "Discrete"
+    if actions is not None and not discrete:
+        raise ValueError(f"{name} has no Discrete actions to name, but {acted}")
+    legal = action_words(acted, actions) if discrete and parse is None else None
+    if isinstance(parse, str):
+        read: Parse = attribute_at(parse, "parse")
+    elif parse is not None:
+        read = parse
+    else:
+        read = str if acted is None else default_parser(acted, legal)
+    return _Words(shown, read, legal, turns)
+
+
+_SPACES: dict[str, tuple[Any, Any, int | None]] = {}
+
+
+def _spaces(make: functools.partial[Any] | Callable[[], Any]) -> tuple[Any, Any, int | None]:
+    """Observation space, action space and the step that truncates, of an environment made for a look and closed; one
+    look per process, since a run makes hundreds of the same. None each where the environment does not say."""
+    assert isinstance(make, functools.partial)
+    key = json.dumps(make.args, sort_keys=True, default=repr)
+    if key not in _SPACES:
+        env = make()
+        try:
+            spec = getattr(env, "spec", None)
+            turns = getattr(spec, "max_episode_steps", None)
+            _SPACES[key] = (getattr(env, "observation_space", None), getattr(env, "action_space", None), turns)
+        finally:
+            getattr(env, "close", lambda: None)()
+    return _SPACES[key]
+
+
+def _shape(answer: Any) -> str:
+    return f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__
