@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from rollart.cli.context import colour, output_option, runs_option, width
-from rollart.errors import RunFailed
+from rollart.errors import RunFailed, UsageError
 
 __all__ = ["Check", "doctor"]
 
@@ -28,7 +28,6 @@ EXTRAS = {
     "aiobotocore": "aws",
     "modal": "modal",
     "ray": "ray",
-    "vllm": "vllm",
     "matplotlib": "`report curve --png`",
 }
 
@@ -53,7 +52,7 @@ def doctor(output: str, runs_dir: Path) -> None:
     from rollart.report.render import render
     from rollart.report.rows import Column, Report, Table
 
-    checks = [*_machine(runs_dir), *_sandboxes(), *_extras()]
+    checks = [*_machine(runs_dir), *_sandboxes(), *_extras(), _vllm()]
     columns = (Column("what"), Column("result"), Column("detail"))
     table = Table("checks", "Checks", columns, tuple((c.what, c.result, c.detail) for c in checks))
     click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
@@ -106,6 +105,24 @@ def _extras() -> Iterator[Check]:
             yield Check(package, "ok", f"{importlib.metadata.version(package)} ({purpose})")
         except importlib.metadata.PackageNotFoundError:
             yield Check(package, "missing", f"not installed ({purpose})")
+
+
+def _vllm() -> Check:
+    """It has an environment of its own."""
+    from rollart.compose.vllm_home import PYTHON, vllm_home
+
+    python = os.environ.get(PYTHON)
+    if not python:
+        return Check("vllm", "missing", f"{PYTHON} names no interpreter (engines of kind vllm)")
+    try:
+        home = vllm_home(python)
+    except UsageError as error:
+        return Check("vllm", "missing", str(error))
+    if not home.version:
+        return Check("vllm", "missing", f"not installed for {python}")
+    plugin = "with rollart's plugin" if home.plugin else "without rollart's plugin (integrations/vllm)"
+    nixl = "with nixl" if home.nixl else "without nixl (prefill and decode apart)"
+    return Check("vllm", "ok" if home.plugin else "missing", f"{home.version}, {plugin}, {nixl}: {python}")
 
 
 def _memory_gib() -> float:

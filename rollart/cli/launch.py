@@ -70,6 +70,9 @@ def launch(
         for line in commands(resolved):
             click.echo(f"# {line}")
         return
+    from rollart.compose.vllm_home import ready
+
+    ready(resolved)
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved.run.name)
     if detach:

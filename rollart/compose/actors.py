@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from placement.types import Assignment, Role
+from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.compose.routing import SERVING
 from rollart.compose.stored import place_of
-from rollart.compose.vllm import VllmCommand, vllm_command
+from rollart.compose.vllm import CONNECTOR, VllmCommand, vllm_command
+from rollart.compose.vllm_home import vllm_python
 from rollart.errors import SpecError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
@@ -26,6 +27,7 @@ __all__ = [
     "attached",
     "engine_actor",
     "engine_command",
+    "engine_needs",
     "hosts",
     "nodes",
     "part_clock",
@@ -36,9 +38,6 @@ __all__ = [
     "trainer_ranks",
     "unused_clock",
 ]
-
-PYTHON = "ROLLART_VLLM_PYTHON"
-"""Names the interpreter of vLLM's environment where the cluster spec does not."""
 
 ALIAS = "vllm-model"
 """Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
@@ -166,6 +165,19 @@ def engine_command(resolved: Resolved, assignment: Assignment) -> VllmCommand:
     )
 
 
+def engine_needs(resolved: Resolved, assignment: Assignment) -> VllmOptions:
+    """What a server that runs already must have been started with to be the plan's engine."""
+    spec = resolved.cluster.engines.vllm
+    return VllmOptions(
+        context=resolved.run.model.context,
+        slots=resolved.cluster.engines.max_slots,
+        tp=0 if torch_device(resolved, assignment) == "cpu" else len(assignment.devices),
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        connector=CONNECTOR if assignment.role in (Role.PREFILL, Role.DECODE) else "",
+    )
+
+
 def attached(resolved: Resolved) -> dict[str, str]:
     """URLs of the servers that run already, by the name of the engine that each is."""
     names = [a.name for role in SERVING for a in resolved.plan.of(role)]
@@ -173,15 +185,15 @@ def attached(resolved: Resolved) -> dict[str, str]:
 
 
 def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
-    python = resolved.cluster.engines.vllm.python or os.environ.get(PYTHON)
-    if not python:
-        raise SpecError(
-            f"engines.vllm.python is not given, nor is {PYTHON} (rule: the interpreter of the environment that vLLM is "
-            "installed in)",
-            remedy="see docs/fleet.md, vLLM engines",
-        )
     command = engine_command(resolved, assignment)
-    arguments = ["--python", python, "--log", str(_log(directory, assignment.name)), "--args", json.dumps(command.args)]
+    arguments = [
+        "--python",
+        vllm_python(resolved),
+        "--log",
+        str(_log(directory, assignment.name)),
+        "--args",
+        json.dumps(command.args),
+    ]
     if assignment.role in (Role.PREFILL, Role.DECODE):
         place = place_of(resolved, directory)
         arguments += ["--alias", str((directory / "weights" if place is None else Path(place.root)) / ALIAS)]

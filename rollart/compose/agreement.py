@@ -1,4 +1,4 @@
-"""What the trainer says of a fixed probe, written beside each version: engines are held to it once they have loaded.
+"""What the trainer says of a fixed probe, written beside each version: engines are held to it once they have loaded it.
 
 An update may go wrong without an error: a head that keeps its packed copy, KV that stays, a share of one rank. Log-
 probabilities of a few tokens that every layer takes part in show it.
@@ -7,6 +7,7 @@ probabilities of a few tokens that every layer takes part in show it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollart.adapters.engines.vllm import PROBE
@@ -14,7 +15,7 @@ from rollart.adapters.trainers.http import HttpTrainer
 from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
 from rollart.spec.resolve import Resolved
 
-__all__ = ["agreement_sample", "note_agreement"]
+__all__ = ["agreement_sample", "note_agreement", "said"]
 
 TOKENS = 48
 """Of the probe: enough for positions to matter, and nothing beside a step."""
@@ -25,10 +26,9 @@ IDS = 30
 
 def agreement_sample(resolved: Resolved) -> TrainSample | None:
     """The probe; None where engines are not held to it. The trainer's log-probabilities are at the temperature of the
-    run and vLLM's of a prompt at 1, and of a version that is written beside the next step it knows none."""
+    run and vLLM's of a prompt at 1."""
     run, engines = resolved.run, resolved.cluster.engines
-    alike = run.domains[0].temperature == 1.0 and not run.weights.overlap
-    if engines.kind != "vllm" or not engines.vllm.probe or not alike:
+    if engines.kind != "vllm" or not engines.vllm.probe or run.domains[0].temperature != 1.0:
         return None
     n = min(TOKENS, run.model.context - 1)
     acts = (False, *(True,) * (n - 1))
@@ -40,8 +40,15 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
     )  # fmt: skip
 
 
-async def note_agreement(trainer: HttpTrainer, weights: WeightsRef, sample: TrainSample) -> None:
-    """The trainer still has the weights that it has just published."""
+async def said(trainer: HttpTrainer, sample: TrainSample) -> tuple[float, ...]:
+    """Of the weights that the trainer has now."""
     (found,) = await trainer.logprobs([sample])
+    return found
+
+
+def note_agreement(weights: WeightsRef, sample: TrainSample, found: Sequence[float]) -> None:
+    """Beside the version that the trainer had when it said so."""
     text = json.dumps({"token_ids": sample.token_ids, "logprobs": found[1:]})
-    (Path(weights.path) / PROBE).write_text(text)
+    beside = Path(weights.path) / f".{PROBE}"
+    beside.write_text(text)
+    beside.replace(Path(weights.path) / PROBE)  # engines never see half of it

@@ -18,9 +18,8 @@ def commands(resolved: Resolved) -> Iterator[str]:
         return
     urls = attached(resolved)
     for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
-        if assignment.name in urls:
-            yield f"{assignment.name}: {urls[assignment.name]}, which runs already"
-            continue
         command = engine_command(resolved, assignment)
         env = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.env.items())
-        yield f"{assignment.name}: {env} vllm serve MODEL {shlex.join(command.args)}"
+        line = f"{env} vllm serve MODEL {shlex.join(command.args)}"
+        url = urls.get(assignment.name)
+        yield f"{assignment.name}: {line if url is None else f'{url}, which runs already, started with {line}'}"

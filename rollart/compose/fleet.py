@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.types import Assignment, Role
-from rollart.compose.actors import attached, engine_actor, part_clock, unused_clock
+from rollart.compose.actors import attached, engine_actor, engine_needs, part_clock, unused_clock
 from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
 from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
@@ -139,7 +139,12 @@ class LocalSite:
         program: Handle | None = None
         part: EngineProgram | AttachedEngine
         if url is not None:
-            part = AttachedEngine(name, url, tolerance=self._resolved.cluster.engines.vllm.probe)
+            part = AttachedEngine(
+                name,
+                url,
+                needed=engine_needs(self._resolved, assignment),
+                tolerance=self._resolved.cluster.engines.vllm.probe,
+            )
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
             program = await placed(self._resolved, self._runtime, actor)

@@ -18,7 +18,7 @@ from rollart.runtime.resharding import ReshardSettings
 from rollart.spec.resolve import Resolved
 from rollart.spec.rollout import ParallelismSpec
 
-__all__ = ["elastic", "embedded_settings", "lending_settings", "refuse_lending", "reshard_settings"]
+__all__ = ["elastic", "lending_settings", "refuse_lending", "reshard_settings", "served_settings"]
 
 SIZES = (1, 2, 4, 8)
 
@@ -64,11 +64,11 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
     )  # fmt: skip
 
 
-def embedded_settings(resolved: Resolved) -> ReshardSettings | None:
-    """The same for engines of this package."""
+def served_settings(resolved: Resolved) -> ReshardSettings | None:
+    """The same for engines that are no simulation: vLLM's take several GPUs each, this package's one."""
     settings = reshard_settings(resolved)
-    if settings is None:
-        return None
+    if settings is None or resolved.cluster.engines.kind == "vllm":
+        return settings
 
     def refuses(kind: EngineKind) -> str:
         if kind.tp > 1:

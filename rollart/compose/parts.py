@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
+from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.compose.agreement import note_agreement
+from rollart.compose.agreement import note_agreement, said
 from rollart.errors import PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
@@ -55,6 +56,7 @@ class EngineProgram:
         path = weights.path if self._local is None else await self._local(weights)
         address = await self._program.call("start", ["--model", path, "--weight-version", str(weights.version)])
         self._client = self._connect(self._id, address, version=weights.version, local=self._local)
+        await self._client.started_with(weights)
         return self._client
 
     async def wait(self) -> str:
@@ -73,9 +75,11 @@ class AttachedEngine:
     """Implements `supervise.EnginePart` over a vLLM server that somebody else runs: it is told to load the weights, and
     left as it is when the run is over. Its end is found out by those who call it."""
 
-    def __init__(self, name: EngineId, url: str, *, tolerance: float = 0.0) -> None:
+    def __init__(self, name: EngineId, url: str, *, needed: VllmOptions, tolerance: float = 0.0) -> None:
+        """`needed`: what it must have been started with."""
         self._id = name
         self._url = url
+        self._needed = needed
         self._tolerance = tolerance
         self._client: VllmEngine | None = None
 
@@ -90,9 +94,17 @@ class AttachedEngine:
             raise PartDied(
                 self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
             )
+        wrong = wrong_options(self._needed, await self._client.options())
+        if wrong:
+            raise PartDied(
+                self._id,
+                f"{self._url} was started with other options: {'; '.join(wrong)}",
+                remedy="`rollart launch --dry-run` prints those that it needs",
+            )
         await self._client.pause(PauseMode.ABORT)  # what is under way there is of an earlier life of the run
         await self._client.update_weights(weights)
         await self._client.resume()
+        await self._client.tried()
         return self._client
 
     async def wait(self) -> str:
@@ -129,6 +141,7 @@ class TrainerProgram:
         """`agreement`: what engines are held to once they loaded a version; None: nothing. `share`: brings what was
         published nearer to them; a version is not published before."""
         self._agreement = agreement
+        self._said: tuple[int, tuple[float, ...]] = (-1, ())
         self._share = share
         self._program = program
         self._leases = leases
@@ -152,6 +165,7 @@ class TrainerProgram:
             raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
         self._clock.enter(State.DOWN, "trainer_restart")
         await self.close()
+        self._said = (-1, ())
         now = asyncio.get_running_loop().time()
         self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", {"restarts": self._restarts}))
         try:
@@ -196,12 +210,18 @@ class TrainerProgram:
         return await self._live().advantages(samples)
 
     async def stage(self, version: int) -> None:
+        """The step that follows may begin when it returns: what the trainer says of this version, it says before."""
         await self._live().stage(version)
+        if self._agreement is not None:
+            self._said = version, await said(self._live(), self._agreement)
 
     async def publish(self, version: int) -> WeightsRef:
         weights = await self._live().publish(version)
         if self._agreement is not None:
-            await note_agreement(self._live(), weights, self._agreement)
+            staged, found = self._said
+            if staged != version:  # it still has the weights that it has just published
+                found = await said(self._live(), self._agreement)
+            note_agreement(weights, self._agreement, found)
         if self._share is not None:
             await self._share(weights)
         return weights

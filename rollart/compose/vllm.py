@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from placement.types import Role
 from rollart.spec.vllm import VllmSpec
 
-__all__ = ["KV_LEASE_S", "VllmCommand", "vllm_command"]
+__all__ = ["CONNECTOR", "KV_LEASE_S", "VllmCommand", "vllm_command"]
+
+CONNECTOR = "NixlConnector"
 
 KV_LEASE_S = 10
 """How long a prefill engine keeps KV that nobody pulls, seconds; one that decodes renews it while its request waits.
@@ -77,7 +79,7 @@ CPU_ENV = {
 
 def _transfer(cpu: bool) -> dict[str, object]:
     return {
-        "kv_connector": "NixlConnector",
+        "kv_connector": CONNECTOR,
         "kv_role": "kv_both",  # roles are the router's, and may flip
         "kv_buffer_device": "cpu" if cpu else "cuda",
         "kv_load_failure_policy": "fail",  # the gateway prefills where it decodes, and says so

@@ -18,7 +18,7 @@ from rollart.compose.agreement import agreement_sample
 from rollart.compose.clusters import opened, placed
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
-from rollart.compose.parallelism import embedded_settings, lending_settings
+from rollart.compose.parallelism import lending_settings, served_settings
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
@@ -299,7 +299,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         seats=seats(resolved, roles),
         rebalance=rebalance_settings(resolved),
         concurrency=concurrency(resolved),
-        reshard=embedded_settings(resolved),
+        reshard=served_settings(resolved),
         lending=lending_settings(resolved),
         together=not run.rollout.replication,
     )

@@ -36,9 +36,9 @@ class VllmSpec(Entry):
         default=0.2,
         ge=0,
         le=100,
-        description="After each update: how far log-probabilities of a fixed prompt may be from the trainer's, on "
-        "average (0.05 is usual in bfloat16, 0.0001 in float32). An engine that is further off is restarted. 0: not "
-        "looked at; nor is it with `weights.overlap` or a temperature other than 1.",
+        description="After each start and update: how far log-probabilities of a fixed prompt may be from the "
+        "trainer's, on average (0.05 is usual in bfloat16, 0.0001 in float32). An engine that is further off is "
+        "restarted. 0: not looked at; nor is it at a temperature other than 1.",
     )
     args: list[str] = Field(default_factory=list, description="More arguments of `vllm serve`; they win.")
     env: dict[str, str] = Field(default_factory=dict, description="More environment variables of it; they win.")

@@ -26,7 +26,6 @@ def test_the_probe_is_of_the_runs_length_and_scores_all_but_its_first_token() ->
     [
         ["cluster.engines.kind=embedded"],
         ["cluster.engines.vllm.probe=0"],
-        ["weights.overlap=true"],
         ["domains.frozen_lake.temperature=0.7", "domains.spell_backward.temperature=0.7"],
     ],
 )

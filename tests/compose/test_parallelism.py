@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollart.compose.parallelism import embedded_settings, refuse_lending, reshard_settings
+from rollart.compose.parallelism import refuse_lending, reshard_settings, served_settings
 from rollart.compose.simulate import simulate
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind, EngineRole
@@ -79,10 +80,18 @@ def test_engines_grow_where_they_preempt_and_every_device_is_billed_once(resolve
 
 
 def test_the_embedded_engine_refuses_what_it_cannot_be(resolved: Make) -> None:
-    settings = embedded_settings(resolved())
+    settings = served_settings(resolved())
     assert settings is not None
     assert "has no tensor parallelism" in settings.refuses(EngineKind("big", EngineRole.ENGINE, 2))
     assert settings.refuses(EngineKind("big", EngineRole.ENGINE, 1)) == ""
+
+
+def test_vllm_engines_may_be_of_any_size_that_the_host_allows(resolved: Make) -> None:
+    run = resolved()
+    engines = run.cluster.engines.model_copy(update={"kind": "vllm"})
+    settings = served_settings(replace(run, cluster=run.cluster.model_copy(update={"engines": engines})))
+    assert settings is not None
+    assert settings.refuses(EngineKind("big", EngineRole.ENGINE, 2)) == ""
 
 
 def test_sizes_are_doublings_that_the_model_and_the_host_allow(resolved: Make) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 from placement.types import Role
+from rollart.adapters.engines.vllm_options import wrong_options
 from rollart.adapters.engines.vllm_server import environment
-from rollart.compose.actors import engine_actor
+from rollart.compose.actors import engine_actor, engine_needs
 from rollart.compose.dry import commands
 from rollart.compose.vllm import vllm_command
-from rollart.errors import SpecError
+from rollart.compose.vllm_home import VllmHome, ready
+from rollart.errors import SpecError, UsageError
 from rollart.spec.load import builtin
 from rollart.spec.resolve import Resolved, resolve_files
 from rollart.spec.vllm import VllmSpec
@@ -103,8 +106,70 @@ def test_a_dry_run_shows_every_server(tmp_path: Path) -> None:
     assert all("vllm serve MODEL" in line and "--tensor-parallel-size 2" in line for line in lines)
     urls = "[http://one:8000, http://two:8000]"
     attached = list(commands(resolved(tmp_path, f"count: 2, attach: {urls}")))
-    assert attached[1] == "engine-1: http://two:8000, which runs already"
+    assert attached[1].startswith("engine-1: http://two:8000, which runs already, started with VLLM_SERVER_DEV_MODE=1")
     assert list(commands(resolve_files(None, builtin("clusters/local.yaml")))) == []
+
+
+def test_servers_that_cannot_be_are_told_of_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """By the cluster file, the environment's variable, and what is installed there."""
+    monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
+    for engines, said in (
+        ("count: 1", "nor is ROLLART_VLLM_PYTHON"),
+        ("count: 1, vllm: {python: /nowhere/python}", "vLLM's interpreter /nowhere/python cannot be run: No such file"),
+        ("count: 1, vllm: {python: /bin/true}", "no interpreter that vLLM could run under"),
+        (f"count: 1, attach: ['http://127.0.0.1:{unused_tcp_port}']", "does not answer /health: Connection refused"),
+    ):
+        with pytest.raises(UsageError, match=said) as refused:
+            ready(resolved(tmp_path, engines))
+        assert refused.value.remedy
+    ready(resolve_files(None, builtin("clusters/local.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("home", "engines", "said"),
+    [
+        (VllmHome("", False, False), "count: 1", "has no vLLM"),
+        (VllmHome("0.32.0", False, True), "count: 1", "without rollart's plugin"),
+        (VllmHome("0.32.0", True, False), "prefill: 1, decode: 1", "has no nixl"),
+        (VllmHome("0.32.0", True, False), "count: 2", ""),
+    ],
+)
+def test_what_is_not_installed_beside_vllm_is_named(
+    home: VllmHome, engines: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollart.compose.vllm_home.vllm_home", lambda python: home)
+    run = resolved(tmp_path, engines + ", vllm: {python: /opt/vllm/bin/python}")
+    with contextlib.nullcontext() if not said else pytest.raises(UsageError, match=said):
+        ready(run)
+
+
+def test_a_server_is_held_to_the_options_that_its_engine_would_be_started_with(tmp_path: Path) -> None:
+    run = resolved(tmp_path, "prefill: 1, decode: 1, threads: 2, vllm: {dtype: bfloat16, block_size: 64}")
+    needed = engine_needs(run, run.plan.of(Role.DECODE)[0])
+    told = {
+        "model_config": {"max_model_len": 4, "logprobs_mode": "raw_logprobs", "dtype": "torch.float16"},
+        "scheduler_config": {"max_num_seqs": 1},
+        "parallel_config": {"tensor_parallel_size": 1},
+        "cache_config": {"block_size": 16},
+        "weight_transfer_config": None,
+        "kv_transfer_config": None,
+    }
+    assert [line.split(" ")[0] for line in wrong_options(needed, {"vllm_config": told})] == [
+        "--max-model-len", "--max-num-seqs", "--logprobs-mode", "--weight-transfer-config", "--tensor-parallel-size",
+        "--dtype", "--block-size", "--kv-transfer-config",
+    ]  # fmt: skip
+    right = {
+        "model_config": {"max_model_len": 10**6, "logprobs_mode": "processed_logprobs", "dtype": "torch.bfloat16"},
+        "scheduler_config": {"max_num_seqs": 64},
+        "parallel_config": {"tensor_parallel_size": 2},
+        "cache_config": {"block_size": 64},
+        "weight_transfer_config": {"backend": "rollart"},
+        "kv_transfer_config": {"kv_connector": "NixlConnector"},
+    }
+    assert wrong_options(needed, {"vllm_config": right}) == []
+    assert wrong_options(needed, {}) == [], "another version may not tell"
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ SPEC = VllmSpec(dtype="float32", kv_gb=0.064, block_size=32)
 
 
 @contextlib.contextmanager
-def server(model: Path, log: Path, *, role: Role = Role.ENGINE, version: int = 0) -> Iterator[str]:
+def server(model: Path, log: Path, *, role: Role = Role.ENGINE, version: int = 0, context: int = 256) -> Iterator[str]:
     """The URL of a vLLM server. It is stopped with SIGTERM, and nothing of it may be left."""
-    made = vllm_command(SPEC, role=role, cpu=True, context=256, slots=16)
+    made = vllm_command(SPEC, role=role, cpu=True, context=context, slots=16)
     command = [sys.executable, "-m", "rollart.adapters.engines.vllm_server", "--python", PYTHON, "--log", str(log)]
     command += ["--model", str(model), "--weight-version", str(version), "--args", json.dumps(made.args)]
     with log.open("wb") as said:

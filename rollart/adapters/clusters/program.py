@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rollart.adapters.clusters.ending import end
 from rollart.adapters.weights.buckets import Pulled
 from rollart.adapters.weights.hosts import HostCopy, Place
 from rollart.errors import PartDied
@@ -70,16 +71,8 @@ class Program:
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after `STOP_S`; returns when it is reaped."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        if self._process is not None:
+            await end(self._process, STOP_S)
 
     async def pid(self) -> int | None:
         return None if self._process is None else self._process.pid

@@ -96,6 +96,9 @@ class HttpEngine:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{self._url}: answer not understood: {error!r}", retryable=False) from error
 
+    async def started_with(self, weights: WeightsRef) -> None:
+        """Before its first request: `EngineError` where it does not compute what it should."""
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:  # an empty list would abort everything
             return

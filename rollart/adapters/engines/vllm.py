@@ -13,6 +13,7 @@ import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine, as_object
 from rollart.errors import EngineError, HandoffFailed
@@ -83,6 +84,10 @@ class VllmEngine(HttpEngine):
             if self._sent.get(request.request_id) is over:
                 del self._sent[request.request_id]
 
+    async def started_with(self, weights: WeightsRef) -> None:
+        if self._tolerance:
+            await self._prove(Path(weights.path))
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Returns when the requests have answered, those that are under way from here."""
         ids = list(request_ids)
@@ -123,6 +128,28 @@ class VllmEngine(HttpEngine):
             return seen
         running = min(seen.running, len(self._sent))
         return dataclasses.replace(seen, running=running, waiting=len(self._sent) - running)
+
+    async def options(self) -> dict[str, Any]:
+        """What the server was started with; it looks at its whole machine for that, once, which may take 10 s.
+        `EngineError`: it can be told nothing."""
+        told = await self._request("GET", "/server_info?config_format=json", optional=True)
+        if not told:
+            raise EngineError(
+                f"{self.url} was started without VLLM_SERVER_DEV_MODE=1: weights cannot be updated", retryable=False
+            )
+        return as_object(told)
+
+    async def tried(self) -> None:
+        """`EngineError` where it generates no tokens for us, or does not count as it must."""
+        body = {"request_id": f"tried-v{self._loaded}", "token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        try:
+            answer = as_object(await self._request("POST", "/inference/v1/generate", body))
+        except EngineError as error:
+            if " answered 403" not in error.message:
+                raise
+            raise EngineError(f"{self.url} was started without --enable-scale-out", retryable=False) from None
+        if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
+            raise EngineError(f"{self.url} was started without --enable-prompt-tokens-details", retryable=False)
 
     async def _prove(self, version: Path) -> None:
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
+from rollart.adapters.clusters.ending import end
 from rollart.adapters.clusters.pdeathsig import die_with_parent
 
 __all__ = ["environment", "main"]
@@ -75,7 +76,7 @@ async def _main(args: argparse.Namespace) -> int:
         await told.wait()
         ready.cancel()
         if process.returncode is None:
-            await _stop(process)
+            await end(process, STOP_S)
             return 0
     print(f"vllm ended with status {process.returncode}: {_why(args.log)}", file=sys.stderr)
     return 1
@@ -106,16 +107,6 @@ async def _ready(url: str, version: str) -> None:
         except (aiohttp.ClientError, TimeoutError):
             return  # it is not ready: whoever waits for its end says why, and the supervisor's lease ends the rest
     print(f"ready {url}", flush=True)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    process.terminate()
-    try:
-        async with asyncio.timeout(STOP_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def _linked(model: str, alias: str) -> str:

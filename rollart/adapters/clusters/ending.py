@@ -1,0 +1,20 @@
+"""The end of a process that this one started."""
+
+from __future__ import annotations
+
+import asyncio
+
+__all__ = ["end"]
+
+
+async def end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """SIGTERM, then SIGKILL after `grace_s`; returns when it is reaped, at once if it was."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(grace_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,114 @@
+"""Where vLLM is installed on this machine, and whether what engines need of it is there. vLLM is not imported."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import urllib.request
+from dataclasses import dataclass
+
+from placement.types import Role
+from rollart.errors import SpecError, UsageError
+from rollart.spec.resolve import Resolved
+
+__all__ = ["PYTHON", "VllmHome", "ready", "vllm_home", "vllm_python"]
+
+PYTHON = "ROLLART_VLLM_PYTHON"
+"""Names the interpreter of vLLM's environment where the cluster spec does not."""
+
+LOOK_S = 60.0
+"""For an interpreter that looks at its packages: a fraction of a second, unless its disk is far away."""
+
+ANSWER_S = 10.0
+"""For a server that serves: it answers from its loop, whatever it computes."""
+
+PLUGIN = "pip install integrations/vllm into vLLM's environment"
+
+_LOOK = """
+import importlib.metadata as m, importlib.util as u, json
+try: version = m.version("vllm") if u.find_spec("vllm") else ""
+except m.PackageNotFoundError: version = ""
+points = [e for e in m.entry_points(group="vllm.general_plugins") if e.name == "rollart"]
+plugin = any(u.find_spec(e.value.partition(":")[0]) for e in points)
+print(json.dumps([version, plugin, u.find_spec("nixl") is not None]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmHome:
+    """An environment's packages: the version of vLLM ('' if it is not there), rollart's plugin, NIXL."""
+
+    version: str
+    plugin: bool
+    nixl: bool
+
+
+def vllm_python(resolved: Resolved) -> str:
+    """The interpreter that the cluster spec or the environment names. SpecError if neither does."""
+    python = resolved.cluster.engines.vllm.python or os.environ.get(PYTHON)
+    if not python:
+        raise SpecError(
+            f"engines.vllm.python is not given, nor is {PYTHON} (rule: the interpreter of the environment that vLLM is "
+            "installed in)",
+            remedy="see docs/fleet.md, vLLM engines",
+        )
+    return python
+
+
+def vllm_home(python: str) -> VllmHome:
+    """What an interpreter of this machine finds. `UsageError` if it cannot be run."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of ours, not of vLLM's
+    try:
+        found = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=LOOK_S, env=env)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = error.strerror if isinstance(error, OSError) else f"silent for {LOOK_S:g} s"
+        raise UsageError(
+            f"vLLM's interpreter {python} cannot be run: {why}", remedy=f"mend engines.vllm.python or {PYTHON}"
+        ) from None
+    try:
+        return VllmHome(*json.loads(found.stdout.splitlines()[-1]))
+    except (ValueError, TypeError, IndexError):
+        said = found.stderr.strip().splitlines() or ["it said nothing"]
+        raise UsageError(
+            f"{python} is no interpreter that vLLM could run under: {said[-1][:200]}",
+            remedy=f"mend engines.vllm.python or {PYTHON}",
+        ) from None
+
+
+def ready(resolved: Resolved) -> None:
+    """Before anything is made or started: `UsageError` for a run whose vLLM servers do not answer, or could not start
+    here. On Ray the interpreter is one of other machines; there it only must have a name."""
+    engines = resolved.cluster.engines
+    if engines.kind != "vllm":
+        return
+    if engines.attach:
+        for url in engines.attach:
+            _answers(url)
+        return
+    python = vllm_python(resolved)
+    if resolved.cluster.runtime.backend == "ray" and resolved.cluster.runtime.address != "local":
+        return
+    home = vllm_home(python)
+    if not home.version:
+        raise UsageError(f"{python} has no vLLM", remedy=f"name another with engines.vllm.python or {PYTHON}")
+    if not home.plugin:
+        raise UsageError(f"{python} has vLLM {home.version} without rollart's plugin", remedy=PLUGIN)
+    if not home.nixl and (resolved.plan.of(Role.PREFILL) or resolved.plan.of(Role.DECODE)):
+        raise UsageError(
+            f"{python} has no nixl, by which prefill engines hand over to those that decode",
+            remedy="pip install nixl into vLLM's environment, or plan engines that do both",
+        )
+
+
+def _answers(url: str) -> None:
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + "/health", timeout=ANSWER_S):
+            return
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", None) or error
+    raise UsageError(
+        f"engines.attach: {url} does not answer /health: {getattr(why, 'strerror', None) or why}",
+        remedy="start the server, or mend engines.attach",
+    )

@@ -1,0 +1,108 @@
+"""Two servers that somebody else started: adopted by a run, told apart by their options, and left as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.adapters.engines.vllm import VllmEngine
+from rollart.adapters.engines.vllm_options import VllmOptions
+from rollart.compose.parts import AttachedEngine
+from rollart.errors import PartDied
+from rollart.model import EngineId, WeightsRef
+from tests.contracts.engine_contract import request
+from tests.e2e.harness import CLUSTER, Home, Process, events, processes, sound, tiny
+from tests.vllm.hosting import needs_vllm, publish, server
+
+pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
+
+STEPS = 12
+"""Of a tiny run: there are some left when a server dies after the second."""
+
+
+CONTEXT = 64
+"""Of a tiny run's model, at most."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("attached")
+
+
+@pytest.fixture(scope="module")
+def urls(root: Path) -> Iterator[list[str]]:
+    model = publish(root / "v0", 0, tiny()["model"]["init"])
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as starts:
+        made = [server(model, root / f"server-{i}.log", context=CONTEXT) for i in (0, 1)]
+        yield list(starts.map(stack.enter_context, made))
+
+
+def cluster(urls: list[str]) -> dict[str, Any]:
+    vllm = {"dtype": "float32", "probe": 0.001}
+    engines = {"count": len(urls), "threads": 1, "max_slots": 16, "kind": "vllm", "attach": urls, "vllm": vllm}
+    pools = [{"name": "theirs", "device": "cpu", "count": 2}, {"name": "here", "device": "cpu", "count": 1}]
+    return {**CLUSTER, "pools": pools, "engines": engines}
+
+
+def of_server(root: Path, number: int) -> list[Process]:
+    """A server's processes but the program around it."""
+    log = f"server-{number}.log"
+    (holder,) = [p for p in processes(root) if log in p.command and "vllm_server" in p.command]
+    children = f"/proc/{holder.pid}/task/{holder.pid}/children"
+    pids = set(map(int, Path(children).read_text().split()))
+    return [p for p in processes(root) if p.pid in pids]
+
+
+def test_a_server_of_other_options_is_not_taken(urls: list[str], root: Path) -> None:
+    async def body() -> None:
+        needed = VllmOptions(context=512, slots=99, block_size=16, connector="NixlConnector")
+        part = AttachedEngine(EngineId("engine-0"), urls[0], needed=needed)
+        try:
+            with pytest.raises(PartDied) as refused:
+                await part.start(WeightsRef(0, str(root / "v0")))
+        finally:
+            await part.close()
+        for said in (
+            urls[0], "--max-model-len is 64 (rule: at least model.context, 512)", "--max-num-seqs is 16",
+            "--block-size is 32 (rule: 16)", "--kv-transfer-config is None",
+        ):  # fmt: skip
+            assert said in str(refused.value)
+
+    asyncio.run(body())
+
+
+def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: Path, tmp_path: Path) -> None:
+    """Both serve; one is killed with -9 after two steps, and its turns go to the other. That one is neither stopped
+    nor left paused, has the run's last weights, and serves others. The last test of this module."""
+    (kept,), (killed,) = of_server(root, 0), of_server(root, 1)
+    home = Home(tmp_path)
+    try:
+        run = home.launch(tiny(steps=STEPS), cluster=cluster(urls))
+        run.until_step(2)
+        killed.kill()
+        assert run.end(300) == 0, run.said
+    finally:
+        home.close()
+    sound(home.directory, steps=STEPS)
+    assert [e["subject"] for e in events(home.directory, "engine_lost")] == ["engine-1"], run.said
+    assert events(home.directory, "infra_fault") == []
+    assert "engine lost: engine-1" in run.said
+    assert kept.alive
+
+    async def asked() -> None:
+        engine = VllmEngine(EngineId("kept"), urls[0])
+        try:
+            assert not await engine.paused()
+            answer = await engine.generate(request("after", max_tokens=4))
+            assert [span.version for span in answer.spans] == [STEPS]
+            assert (await engine.stats()).generated_tokens > STEPS
+        finally:
+            await engine.close()
+
+    asyncio.run(asked())
