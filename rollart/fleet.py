@@ -1,4 +1,4 @@
-"""The nouns of an engine fleet: where an engine sits, what routes cost, and how a fleet may change.
+"""The nouns of a fleet: nodes and what runs on them, where an engine sits, what routes cost, how a fleet may change.
 
 Plain frozen values that the ports carry between the router, the rebalancer and whoever plans. Units: seconds, tokens,
 GB = 1e9 bytes; a rate is in trajectories/s and a price in trajectories/s per unit per second, as a plan's dual prices.
@@ -9,22 +9,95 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 __all__ = [
+    "ActorSpec",
+    "Bundle",
+    "BundleGroup",
     "DomainWork",
     "EngineKind",
     "EngineRole",
     "KindLoad",
     "Move",
     "MoveKind",
+    "Node",
     "Observed",
     "Proposal",
     "RoutePrices",
     "Routes",
+    "RuntimeEvent",
     "Seat",
+    "Strategy",
     "TurnModel",
 ]
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+"""How a group's bundles lie: on few nodes, on many, all on one, each on its own; the first two as far as they can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Room on one node: amounts by resource, on a node with these labels (Ray's grammar). `about` is for errors."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
+
+    def __str__(self) -> str:
+        about = f" ({self.about})" if self.about else ""
+        return f"{self.name}{about}: {dict(self.resources)} on a node with {dict(self.labels)}"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleGroup:
+    """Bundles that are held and given back together. Names of groups and of bundles are unique in a runtime."""
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    strategy: Strategy = "PACK"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """What a runtime starts: a class, where it may run, and how often it comes back.
+
+    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...).
+    `isolation` "inline" runs it on the caller's loop, "process" in a process of its own. Arguments and results
+    are values: they are copied even inline. `max_restarts` -1 = for ever.
+    """
+
+    name: str
+    factory: str
+    """Import path `package.module:Class`."""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    max_task_retries: int = 0
+    max_concurrency: int = 1000
+    isolation: Literal["inline", "process"] = "inline"
+    bundle: str = ""
+    """A reserved bundle to run in, by its labels; without one wherever there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A place for actors: labels and what is free of its resources."""
+
+    id: str
+    labels: Mapping[str, str]
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeEvent:
+    kind: Literal["node_up", "node_down", "actor_started", "actor_died", "actor_restarted"]
+    subject: str
+    detail: str = ""
 
 
 class EngineRole(enum.StrEnum):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from rollart.fleet import Move, Observed, Proposal, Routes
+from rollart.fleet import ActorSpec, BundleGroup, Move, Node, Observed, Proposal, Routes, RuntimeEvent
 from rollart.model import (
     Completion,
     EngineId,
@@ -26,7 +26,7 @@ from rollart.model import (
     Trajectory,
     TrajectoryId,
     WeightsRef,
-)
+)  # fmt: skip
 
 __all__ = [
     "EVAL_SEEDS_FROM",
@@ -325,45 +325,6 @@ class Fleet(Protocol):
         """Devices by pool that an engine could be started on."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActorSpec:
-    """What a runtime starts: a class, where it may run, and how often it comes back.
-
-    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...).
-    `isolation` "inline" runs it on the caller's loop, "process" in a process of its own. Arguments and results
-    are values: they are copied even inline. `max_restarts` -1 = for ever.
-    """
-
-    name: str
-    factory: str
-    """Import path `package.module:Class`."""
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    resources: Mapping[str, float] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 0
-    max_task_retries: int = 0
-    max_concurrency: int = 1000
-    isolation: Literal["inline", "process"] = "inline"
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A place for actors: labels and what is free of its resources."""
-
-    id: str
-    labels: Mapping[str, str]
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeEvent:
-    kind: Literal["node_up", "node_down", "actor_started", "actor_died", "actor_restarted"]
-    subject: str
-    detail: str = ""
-
-
 class Handle(Protocol):
     """A running actor. `PartDied` if it is gone and may not come back."""
 
@@ -388,7 +349,17 @@ class Runtime(Protocol):
     async def spawn(self, spec: ActorSpec) -> Handle:
         """Start an actor. `UsageError` at once when no node could ever hold it."""
 
-    def nodes(self) -> Sequence[Node]: ...
+    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
+        """Hold room for all of these, or for none; `ActorSpec.bundle` names it. `UsageError` at once when nodes could
+        never hold it, or after `wait_s`, naming what lacks. Where a node dies its bundles are held elsewhere."""
+
+    async def release(self, group: str) -> None:
+        """Give back a group's room, once no actor is in it. An unknown name is fine."""
+
+    def reserved(self, group: str) -> bool: ...
+
+    def nodes(self) -> Sequence[Node]:
+        """What is free of each is neither reserved nor held by an actor outside of what is reserved."""
 
     def events(self) -> AsyncIterator[RuntimeEvent]: ...
 

@@ -31,6 +31,7 @@ __all__ = [
     "hosts",
     "nodes",
     "part_clock",
+    "part_room",
     "resource",
     "selector",
     "torch_device",
@@ -77,6 +78,12 @@ def resource(resolved: Resolved, pool: PoolSpec) -> str:
     """What a device of the pool counts as: a type of one's own of generation `cpu` is a core as well."""
     cores = {"cpu", *(device.name for device in resolved.cluster.devices if device.generation == "cpu")}
     return "CPU" if pool.device in cores else "GPU"
+
+
+def part_room(resolved: Resolved, assignment: Assignment) -> tuple[dict[str, float], dict[str, str]]:
+    """What a part takes of a node, and the labels of nodes that it may run on."""
+    pool = _pool(resolved, assignment)
+    return {resource(resolved, pool): float(len(assignment.devices))}, selector(resolved, pool)
 
 
 def torch_device(resolved: Resolved, assignment: Assignment) -> str:
@@ -222,7 +229,7 @@ def _program(
 ) -> ActorSpec:
     """`together`: the program can use several GPUs."""
     name, devices = assignment.name, len(assignment.devices)
-    pool = _pool(resolved, assignment)
+    pool, (room, labels) = _pool(resolved, assignment), part_room(resolved, assignment)
     kind = resource(resolved, pool)
     on_ray = resolved.cluster.runtime.backend == "ray"
     threads = str(max(1, devices // processes))
@@ -241,8 +248,8 @@ def _program(
         factory="rollart.adapters.clusters.program:Program",
         args=(name, module, arguments, str(_log(directory, name))),
         kwargs={"env": env},
-        resources={kind: float(devices)},
-        labels=selector(resolved, pool),
+        resources=room,
+        labels=labels,
     )
     if not on_ray:
         return spec

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import hosts, nodes, resource, selector
+from rollart.compose.actors import attached, hosts, nodes, part_room, resource, selector
 from rollart.errors import SpecError, UsageError
+from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import ActorSpec, Handle, Runtime
 from rollart.spec.resolve import Resolved
 
-__all__ = ["opened", "placed", "tell"]
+__all__ = ["gang", "opened", "placed", "tell"]
 
 LOOK_S = 0.25
 """Seconds between two looks whether the nodes of the plan have joined."""
@@ -33,7 +35,7 @@ TOLD = {
 
 @contextlib.asynccontextmanager
 async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[Runtime]:
-    """The cluster's runtime, started, with a node for every part of the plan; at the end all of it is stopped."""
+    """The cluster's runtime, started, with room for every part of the plan reserved; at the end all of it stops."""
     async with contextlib.AsyncExitStack() as stack:
         spec = resolved.cluster.runtime
         runtime: Runtime
@@ -45,21 +47,40 @@ async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[Runtime]:
         stack.push_async_callback(runtime.close)
         if spec.backend == "ray":
             await _joined(resolved, runtime)
+        await runtime.reserve(gang(resolved), wait_s=spec.wait_s + PLACE_S)
         yield runtime
 
 
+def gang(resolved: Resolved) -> list[BundleGroup]:
+    """What the plan's parts take, one group each: all of it is reserved before the first of them starts. Servers that
+    run already take nothing."""
+    there = attached(resolved)
+    return [
+        BundleGroup(a.name, (Bundle(a.name, *part_room(resolved, a), about=f"pool '{a.pool}'"),))
+        for a in resolved.plan.assignments
+        if a.name not in there
+    ]
+
+
 async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handle:
-    """The part's actor, once there is room for it. `UsageError` if there is none in time: what others hold of a shared
-    cluster may stay held, and what is free may lie on too many nodes."""
+    """The part's actor, in the room that is reserved by its name; where none is, once there is some. `UsageError` if
+    there is none in time: what others hold of a shared cluster may stay held, and what is free may lie on too many
+    nodes. Whoever ends the actor for good gives its room back: `runtime.release`."""
     limit = resolved.cluster.runtime.wait_s + PLACE_S
+    if not runtime.reserved(spec.name):
+        pools = [f"'{p.name}'" for p in resolved.cluster.pools if selector(resolved, p) == dict(spec.labels)]
+        room = Bundle(spec.name, spec.resources, spec.labels, about=f"pool {' or '.join(pools)}")
+        await runtime.reserve([BundleGroup(spec.name, (room,))], wait_s=limit)
     try:
         async with asyncio.timeout(limit):
-            return await runtime.spawn(spec)
-    except TimeoutError:
+            return await runtime.spawn(replace(spec, bundle=spec.name))
+    except BaseException as error:
+        await runtime.release(spec.name)
+        if not isinstance(error, TimeoutError):
+            raise
         raise UsageError(
-            f"after {limit:g} s the cluster has no room for {spec.name}: {dict(spec.resources)} on one node with "
-            f"{dict(spec.labels)}",
-            remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
+            f"{spec.name} did not start within {limit:g} s where {dict(spec.resources)} is reserved for it",
+            remedy="see whether the cluster's nodes still answer, or raise runtime.wait_s",
         ) from None
 
 

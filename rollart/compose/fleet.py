@@ -116,6 +116,7 @@ class LocalSite:
             await engine.part.close()
             if engine.program is not None:
                 await engine.program.kill()
+                await self._runtime.release(engine_id)
         finally:
             engine.clock.close()
             self._settle()

@@ -38,28 +38,32 @@ def test_a_run_on_ray_survives_its_controller_and_a_node(home: Home) -> None:
     spec["domains"][0] |= games
     run = home.launch(spec, cluster=CLUSTER)
     run.until(lambda: run.step() >= 1, "step 1 is committed", LIMIT_S)
-    assert placed(run)["engine-1"] == ["h800-0"]
+    assert set(placed(run)["engine-1"]) == {"h800-0"}
     run.kill(signal.SIGKILL)
     run.process.wait()
     wait(lambda: not processes(home.path), "raylets and parts end with the controller", 30.0)
 
     run = home.resume()
     run.until(lambda: run.step() >= 3, "step 3 is committed", LIMIT_S)
-    before = placed(run)["engine-0"][-1]
+    before, served = placed(run)["engine-0"][-1], starts(run, "engine-0")
     os.kill(raylet(run.directory / "ray", before), signal.SIGKILL)
     run.until(lambda: placed(run)["engine-0"][-1] != before, "the engine's actor is elsewhere", LIMIT_S)
-    run.until(lambda: len(events(run.directory, "engine_started")) == 5, "the engine serves again", LIMIT_S)
+    run.until(lambda: starts(run, "engine-0") > served, "the engine serves again", LIMIT_S)
     gate.touch()
     assert run.end(LIMIT_S) == 0, run.said
     assert "Traceback" not in run.said
     sound(home.directory, steps=STEPS)
     assert placed(run)["engine-0"][-1].startswith("h20-"), "the other host of its pool"
-    assert [e["subject"] for e in events(home.directory, "node_lost")] == [before]
-    assert [e["subject"] for e in events(home.directory, "engine_lost")] == ["engine-0"]
+    assert before in [e["subject"] for e in events(home.directory, "node_lost")]
+    assert "engine-0" in [e["subject"] for e in events(home.directory, "engine_lost")]
     assert events(home.directory, "infra_fault") == []
     down = home.run("report", "utilization", "tiny-1")
     assert "engine_down" in down.stdout, down.stdout + down.stderr
     assert "engine_restart" in down.stdout
+
+
+def starts(run: Launched, engine: str) -> int:
+    return [event["subject"] for event in events(run.directory, "engine_started")].count(engine)
 
 
 def placed(run: Launched) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ import pytest
 from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose.actors import engine_actor, hosts, trainer_actor
-from rollart.compose.clusters import _joined, placed, tell
+from rollart.compose.clusters import _joined, gang, placed, tell
 from rollart.errors import SpecError, UsageError
 from rollart.ports import ActorSpec, Node
 from rollart.sim import loop as virtual
@@ -55,12 +55,39 @@ def test_a_part_that_finds_no_room_is_named(fake: Resolved, tmp_path: Path) -> N
         loop = asyncio.get_running_loop()
         await placed(fake, runtime, replace(engine, name="of-somebody-else"))
         began = loop.time()
-        with pytest.raises(UsageError, match=r"no room for engine-0: \{'CPU': 1.0\} on one node with"):
+        with pytest.raises(UsageError, match=r"no room for engine-0 \(pool 'h20'\): \{'CPU': 1.0\} on a node with"):
             await placed(fake, runtime, engine)
         assert loop.time() - began == pytest.approx(120.0)
         await runtime.close()
 
     virtual.run(main())
+
+
+def test_a_plan_is_reserved_whole_and_a_part_that_ends_gives_its_room_back(fake: Resolved, tmp_path: Path) -> None:
+    async def main() -> None:
+        runtime, found = LocalRuntime(hosts(fake)), gang(fake)
+        assert [group.name for group in found] == [a.name for a in fake.plan.assignments]
+        await runtime.reserve(found, wait_s=0.0)
+        free = {n.id: n.free["CPU"] for n in runtime.nodes()}
+        assert free == {"cores-0": 0.0, "h800-0": 0.0, "h20-0": 0.0, "h20-1": 1.0}
+        engine = engine_actor(fake, tmp_path, fake.plan.of(Role.ENGINE)[0])
+        handle = await placed(fake, runtime, engine)
+        assert {n.id: n.free["CPU"] for n in runtime.nodes()} == free
+        await placed(fake, runtime, replace(engine, name="one-more"))
+        await handle.kill()
+        await runtime.release(engine.name)
+        assert sum(n.free["CPU"] for n in runtime.nodes()) == 1.0
+        with pytest.raises(UsageError, match="it cannot be made"):
+            await placed(fake, runtime, replace(engine, factory="tests.compose.test_clusters:Unmade"))
+        assert sum(n.free["CPU"] for n in runtime.nodes()) == 1.0, "nothing is held for what did not start"
+        await runtime.close()
+
+    virtual.run(main())
+
+
+class Unmade:
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise UsageError("it cannot be made")
 
 
 def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.errors import PartDied, UsageError
+from rollart.fleet import Bundle, BundleGroup, Strategy
 from rollart.ports import ActorSpec, Node, Runtime
 from rollart.sim import loop as virtual
 from tests.contracts.ray_fixture import RayCluster, ray_cluster_of
@@ -289,11 +293,114 @@ def test_events_tell_what_happened(on: Run) -> None:
     on(scenario)
 
 
+def group(name: str, resources: dict[str, float], labels: dict[str, str], **more: Any) -> BundleGroup:
+    return BundleGroup(name, (Bundle(name, resources, labels, **more),))
+
+
+H20 = {"gpu": "H20", "zone": "b"}
+
+
+def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
+    async def scenario(runtime: Runtime, isolation: str) -> None:
+        before = {n.id: dict(n.free) for n in runtime.nodes()}
+        gang = [group("a", {"GPU": 1.0, "CPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
+        await runtime.reserve(gang, wait_s=60.0)
+        held = {n.id: dict(n.free) for n in runtime.nodes()}
+        assert (held["n0"], held["n1"]["GPU"]) == ({"CPU": 1.0, "GPU": 0.0}, 0.0)
+        first = await runtime.spawn(spec("first", isolation, resources={"GPU": 1.0}, bundle="b"))
+        second = await runtime.spawn(spec("second", isolation, resources={"GPU": 1.0}, bundle="b"))
+        other = await runtime.spawn(spec("other", isolation, resources={"GPU": 1.0}, bundle="a"))
+        assert [first.node, second.node, other.node] == ["n1", "n1", "n0"]
+        assert await first.call("add", 2) == 2
+        assert {n.id: dict(n.free) for n in runtime.nodes()} == held, "in what is reserved"
+        with pytest.raises(UsageError, match="could never hold it"):
+            await runtime.spawn(spec("large", isolation, resources={"GPU": 3.0}, bundle="b"))
+        with pytest.raises(UsageError, match="none of that name"):
+            await runtime.spawn(spec("nowhere", isolation, bundle="c"))
+        with pytest.raises(UsageError, match="still in bundle 'b'"):
+            await runtime.release("b")
+        for handle in (first, second):
+            await handle.kill()
+        await runtime.release("b")
+        await runtime.release("b")
+        assert [runtime.reserved(name) for name in ("a", "b")] == [True, False]
+        assert next(n for n in runtime.nodes() if n.id == "n1").free == before["n1"]
+        await runtime.reserve([group("b", {"GPU": 1.0}, H20)], wait_s=60.0)
+
+    on(scenario)
+
+
+def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
+    async def scenario(runtime: Runtime, isolation: str) -> None:
+        busy = await runtime.spawn(spec("busy", isolation, resources={"GPU": 1.0}, labels=H20))
+        gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(runtime.reserve(gang, wait_s=100.0))
+            await asyncio.sleep(0.01)
+            between = await runtime.spawn(spec("between", isolation, resources={"GPU": 1.0}, labels={"gpu": "H800"}))
+            await between.kill()
+            assert not waiting.done()
+            await busy.kill()
+        assert [runtime.reserved(name) for name in ("a", "b")] == [True, True]
+
+    on(scenario)
+
+
+def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
+    async def scenario(runtime: Runtime, isolation: str) -> None:
+        order: list[str] = []
+
+        async def take(name: str) -> None:
+            gang = [group(f"{name}{i}", {"GPU": 1.0}, H20) for i in range(2)]
+            await runtime.reserve(gang, wait_s=100.0)
+            order.append(name)
+            for one in gang:
+                await runtime.release(one.name)
+
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            for name in ("x", "y"):
+                tasks.create_task(take(name))
+        assert sorted(order) == ["x", "y"]
+
+    on(scenario)
+
+
+def test_a_gang_without_room_says_what_lacks(on: Run) -> None:
+    async def scenario(runtime: Runtime, isolation: str) -> None:
+        with pytest.raises(UsageError, match=r"wide \(pool 'h20'\).*no node could ever hold it"):
+            await runtime.reserve([group("wide", {"GPU": 3.0}, H20, about="pool 'h20'")], wait_s=60.0)
+        with pytest.raises(UsageError, match=r"could never hold all of it at once.*\(pool 'h20'\)"):
+            await runtime.reserve(
+                [group(f"g{i}", {"GPU": 1.0}, H20, about="pool 'h20'") for i in range(3)], wait_s=60.0
+            )
+        await runtime.reserve([group("a", {"GPU": 2.0}, H20)], wait_s=60.0)
+        with pytest.raises(UsageError, match="already"):
+            await runtime.reserve([group("a", {"GPU": 1.0}, H20)], wait_s=60.0)
+        both = [group("b", {"GPU": 1.0}, H20), group("c", {"GPU": 1.0}, {"gpu": "H800"})]
+        with pytest.raises(UsageError, match=r"after 0.1 s .*no room for b: [^;]*$"):
+            await runtime.reserve(both, wait_s=0.1)
+        assert [runtime.reserved(name) for name in "abc"] == [True, False, False]
+
+    on(scenario)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes_used"), [("STRICT_SPREAD", 2), ("SPREAD", 2), ("STRICT_PACK", 1), ("PACK", 1)]
+)
+def test_bundles_of_a_group_lie_as_it_says(on: Run, strategy: Strategy, nodes_used: int) -> None:
+    async def scenario(runtime: Runtime, isolation: str) -> None:
+        bundles = tuple(Bundle(f"b{i}", {"CPU": 1.0}, {"zone": "in(a,b)"}) for i in range(2))
+        await runtime.reserve([BundleGroup("all", bundles, strategy)], wait_s=60.0)
+        handles = [await runtime.spawn(spec(b.name, isolation, bundle=b.name)) for b in bundles]
+        assert len({handle.node for handle in handles}) == nodes_used
+
+    on(scenario)
+
+
 @pytest.mark.slow
 def test_a_process_that_dies_by_itself_comes_back() -> None:
     """Reason for slow: a real process, killed with -9."""
     import os
-    import signal
 
     async def main() -> None:
         runtime = LocalRuntime(nodes())
@@ -309,6 +416,36 @@ def test_a_process_that_dies_by_itself_comes_back() -> None:
 
 
 @pytest.mark.slow
+def test_what_a_killed_controller_reserved_is_free_again(ray_cluster: RayCluster) -> None:
+    """Reason for slow: a real cluster, and a controller in a process of its own."""
+    program = f"""
+import asyncio, os, signal
+from pathlib import Path
+from tests.contracts.ray_fixture import RayCluster
+from tests.contracts.test_runtime import H20, group
+async def main():
+    runtime = RayCluster(Path({str(ray_cluster.directory)!r}), {ray_cluster.address!r}).runtime()
+    await runtime.start()
+    await runtime.reserve([group("theirs", {{"GPU": 2.0}}, H20)], wait_s=60.0)
+    print("holds", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=120)
+    assert (done.stdout, done.returncode) == (b"holds\n", -signal.SIGKILL)
+
+    async def main() -> None:
+        runtime = ray_cluster.runtime()
+        await runtime.start()
+        try:
+            await runtime.reserve([group("ours", {"GPU": 2.0}, H20)], wait_s=60.0)
+        finally:
+            await runtime.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_the_death_of_a_ray_node_moves_its_actors(ray_cluster: RayCluster) -> None:
     """Reason for slow: a real cluster. It is the last test of this cluster: a node of it is gone."""
 
@@ -316,9 +453,12 @@ def test_the_death_of_a_ray_node_moves_its_actors(ray_cluster: RayCluster) -> No
         runtime = ray_cluster.runtime()
         await runtime.start()
         try:
-            movable = await runtime.spawn(
-                spec("a", "ray", labels={"zone": "in(b,c)"}, resources={"CPU": 1.0}, max_restarts=-1)
-            )
+            await runtime.reserve([group("full", {"CPU": 2.0}, H20)], wait_s=60.0)
+            await runtime.reserve([group("held", {"CPU": 1.0}, {"gpu": "H20"})], wait_s=60.0)
+            await runtime.release("full")
+            inside = await runtime.spawn(spec("d", "ray", resources={"CPU": 1.0}, bundle="held", max_restarts=-1))
+            assert inside.node == "n2", "where there was room"
+            movable = await runtime.spawn(spec("a", "ray", labels={"zone": "in(b,c)"}, max_restarts=-1))
             bound = await runtime.spawn(spec("b", "ray", labels={"zone": "c"}, max_restarts=-1, max_task_retries=1))
             both = [movable, bound]
             if movable.node != "n2":  # Ray chose: send it to the node that dies
@@ -334,6 +474,9 @@ def test_the_death_of_a_ray_node_moves_its_actors(ray_cluster: RayCluster) -> No
                 await bound.call("add", 1)
             assert await movable.call("add", 1) == 1
             assert movable.node == "n1"
+            async with asyncio.timeout(120):
+                assert await inside.call("add", 1) == 1
+            assert inside.node == "n1", "its bundle is held elsewhere"
         finally:
             await runtime.close()
 

@@ -11,14 +11,16 @@ import importlib
 import inspect
 import itertools
 import pickle
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.adapters.clusters.events import EventLog
+from rollart.adapters.clusters.gang import bundle_of, check, fit, no_room
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.process import ProcessActor
 from rollart.errors import PartDied, UsageError
+from rollart.fleet import BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
 
 __all__ = ["LocalRuntime"]
@@ -31,6 +33,8 @@ class LocalRuntime:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = {n.id: Node(n.id, dict(n.labels), dict(n.total), dict(n.total)) for n in nodes}
+        self._bundles: dict[str, Node] = {}
+        self._groups: dict[str, BundleGroup] = {}
         self._actors: dict[str, _LocalHandle] = {}
         self._objects: dict[str, bytes] = {}
         self._ids = itertools.count()
@@ -50,9 +54,8 @@ class LocalRuntime:
         while (node := self._place(spec)) is None:
             changed = self._changed
             await changed.wait()
-        for name, amount in spec.resources.items():
-            node.free[name] -= amount  # type: ignore[index]
-        handle = _LocalHandle(self, spec, node.id)
+        _take(node, spec.resources, 1.0)
+        handle = _LocalHandle(self, spec, node)
         self._actors[spec.name] = handle
         try:
             await handle.boot()
@@ -61,6 +64,43 @@ class LocalRuntime:
             raise
         self.emit(RuntimeEvent("actor_started", spec.name, node.id))
         return handle
+
+    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
+        for group in gang:
+            if group.name in self._groups or any(b.name in self._bundles for b in group.bundles):
+                raise UsageError(f"room for {group.name!r} is reserved already")
+        nodes = list(self._nodes.values())
+        check(gang, nodes)
+        try:
+            async with asyncio.timeout(wait_s):
+                while (found := fit(gang, nodes)) is None:
+                    changed = self._changed
+                    await changed.wait()
+        except TimeoutError:
+            raise no_room(
+                [b for g in gang for b in g.bundles if fit([g], nodes) is None] or gang[0].bundles, wait_s
+            ) from None
+        for group in gang:
+            self._groups[group.name] = group
+            for bundle in group.bundles:
+                _take(found[bundle.name], bundle.resources, 1.0)
+                total = dict(bundle.resources)
+                self._bundles[bundle.name] = Node(found[bundle.name].id, dict(bundle.labels), total, dict(total))
+
+    async def release(self, group: str) -> None:
+        given = self._groups.get(group)
+        if given is None:
+            return
+        for bundle in given.bundles:
+            if any(handle.spec.bundle == bundle.name for handle in self._actors.values()):
+                raise UsageError(f"an actor is still in bundle {bundle.name!r}", remedy="kill it first")
+        del self._groups[group]
+        for bundle in given.bundles:
+            _take(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
+        self._notify()
+
+    def reserved(self, group: str) -> bool:
+        return group in self._groups
 
     def events(self) -> AsyncIterator[RuntimeEvent]:
         """Every event from the runtime's start on, for as long as it runs."""
@@ -80,6 +120,8 @@ class LocalRuntime:
         async with asyncio.TaskGroup() as tasks:  # at once: a part that hangs delays no other, and the sum is bounded
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
+        for group in list(self._groups):
+            await self.release(group)
         self._events.close()
 
     def emit(self, event: RuntimeEvent) -> None:
@@ -89,18 +131,19 @@ class LocalRuntime:
         """The actor is gone for good: its resources are free."""
         if self._actors.pop(handle.spec.name, None) is None:
             return
-        node = self._nodes[handle.node]
-        for name, amount in handle.spec.resources.items():
-            node.free[name] += amount  # type: ignore[index]
+        _take(handle.held, handle.spec.resources, -1.0)
         self._notify()
 
     def _place(self, spec: ActorSpec) -> Node | None:
         """The first node with room; None when those that could hold it are full now; `UsageError` when none could."""
-        fitting = [
-            n
-            for n in self._nodes.values()
-            if matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
-        ]
+        if spec.bundle:
+            fitting = [bundle_of(spec, self._bundles)]
+        else:
+            fitting = [
+                n
+                for n in self._nodes.values()
+                if matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
+            ]
         if not fitting:
             have = "; ".join(f"{n.id} {dict(n.labels)} {dict(n.total)}" for n in self._nodes.values())
             raise UsageError(
@@ -129,10 +172,12 @@ class _LocalHandle:
     """A running actor. Calls wait for a place; a call in flight when the actor dies is retried up to
     `max_task_retries` on the next incarnation, then fails with `PartDied`."""
 
-    def __init__(self, runtime: LocalRuntime, spec: ActorSpec, node: str) -> None:
+    def __init__(self, runtime: LocalRuntime, spec: ActorSpec, held: Node) -> None:
+        """`held`: the node, or the bundle on it, whose resources the actor has."""
         self._runtime = runtime
         self.spec = spec
-        self._node = node
+        self.held = held
+        self._node = held.id
         self._places = asyncio.Semaphore(spec.max_concurrency)
         self._life: _Incarnation | None = None
         self._restarts = 0
@@ -236,6 +281,11 @@ class _LocalHandle:
         if error is not None:
             raise error
         return pickle.loads(pickle.dumps(work.result()[0]))
+
+
+def _take(node: Node, resources: Mapping[str, float], sign: float) -> None:
+    for name, amount in resources.items():
+        node.free[name] -= sign * amount  # type: ignore[index]
 
 
 async def _invoke(instance: Any, method: str, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:

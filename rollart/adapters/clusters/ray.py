@@ -17,10 +17,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.clusters.events import EventLog
+from rollart.adapters.clusters.gang import bundle_of
 from rollart.adapters.clusters.labels import matches
+from rollart.adapters.clusters.ray_groups import RayGroups
 from rollart.adapters.clusters.ray_handle import RayHandle
 from rollart.adapters.clusters.ray_host import pack, unpack
 from rollart.errors import ProviderError, UsageError
+from rollart.fleet import BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
 
 __all__ = ["RayRuntime"]
@@ -39,7 +42,7 @@ class RayRuntime:
     """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
     actor; of an actor whose node died the next incarnation goes to any node that its labels allow.
 
-    Invariant: free = total - held by our actors on every node that lives.
+    Invariant: free = total - reserved - held by our other actors on every node that lives.
     """
 
     def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
@@ -49,6 +52,7 @@ class RayRuntime:
         self._env = dict(env or {})
         self._before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
+        self.groups = RayGroups(self._take)
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
         self._objects: dict[str, Any] = {}
@@ -87,6 +91,19 @@ class RayRuntime:
         self.emit(RuntimeEvent("actor_started", spec.name, handle.node))
         return handle
 
+    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
+        await self.look()
+        await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes, name=lambda ray_id: self._names.get(ray_id))
+
+    async def release(self, group: str) -> None:
+        for handle in self._actors.values():
+            if self.groups.holds(group, handle.spec.bundle):
+                raise UsageError(f"an actor is still in bundle {handle.spec.bundle!r}", remedy="kill it first")
+        await self.groups.release(group)
+
+    def reserved(self, group: str) -> bool:
+        return group in self.groups
+
     def events(self) -> AsyncIterator[RuntimeEvent]:
         """Every event from the runtime's start on, for as long as it runs."""
         return self._events.read()
@@ -113,6 +130,7 @@ class RayRuntime:
         async with asyncio.TaskGroup() as tasks:
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
+        await self.groups.close()
         self._objects.clear()
         await asyncio.to_thread(ray.shutdown)
         for name, value in self._before.items():
@@ -131,26 +149,29 @@ class RayRuntime:
         self._actors.pop(handle.spec.name, None)
 
     async def feasible(self, spec: ActorSpec) -> None:
-        """`UsageError` when no node that is there now could ever hold it."""
+        """`UsageError` when no node that is there now, or its bundle, could ever hold it."""
         await self.look()
+        labels = bundle_of(spec, self.groups.bundles).labels if spec.bundle else spec.labels
         if not any(
-            matches(spec.labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
+            matches(labels, n.labels) and all(n.total.get(k, 0.0) >= v for k, v in spec.resources.items())
             for n in self._nodes.values()
         ):
             have = "; ".join(f"{n.id} {_shown(n.labels)} {dict(n.total)}" for n in self.nodes())
             raise UsageError(
-                f"{spec.name} asks for {dict(spec.resources)} on {dict(spec.labels)}: no node could ever hold it",
+                f"{spec.name} asks for {dict(spec.resources)} on {dict(labels)}: no node could ever hold it",
                 remedy=f"the cluster has: {have}",
             )
 
     def hold(self, ray_id: str, spec: ActorSpec) -> str:
         """Ray put the actor on this node: account for it; the node's name."""
         name = self._names.get(ray_id, ray_id)
-        self._take(name, spec, 1.0)
+        if not spec.bundle:
+            self._take(name, spec.resources, 1.0)
         return name
 
     def give(self, node: str, spec: ActorSpec) -> None:
-        self._take(node, spec, -1.0)
+        if not spec.bundle:
+            self._take(node, spec.resources, -1.0)
 
     async def look(self) -> None:
         """See which nodes are there. One look at a time: an older answer must not undo a newer one."""
@@ -173,9 +194,9 @@ class RayRuntime:
             self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
             self.emit(RuntimeEvent("node_up", name))
 
-    def _take(self, node: str, spec: ActorSpec, sign: float) -> None:
+    def _take(self, node: str, resources: Mapping[str, float], sign: float) -> None:
         there = self._nodes.get(node)
-        for name, amount in spec.resources.items() if there is not None else ():
+        for name, amount in resources.items() if there is not None else ():
             there.free[name] -= sign * amount  # type: ignore[index, union-attr]
 
     async def _watch(self) -> None:
@@ -183,6 +204,7 @@ class RayRuntime:
             await asyncio.sleep(LOOK_S)
             with contextlib.suppress(Exception):  # the head is busy, or gone: look again
                 await self.look()
+                await self.groups.follow(self._nodes, lambda ray_id: self._names.get(ray_id))
 
 
 async def _answers(address: str) -> None:

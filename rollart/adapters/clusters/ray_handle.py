@@ -68,13 +68,16 @@ class RayHandle:
 
         await self._runtime.feasible(self.spec)
         resources = dict(self.spec.resources)
+        where: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
+        if self.spec.bundle:
+            where = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
         host = (
             ray.remote(Host)
             .options(
                 num_cpus=resources.pop("CPU", 0.0),
                 num_gpus=resources.pop("GPU", 0.0),
                 resources=resources,
-                label_selector=dict(self.spec.labels) or None,
+                **where,
                 max_concurrency=self.spec.max_concurrency + OURS,
                 max_restarts=0,
             )

@@ -1,0 +1,125 @@
+"""Where the bundles of a gang could lie: pure, for the local runtime and for errors before Ray waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rollart.adapters.clusters.labels import matches
+from rollart.errors import UsageError
+from rollart.fleet import Bundle, BundleGroup
+from rollart.ports import ActorSpec, Node
+
+__all__ = ["bundle_of", "check", "fit", "no_room"]
+
+STEPS = 20_000
+"""Bundles tried in one search: packing is hard in theory, gangs are small and alike in practice."""
+
+SLACK = 1e-9
+
+
+def fit(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
+    """A node with room for each bundle, by bundle, in what is free now; None if there is none, or none was found in
+    `STEPS` tries. Large bundles first; ties by the order of `nodes`."""
+    return _Search(gang, nodes).find()
+
+
+def check(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+    """`UsageError` if these nodes could not hold the gang were they empty."""
+    empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
+    have = "; ".join(f"{n.id} {_shown(n.labels)} {dict(n.total)}" for n in nodes)
+    for bundle in _bundles(gang):
+        if not any(matches(bundle.labels, n.labels) and _has(n.total, bundle) for n in empty):
+            raise UsageError(f"{bundle}: no node could ever hold it", remedy=f"the cluster has: {have}")
+    search = _Search(gang, empty)
+    if search.find() is None and search.steps < STEPS:
+        deepest = search.stuck
+        raise UsageError(
+            f"the nodes could never hold all of it at once; there is no room beside the others for {deepest}",
+            remedy=f"the cluster has: {have}",
+        )
+
+
+def no_room(lacking: Sequence[Bundle], wait_s: float) -> UsageError:
+    """What a reservation ends with after `wait_s`."""
+    return UsageError(
+        f"after {wait_s:g} s the cluster has no room for {'; '.join(map(str, lacking))}",
+        remedy="end what else holds these devices, start more nodes, or raise runtime.wait_s",
+    )
+
+
+def bundle_of(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
+    """The bundle that the actor runs in. `UsageError` if there is none, or it could never hold the actor."""
+    found = bundles.get(spec.bundle)
+    if found is None:
+        raise UsageError(f"{spec.name} asks for the bundle {spec.bundle!r}, and none of that name is reserved")
+    if any(found.total.get(name, 0.0) < amount - SLACK for name, amount in spec.resources.items()):
+        raise UsageError(
+            f"{spec.name} asks for {dict(spec.resources)} in bundle {spec.bundle!r}, which could never hold it",
+            remedy=f"the bundle has {dict(found.total)}",
+        )
+    return found
+
+
+class _Search:
+    """Depth first, over bundles from the largest on. `stuck` is the bundle that no try got past."""
+
+    def __init__(self, gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+        self.steps = 0
+        self._nodes = nodes
+        self._room = {n.id: dict(n.free) for n in nodes}
+        self._strategy = {b.name: (g.name, g.strategy) for g in gang for b in g.bundles}
+        self._order = sorted(_bundles(gang), key=lambda b: -sum(b.resources.values()))
+        self._found: dict[str, Node] = {}
+        self._depth = -1
+
+    @property
+    def stuck(self) -> Bundle:
+        return self._order[max(0, self._depth)]
+
+    def find(self) -> Mapping[str, Node] | None:
+        tries = [self._candidates(self._order[0])] if self._order else []
+        while tries and len(self._found) < len(self._order):
+            bundle = self._order[len(tries) - 1]
+            self._depth = max(self._depth, len(tries) - 1)
+            node = next(tries[-1], None)
+            self.steps += 1
+            if self.steps >= STEPS:
+                return None
+            if node is None:  # another place for the one before
+                tries.pop()
+                if tries:
+                    before = self._order[len(tries) - 1]
+                    _add(self._room[self._found.pop(before.name).id], before, 1.0)
+                continue
+            _add(self._room[node.id], bundle, -1.0)
+            self._found[bundle.name] = node
+            if len(tries) < len(self._order):
+                tries.append(self._candidates(self._order[len(tries)]))
+        return dict(self._found) if len(self._found) == len(self._order) else None
+
+    def _candidates(self, bundle: Bundle) -> Iterator[Node]:
+        group, strategy = self._strategy[bundle.name]
+        used = {n.id for name, n in self._found.items() if self._strategy[name][0] == group}
+        fitting = [n for n in self._nodes if matches(bundle.labels, n.labels) and _has(self._room[n.id], bundle)]
+        if strategy == "STRICT_PACK" and used:
+            fitting = [n for n in fitting if n.id in used]
+        elif strategy == "STRICT_SPREAD":
+            fitting = [n for n in fitting if n.id not in used]
+        yield from sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD"))
+
+
+def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:
+    return [bundle for group in gang for bundle in group.bundles]
+
+
+def _has(room: Mapping[str, float], bundle: Bundle) -> bool:
+    return all(room.get(name, 0.0) >= amount - SLACK for name, amount in bundle.resources.items())
+
+
+def _add(room: dict[str, float], bundle: Bundle, sign: float) -> None:
+    for name, amount in bundle.resources.items():
+        room[name] = room.get(name, 0.0) + sign * amount
+
+
+def _shown(labels: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in labels.items() if not k.startswith("ray.io/")}

@@ -1,0 +1,187 @@
+"""Reservations on Ray: a placement group per group of bundles, all of a gang's at once.
+
+A placement group is all or nothing, and can only be given back whole, with whatever runs in it; the parts of a run
+come and go one by one. So each part's group is one of Ray's, and what makes a gang of them is that nobody waits while
+holding some: those that have room are given back when others have found none for a while. Two gangs that each hold half
+of what both need so never wait for each other for ever, and hold for times that differ: one gets through.
+
+None is detached: Ray gives them back when the controller ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.adapters.clusters.gang import check, no_room
+from rollart.errors import UsageError
+from rollart.fleet import Bundle, BundleGroup
+from rollart.ports import Node
+
+__all__ = ["RayGroups"]
+
+HOLD_S = (2.0, 20.0)
+"""Seconds that what was found is held while the rest has no room: at first, and at most. Room that is there is found in
+milliseconds, in seconds on a machine that is busy."""
+
+LOOK_S = (0.02, 0.5)
+"""Between two looks whether groups have room: at first, and at most."""
+
+Named = Callable[[str], str | None]
+"""A node's name by Ray's id of it."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A group that Ray holds; `where` has the name of each bundle's node, None while it has none."""
+
+    group: BundleGroup
+    ray: Any
+    where: list[str | None]
+
+
+class RayGroups:
+    """Owns the placement groups of one connection. `reserve` waits until all of a gang have room, unblocked by whoever
+    gives some back or by a node that joins."""
+
+    def __init__(self, take: Callable[[str, Mapping[str, float], float], None]) -> None:
+        """`take` accounts for resources of a node."""
+        self._take = take
+        self._held: dict[str, _Held] = {}
+        self.bundles: dict[str, Node] = {}
+        """What was reserved, by bundle; its node's name is in the group, for it may change."""
+        self._random = random.Random(os.getpid())
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._held
+
+    def holds(self, group: str, bundle: str) -> bool:
+        held = self._held.get(group)
+        return held is not None and any(b.name == bundle for b in held.group.bundles)
+
+    def strategy(self, bundle: str) -> Any:
+        """How Ray is told to put an actor into it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for held in self._held.values():
+            for index, own in enumerate(held.group.bundles):
+                if own.name == bundle:
+                    return PlacementGroupSchedulingStrategy(held.ray, placement_group_bundle_index=index)
+        raise UsageError(f"no bundle of the name {bundle!r} is reserved")
+
+    async def reserve(
+        self, gang: Sequence[BundleGroup], *, wait_s: float, nodes: Callable[[], Sequence[Node]], name: Named
+    ) -> None:
+        for group in gang:
+            if group.name in self._held or any(b.name in self.bundles for b in group.bundles):
+                raise UsageError(f"room for {group.name!r} is reserved already")
+        check(gang, nodes())
+        loop = asyncio.get_running_loop()
+        end, hold = loop.time() + wait_s, HOLD_S[0]
+        while True:
+            lacking = await self._try(gang, max(HOLD_S[0], min(hold, end - loop.time())), name)
+            if not lacking:
+                return
+            if loop.time() >= end:
+                raise no_room(lacking, wait_s)
+            check(gang, nodes())  # a node that could have held it is gone
+            await asyncio.sleep(self._random.uniform(0.1, 1.0))
+            hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
+
+    async def release(self, group: str) -> None:
+        held = self._held.pop(group, None)
+        if held is None:
+            return
+        for bundle, node in zip(held.group.bundles, held.where, strict=True):
+            del self.bundles[bundle.name]
+            if node is not None:
+                self._take(node, bundle.resources, -1.0)
+        await _remove([held])
+
+    async def close(self) -> None:
+        for group in list(self._held):
+            await self.release(group)
+
+    async def follow(self, alive: Mapping[str, Node], name: Named) -> None:
+        """Where bundles are now whose nodes died: Ray moves them by itself, as soon as there is room."""
+        moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
+        table = await asyncio.to_thread(_table) if moved else {}
+        for held in moved:
+            places = _places(table, held, name)
+            for index, bundle in enumerate(held.group.bundles):
+                before, now = held.where[index], places[index]
+                if before in alive or now is None or now not in alive:
+                    continue
+                held.where[index] = now
+                if held.group.name in self._held:  # not given back meanwhile
+                    self._take(now, bundle.resources, 1.0)
+
+    async def _try(self, gang: Sequence[BundleGroup], hold_s: float, name: Named) -> list[Bundle]:
+        """Hold all of it, or nothing; the bundles of groups that found no room within `hold_s`."""
+        loop = asyncio.get_running_loop()
+        until, look = loop.time() + hold_s, LOOK_S[0]
+        asked: list[_Held] = []
+        try:
+            # The largest first: Ray gives room in this order.
+            for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
+                asked.append(_Held(group, await asyncio.to_thread(_ask, group), [None] * len(group.bundles)))
+            while True:
+                table = await asyncio.to_thread(_table)
+                without = [held for held in asked if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
+                if not without:
+                    break
+                if loop.time() >= until:
+                    return [bundle for held in without for bundle in held.group.bundles]
+                await asyncio.sleep(look)
+                look = min(1.5 * look, LOOK_S[1])
+            for held in asked:
+                held.where = _places(table, held, name)
+                self._held[held.group.name] = held
+                for bundle, node in zip(held.group.bundles, held.where, strict=True):
+                    total = dict(bundle.resources)
+                    self.bundles[bundle.name] = Node("", dict(bundle.labels), total, dict(total))
+                    if node is not None:
+                        self._take(node, bundle.resources, 1.0)
+            asked = []
+            return []
+        finally:
+            await asyncio.shield(_remove(asked))
+
+
+def _ask(group: BundleGroup) -> Any:
+    from ray.util.placement_group import placement_group
+
+    return placement_group(
+        [dict(bundle.resources) for bundle in group.bundles],
+        strategy=group.strategy,
+        bundle_label_selector=[dict(bundle.labels) for bundle in group.bundles],
+    )
+
+
+def _table() -> Mapping[str, Any]:
+    """Every placement group of the cluster, by its id."""
+    from ray.util.placement_group import placement_group_table
+
+    found: Mapping[str, Any] = placement_group_table()
+    return found
+
+
+def _places(table: Mapping[str, Any], held: _Held, name: Named) -> list[str | None]:
+    """The node of each bundle."""
+    row = table.get(held.ray.id.hex(), {})
+    nodes = row.get("bundles_to_node_id", {}) if row.get("state") == "CREATED" else {}
+    ids = [nodes.get(index) for index in range(len(held.group.bundles))]
+    return [(name(ray_id) or ray_id) if ray_id else None for ray_id in ids]
+
+
+async def _remove(groups: Sequence[_Held]) -> None:
+    if not groups:
+        return
+    from ray.util.placement_group import remove_placement_group
+
+    for held in groups:
+        await asyncio.to_thread(remove_placement_group, held.ray)
