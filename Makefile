@@ -3,16 +3,18 @@
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
 # make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
+# make openenv    an environment of its own with OpenEnv's server (75 MB), which the slow tests run the client against
 # make test-fuzz  property tests with other random examples at every call; the others draw the same ones each time
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+OPENENV := .venv-openenv
 export OMP_NUM_THREADS ?= 1
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo fleet-demo install lint types layers test test-fast test-slow test-fuzz vllm-test docs benchmarks clean
+.PHONY: demo fleet-demo install lint types layers test test-fast test-slow test-fuzz vllm-test openenv docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
@@ -40,7 +42,7 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray
+test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(OPENENV)/.installed
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
@@ -65,6 +67,13 @@ $(VENV)/.harnesses: $(VENV)/.installed
 # Ray, for runs on more than this machine and for their tests on a faked cluster.
 $(VENV)/.ray: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	touch $@
+
+openenv: $(OPENENV)/.installed
+
+$(OPENENV)/.installed: integrations/openenv/requirements.txt
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r integrations/openenv/requirements.txt
 	touch $@
 
 vllm-test: install $(VLLM)/.installed
@@ -93,4 +102,4 @@ benchmarks: install
 	$(BIN)/python benchmarks/sandbox.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(VLLM) $(OPENENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

@@ -11,6 +11,7 @@ RollartError                      exit code
     ├── PartDied                  1   a process that the run needs is gone and may not be restarted again
     ├── LeaseExpired              1   a wait passed its deadline and its action was to fail the run
     ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
+    ├── EnvironmentFault          1   an environment or its host failed a call: carries the host's name
     ├── EngineError               1   an engine answered with an error
     │   └── HandoffFailed         1   the KV of a prefill could not be used: the engine is well, prefill elsewhere
     └── TrainerError              1
@@ -24,6 +25,7 @@ from __future__ import annotations
 __all__ = [
     "BudgetExceeded",
     "EngineError",
+    "EnvironmentFault",
     "FaultRateExceeded",
     "HandoffFailed",
     "Interrupted",
@@ -107,6 +109,15 @@ class LeaseExpired(RunFailed):
 
 class StorageFailed(RunFailed):
     pass
+
+
+class EnvironmentFault(RunFailed):
+    """An environment that lives on a host failed a call, or the host did. `host` names it; `message` says what it did
+    and ends with that name."""
+
+    def __init__(self, host: str, message: str) -> None:
+        super().__init__(f"{message} on {host}")
+        self.host = host
 
 
 class EngineError(RunFailed):

@@ -1,0 +1,197 @@
+"""Environments behind an OpenEnv server, by its wire protocol: the package `openenv` is not needed on this side.
+
+    environment: rollart.adapters.envs.openenv:OpenEnv
+    environment_args: {url: "http://127.0.0.1:8000", action: guess}
+
+One WebSocket per episode: the server makes an environment for a connection and drops it with the connection
+(`openenv` 0.10.0, `core/env_server/http_server.py`). Frames are JSON: `{"type": "reset", "data": {"seed", "episode_id",
+...}}`, `{"type": "step", "data": ACTION}`, `{"type": "state"}`, `{"type": "close"}`; answers are `observation` (with
+`observation`, `reward`, `done`), `state`, or `error` with a code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollart.adapters.envs.openenv_wire import Answer, NotBegun, Refused, Session, endpoints
+from rollart.adapters.envs.openenv_words import Encode, Show, encoder, only_field, shown_by
+from rollart.adapters.envs.split import held_out_seed
+from rollart.errors import EnvironmentFault
+from rollart.model import Observation, Step
+
+__all__ = ["OpenEnv"]
+
+_LIVE: Counter[str] = Counter()
+"""Sessions of this process by server: the next goes where there are fewest."""
+
+_NUMBERS = itertools.count()
+
+
+class OpenEnv:
+    """One episode on an OpenEnv server. Implements `rollart.ports.Environment`.
+
+    `url` is a server, or several that are alike; an episode begins on the one with the fewest of this process. A server
+    that is full, out of reach or gone before its first answer is passed over; where all are, the reset tries again with
+    growing pauses until `capacity_s`. A session that was begun is never taken up again: with its connection the
+    server loses its state, and so the episode.
+
+    The observation's only text field is what the policy reads, else `text` names one, or a `module:function` of the
+    observation as a mapping; without either it is shown as JSON. `action` names the field that takes the policy's text
+    (asked of the server's schema if it has only one); `json` takes the text as the whole action; or a
+    `module:function` from text to a mapping. What is no action by the server's own types is a turn lost, the last
+    observation again and `invalid_reward`. `actions` are legal answers, if they are always the same; `actions_from`
+    names the field of an observation that lists them.
+
+    `reset_args` go with every reset, `held_out_args` with those of held-out episodes beside (`{split: test}`). The
+    token in the variable `token_env` is sent as a bearer's. Every failure of the server is an `EnvironmentFault` with
+    its host named: an error, a closed socket, a frame that is no answer, or none within `reset_s` and `step_s`, which
+    are to be shorter than the run's leases.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        action: str | Encode | None = None,
+        text: str | Show | None = None,
+        actions: Sequence[str] | None = None,
+        actions_from: str | None = None,
+        invalid_reward: float = 0.0,
+        success_at: float | None = None,
+        reset_args: Mapping[str, Any] | None = None,
+        held_out_args: Mapping[str, Any] | None = None,
+        token_env: str | None = None,
+        connect_s: float = 10.0,
+        capacity_s: float = 30.0,
+        reset_s: float = 55.0,
+        step_s: float = 25.0,
+        max_tokens: int | None = None,
+        reuse: bool = False,
+    ) -> None:
+        self._urls = endpoints([url] if isinstance(url, str) else url)
+        self._encode, self._show = encoder(action), shown_by(text)
+        self._actions = None if actions is None else tuple(actions)
+        self._actions_from, self._max_tokens = actions_from, max_tokens
+        self._invalid_reward, self._success_at = float(invalid_reward), success_at
+        self._reset_args, self._held_out_args = dict(reset_args or {}), dict(held_out_args or {})
+        if token_env is not None and not os.environ.get(token_env):
+            raise ValueError(f"token_env is {token_env!r}, and no variable of that name is set")
+        self._headers = {} if token_env is None else {"Authorization": f"Bearer {os.environ[token_env]}"}
+        self._connect_s, self._capacity_s, self._reset_s, self._step_s = connect_s, capacity_s, reset_s, step_s
+        self.reusable = reuse
+        """Whether the session may be reset for another episode."""
+        self._session: Session | None = None
+        self._last: Observation | None = None
+        self._observations: list[str] = []
+        self._rewards: list[float] = []
+
+    async def reset(self, seed: int) -> Observation:
+        more = self._held_out_args if held_out_seed(seed) else {}
+        name = f"{seed}-{os.getpid()}-{next(_NUMBERS)}"
+        data = {"seed": seed, "episode_id": name, **self._reset_args, **more}
+        if self._session is None:
+            self._session, answer = await self._begun(data, random.Random(seed))
+        else:
+            answer = await self._session.asked("reset", data, self._reset_s)
+        if self._encode is None:
+            self._encode = encoder(only_field(await self._session.schema(self._connect_s), self._session.host))
+        if answer.done:
+            raise EnvironmentFault(self._session.host, "the episode was over before its first step")
+        self._last = self._shown(answer.observation)
+        self._observations, self._rewards = [self._last.text], []
+        return self._last
+
+    async def step(self, action: str) -> Step:
+        if self._session is None or self._encode is None or self._last is None:
+            raise RuntimeError("step before reset")
+        try:
+            data = self._encode(action)
+            answer = await self._session.asked("step", data, self._step_s, fields=self._encode.fields)
+        except (ValueError, Refused):
+            self._observations.append(self._last.text)
+            self._rewards.append(self._invalid_reward)
+            return Step(self._last, self._invalid_reward)
+        reward = 0.0 if answer.reward is None else float(answer.reward)
+        self._last = self._shown(answer.observation)
+        self._observations.append(self._last.text)
+        self._rewards.append(reward)
+        if not answer.done:
+            return Step(self._last, reward)
+        success = self._succeeded(answer.observation, answer.metadata)
+        metadata = {
+            "observations": self._observations,
+            "env_rewards": self._rewards,
+            "success": success,
+            "observation": answer.observation,
+            "metadata": answer.metadata,
+        }
+        return Step(Observation(self._last.text), reward, done=True, success=success, metadata=metadata)
+
+    async def state(self) -> Mapping[str, Any]:
+        """What the server says of the episode: `episode_id`, `step_count`, and what the environment adds."""
+        if self._session is None:
+            raise RuntimeError("state before reset")
+        return await self._session.state(self._step_s)
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            _LIVE[session.url] -= 1
+            await session.close()
+
+    async def _begun(self, data: Mapping[str, Any], rng: random.Random) -> tuple[Session, Answer]:
+        """A session on a server with room, and its first answer. `EnvironmentFault` once none began for too long."""
+        loop = asyncio.get_running_loop()
+        until, pause = loop.time() + self._capacity_s, 0.05
+        while True:
+            said: NotBegun | None = None
+            for url in sorted(self._urls, key=lambda u: (_LIVE[u], self._urls.index(u))):
+                try:
+                    return await self._tried(url, data)
+                except NotBegun as error:
+                    said = error
+            assert said is not None
+            if loop.time() + pause >= until:
+                raise EnvironmentFault(
+                    said.host,
+                    f"no episode was begun within {self._capacity_s:g} s on {len(self._urls)} servers; {said.said}",
+                )
+            await asyncio.sleep(pause * rng.uniform(0.5, 1.0))
+            pause = min(2.0, pause * 2)
+
+    async def _tried(self, url: str, data: Mapping[str, Any]) -> tuple[Session, Answer]:
+        _LIVE[url] += 1
+        session: Session | None = None
+        try:
+            session = await Session.open(url, headers=self._headers, connect_s=self._connect_s)
+            return session, await session.asked("reset", data, self._reset_s)
+        except BaseException:
+            _LIVE[url] -= 1
+            if session is not None:
+                await session.close()
+            raise
+
+    def _shown(self, observation: Mapping[str, Any]) -> Observation:
+        assert self._session is not None
+        try:
+            text = self._show(observation)
+            legal = self._actions if self._actions_from is None else tuple(map(str, observation[self._actions_from]))
+        except (KeyError, TypeError) as error:
+            raise EnvironmentFault(
+                self._session.host, f"an observation without what it is read by ({error!r})"
+            ) from None
+        return Observation(text, actions=legal, max_tokens=self._max_tokens)
+
+    def _succeeded(self, *places: Mapping[str, Any]) -> bool | None:
+        if self._success_at is not None:
+            return sum(self._rewards) >= self._success_at
+        for place in places:
+            if isinstance(place.get("success"), bool):
+                return bool(place["success"])
+        return None

@@ -1,0 +1,198 @@
+"""One session with an OpenEnv server: frames out, checked answers in, every failure with the host's name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rollart.errors import EnvironmentFault
+
+__all__ = ["Answer", "NotBegun", "Refused", "Session", "endpoints"]
+
+LARGEST = 64 * 2**20
+"""Bytes of a frame: a longer one is no observation that a policy could read."""
+
+CLOSE_S = 2.0
+"""Seconds for the farewell: less than a trajectory waits for the close of its environment."""
+
+FULL = "CAPACITY_REACHED"
+
+
+class NotBegun(EnvironmentFault):
+    """No episode was begun: the server was full, out of reach, or gone before its first answer. Since a server keeps an
+    environment no longer than its connection, another may be asked."""
+
+    def __init__(self, host: str, message: str) -> None:
+        super().__init__(host, message)
+        self.said = message
+
+
+class Refused(Exception):
+    """The server refused a step, since the policy's text is none of its actions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An observation frame."""
+
+    observation: Mapping[str, Any]
+    reward: float | None
+    done: bool
+    metadata: Mapping[str, Any]
+
+
+def endpoints(urls: Sequence[str]) -> tuple[str, ...]:
+    """The servers' base addresses with http or https. ValueError for what is none."""
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        scheme = {"http": "http", "https": "https", "ws": "http", "wss": "https"}.get(parts.scheme)
+        if scheme is None or not parts.netloc:
+            raise ValueError(f"url is {url!r} (rule: http, https, ws or wss with a host)")
+        found.append(f"{scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/ws')}")
+    if not found:
+        raise ValueError("url is empty (rule: at least one server)")
+    return tuple(found)
+
+
+class Session:
+    """A WebSocket to one server. Used by one episode's task at a time; ended by its first failure."""
+
+    def __init__(self, url: str, client: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.url = url
+        self.host = urlsplit(url).netloc
+        self._client, self._socket = client, socket
+        self._begun = False
+
+    @classmethod
+    async def open(cls, url: str, *, headers: Mapping[str, str], connect_s: float) -> Session:
+        """A connection. `NotBegun` if there is none within `connect_s`."""
+        client = aiohttp.ClientSession(headers=headers)
+        host = urlsplit(url).netloc
+        try:
+            async with asyncio.timeout(connect_s):
+                socket = await client.ws_connect(f"{url}/ws", max_msg_size=LARGEST, heartbeat=20.0)
+                return cls(url, client, socket)
+        except TimeoutError:
+            await client.close()
+            raise NotBegun(host, f"no connection within {connect_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            await client.close()
+            raise NotBegun(host, f"no connection ({_words(error)})") from None
+        except BaseException:
+            await client.close()
+            raise
+
+    async def asked(
+        self, what: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
+    ) -> Answer:
+        """The answer to a reset or a step. `Refused` for an action that breaks the server's types otherwise than by the
+        names of its `fields`, which are not the policy's choice."""
+        await self._send(what, data)
+        frame = await self._frame(seconds, what, fields)
+        if frame.get("type") != "observation":
+            raise await self._lost(f"answered a {what} with a frame of type {frame.get('type')!r}")
+        self._begun = True
+        try:
+            return _answer(frame["data"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise await self._lost(f"answered a {what} with what is no observation ({_words(error)})") from None
+
+    async def state(self, seconds: float) -> Mapping[str, Any]:
+        await self._send("state", None)
+        frame = await self._frame(seconds, "state")
+        if frame.get("type") != "state" or not isinstance(frame.get("data"), dict):
+            raise await self._lost(f"answered for its state with a frame of type {frame.get('type')!r}")
+        return dict(frame["data"])
+
+    async def schema(self, seconds: float) -> Mapping[str, Any]:
+        """The JSON schema of actions, by HTTP."""
+        try:
+            async with asyncio.timeout(seconds), self._client.get(f"{self.url}/schema") as answer:
+                return dict((await answer.json())["action"])
+        except (TimeoutError, aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+            raise EnvironmentFault(self.host, f"no schema of its actions ({_words(error)})") from None
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(CLOSE_S):
+                if not self._socket.closed:
+                    await self._socket.send_str(json.dumps({"type": "close"}))
+                    await self._socket.close()
+        await self._client.close()
+
+    async def _send(self, what: str, data: Mapping[str, Any] | None) -> None:
+        try:
+            await self._socket.send_str(json.dumps({"type": what} if data is None else {"type": what, "data": data}))
+        except (aiohttp.ClientError, OSError) as error:
+            if not self._begun:
+                return  # a server that is full says so and closes: the next frame tells
+            raise await self._lost(f"the session was gone at its {what} ({_words(error)})") from None
+
+    async def _frame(self, seconds: float, what: str, fields: frozenset[str] | None = None) -> Any:
+        """The next frame as a mapping. An error frame is a fault, or `Refused`."""
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._socket.receive()
+        except TimeoutError:
+            raise await self._lost(f"no answer to a {what} within {seconds:g} s") from None
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            code = self._socket.close_code
+            raise await self._lost(f"the session was closed at its {what} (code {code}, {message.type.name.lower()})",
+                                   begun=self._begun)  # fmt: skip
+        try:
+            frame = json.loads(message.data)
+        except ValueError:
+            frame = None
+        if not isinstance(frame, dict):
+            raise await self._lost(f"answered a {what} with what is no frame")
+        if frame.get("type") == "error":
+            await self._failed(what, frame.get("data"), fields)
+        return frame
+
+    async def _failed(self, what: str, data: Any, fields: frozenset[str] | None) -> None:
+        error = data if isinstance(data, dict) else {}
+        code, errors = str(error.get("code", "?")), error.get("errors")
+        if what == "step" and code == "VALIDATION_ERROR":
+            if not _misnamed(errors, fields):
+                raise Refused(str(errors))
+            error = {"message": f"its actions have other fields: {errors}"}
+        said = " ".join(str(error.get("message", data)).split())[:300]
+        raise await self._lost(f"{code} at its {what}: {said}", begun=code != FULL)
+
+    async def _lost(self, message: str, *, begun: bool = True) -> EnvironmentFault:
+        """The fault, and the end of the session."""
+        await self.close()
+        return EnvironmentFault(self.host, message) if begun else NotBegun(self.host, message)
+
+
+def _answer(data: Any) -> Answer:
+    observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
+    if not isinstance(observation, dict) or not isinstance(done, bool):
+        raise TypeError(f"observation is {type(observation).__name__}, done is {type(done).__name__}")
+    if reward is not None:
+        reward = float(reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"reward is {reward}")
+    metadata = data.get("metadata") or observation.get("metadata") or {}
+    return Answer(observation, reward, done, metadata if isinstance(metadata, dict) else {})
+
+
+def _misnamed(errors: Any, fields: frozenset[str] | None) -> bool:
+    """Whether the server complains of the names of fields that the spec gave: nothing that a policy says mends that."""
+    if fields is None or not isinstance(errors, list):
+        return False
+    kinds = [(e.get("type"), e.get("loc")) for e in errors if isinstance(e, dict)]
+    return any(kind in ("missing", "extra_forbidden") and len(loc or ()) == 1 for kind, loc in kinds)
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

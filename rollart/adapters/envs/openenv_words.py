@@ -1,0 +1,76 @@
+"""OpenEnv's observations and actions, which are mappings, as the texts that a policy reads and writes. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.adapters.envs.lookup import attribute_at
+from rollart.errors import EnvironmentFault
+
+__all__ = ["Encode", "Show", "encoder", "only_field", "shown_by"]
+
+Show = Callable[[Mapping[str, Any]], str]
+
+JSON = "json"
+"""`action: json`: the policy writes the whole action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """From the policy's text to an action; ValueError for a text that is none. `fields` are those that the spec named,
+    None where the policy names them itself."""
+
+    encode: Callable[[str], Mapping[str, Any]]
+    fields: frozenset[str] | None = None
+
+    def __call__(self, text: str) -> Mapping[str, Any]:
+        action = self.encode(text)
+        if not isinstance(action, Mapping):
+            raise ValueError(f"an action is a mapping, not {type(action).__name__}")
+        return action
+
+
+def encoder(action: str | Encode | Callable[[str], Mapping[str, Any]] | None) -> Encode | None:
+    """How texts become actions; None while the server was not asked yet."""
+    if action is None or isinstance(action, Encode):
+        return action
+    if not isinstance(action, str):
+        return Encode(action)
+    if action == JSON:
+        return Encode(json.loads)
+    if ":" in action:
+        return Encode(attribute_at(action, "action"))
+    return Encode(lambda text: {action: text.strip()}, frozenset((action,)))
+
+
+def shown_by(text: str | Show | None) -> Show:
+    """How observations are read."""
+    if text is None:
+        return _plain
+    if not isinstance(text, str):
+        return text
+    if ":" in text:
+        found: Show = attribute_at(text, "text")
+        return found
+    return lambda observation: str(observation[text])
+
+
+def only_field(schema: Mapping[str, Any], host: str) -> str:
+    """The field of an action that takes the policy's text: the only one but `metadata`, or the only required one."""
+    named = [name for name in schema.get("properties", {}) if name != "metadata"]
+    needed = [name for name in schema.get("required", ()) if name in named]
+    for names in (named, needed):
+        if len(names) == 1:
+            return str(names[0])
+    raise EnvironmentFault(host, f"actions have the fields {named}, and the spec names none (`action`)")
+
+
+def _plain(observation: Mapping[str, Any]) -> str:
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    values = list(fields.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
