@@ -350,6 +350,14 @@ class EngineStats:
     """Tokens of KV that fit, of idle sessions included; None where the engine does not say."""
     kv_sessions: int | None = None
     """Sessions that fit whatever their length, in an engine with a slot for each; None: as many as tokens allow."""
+    external_tokens: int = 0
+    """Of the cached ones, those whose KV came from another engine."""
+    ended: int = 0
+    """Requests that were answered, whole or not."""
+    steps: int = 0
+    latencies: int = 0
+    """How often a request waited for its next token, those `latency_seconds` in sum; 0: it does not say."""
+    latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import native_output_to_stderr
+from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, runs_option
 from rollart.cli.launch import split_arguments
 from rollart.cli.profiles import measure
 from rollart.errors import StorageFailed, UsageError
@@ -30,12 +30,23 @@ STEPS = 16
     "-o", "--output", "out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True,
     help="File to write; name it in the cluster spec's `calibration`.",
 )  # fmt: skip
-def calibrate(arguments: tuple[str, ...], cluster: Path | None, out: Path) -> None:
+@click.option("--from", "measured", metavar="RUN", help="Fit what the engines of this run counted; start nothing.")
+@runs_option
+def calibrate(
+    arguments: tuple[str, ...], cluster: Path | None, out: Path, measured: str | None, runs_dir: Path
+) -> None:
     """Measure this machine with a run's model, and write what plans need to know of it.
 
     Probes the engine and the trainer alone, then runs the run three times for a few steps, with different mixes of its
     domains. Takes a few minutes; whatever else the machine does meanwhile is measured as well.
+
+    With --from, the engines of a run that was made (vLLM's on GPUs as well) give the constants of their devices.
     """
+    if measured is not None:
+        if arguments or cluster is not None:
+            raise UsageError("--from takes a run as it was", remedy="leave RUN.yaml, KEY=VALUE and --cluster out")
+        _from_run(find_run(measured, runs_dir), out)
+        return
     run_file, overrides = split_arguments(arguments)
     if not out.parent.is_dir():
         raise UsageError(f"--output {out}: {out.parent} is no directory")
@@ -53,6 +64,23 @@ def calibrate(arguments: tuple[str, ...], cluster: Path | None, out: Path) -> No
         f"{out}: {fitted.device}, {fitted.rows} measurements, off by {fitted.error:.1%} where held out", err=True
     )
     click.echo(f"  name it in the cluster spec: calibration: [{out}]", err=True)
+
+
+def _from_run(directory: Path, out: Path) -> None:
+    import json
+
+    from rollart.compose.engine_fit import fitted_engines
+    from rollart.spec.resolve import resolve_saved
+
+    with native_output_to_stderr():
+        fits = fitted_engines(resolve_saved(directory / RESOLVED, [], measure=measure), directory)
+        try:
+            out.write_text(json.dumps([one.to_dict() for one in fits], indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageFailed(f"{out}: {error.strerror}") from None
+    for one in fits:
+        found = one.calibration
+        click.echo(f"{out}: {found.device}, {found.rows} intervals, off by {found.error:.1%} where held out", err=True)
 
 
 def references(resolved: Resolved) -> list[Resolved]:

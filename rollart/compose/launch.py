@@ -22,6 +22,7 @@ from rollart.ledger.intervals import State
 from rollart.model import WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import RunEvent
+from rollart.runtime.metering import EngineMeter
 from rollart.spec.resolve import Resolved
 
 __all__ = ["launch"]
@@ -115,7 +116,10 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             engines = background.create_task(_engines(parts), name="engines")
             async with parts.open_functions(rewards(resolved, await artefacts)):
                 await engines
+                meter = EngineMeter(parts.control.gateway.stats, parts.ledger)
+                watchers.append(background.create_task(meter.run(), name="engines' counters"))
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
+                await meter.look()
             for watcher in watchers:
                 watcher.cancel()
         parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)

@@ -36,6 +36,7 @@ def render(runner: Runner, handoffs: Handoffs, *, held: int, paused: bool) -> st
         'vllm:prompt_tokens_by_source_total{source="local_cache_hit"}': s.cached_tokens - runner.imported_tokens,
         'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}': runner.imported_tokens,
         "vllm:num_preemptions_total": s.preemptions,
+        "vllm:iteration_tokens_total_count": s.steps,
         "vllm:request_prefill_time_seconds_sum": s.prefill_seconds,
         "vllm:request_decode_time_seconds_sum": s.decode_seconds,
         "rollart:kv_exported_bytes_total": exports.exported_bytes,

@@ -59,6 +59,7 @@ class Runner:
         self.imported_tokens = self.dropped_imports = 0
         self.ended = dict.fromkeys(FinishReason, 0)
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.steps = 0
 
     @property
     def busy(self) -> bool:
@@ -76,6 +77,9 @@ class Runner:
             kv_used=self.table.used_share(),
             kv_tokens=self.table.slots * self.context,
             kv_sessions=self.table.slots,
+            external_tokens=self.imported_tokens,
+            ended=sum(self.ended.values()),
+            steps=self.steps,
         )
 
     def add(self, job: Job) -> None:
@@ -341,6 +345,7 @@ class Runner:
 
     def _charge(self, seconds: float, *, decoded: int, total: int) -> None:
         """Split a step's time between its phases by tokens: they share one forward pass."""
+        self.steps += 1
         self.decode_seconds += seconds * decoded / total
         self.prefill_seconds += seconds * (total - decoded) / total
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from rollart.ledger.intervals import State
 from rollart.ports import Clock, Interval, Recorder, RunEvent
 
-__all__ = ["RESOURCE_CLOSED", "RESOURCE_OPENED", "EngineShares", "ResourceClock"]
+__all__ = ["ENGINE_DID", "RESOURCE_CLOSED", "RESOURCE_OPENED", "EngineShares", "ResourceClock"]
+
+ENGINE_DID = "engine_did"
+"""Event of an engine: what its counters grew by in an interval."""
 
 RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
 """Events that bound a resource's life: between them its intervals tile."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from rollart.ledger.clock import ENGINE_DID
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import (
@@ -106,6 +107,8 @@ class RunRows:
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
     updates: Sequence[RunEvent] = ()
     """Engines that loaded a version by themselves, and how many they had left out."""
+    engines: Sequence[RunEvent] = ()
+    """What engines did by their own counters, an event per engine and interval."""
     fault_threshold: float | None = None
     """Share of platform faults above which the run ends."""
 
@@ -132,6 +135,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         shares=reader.events(DOMAIN_SHARE),
         concurrency=reader.events(CONCURRENCY),
         updates=reader.events(ENGINE_UPDATED),
+        engines=reader.events(ENGINE_DID),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 

@@ -10,6 +10,7 @@ from rollart.ledger.intervals import State
 from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
+from rollart.report.engines import engines
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, RunRows, Table
 from rollart.report.shares import shares
 
@@ -19,7 +20,7 @@ __all__ = ["utilization"]
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _down(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
-              _filtered(rows), shares(rows), _concurrency(rows), _updates(rows))  # fmt: skip
+              _filtered(rows), engines(rows), shares(rows), _concurrency(rows), _updates(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 

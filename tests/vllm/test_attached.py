@@ -26,6 +26,9 @@ STEPS = 12
 """Of a tiny run: there are some left when a server dies after the second."""
 
 
+PROBES = STEPS + 3
+"""Tokens that a server samples when nobody plays, at most: one whenever its weights are looked at."""
+
 CONTEXT = 64
 """Of a tiny run's model, at most."""
 
@@ -48,6 +51,17 @@ def cluster(urls: list[str]) -> dict[str, Any]:
     engines = {"count": len(urls), "threads": 1, "max_slots": 16, "kind": "vllm", "attach": urls, "vllm": vllm}
     pools = [{"name": "theirs", "device": "cpu", "count": 2}, {"name": "here", "device": "cpu", "count": 1}]
     return {**CLUSTER, "pools": pools, "engines": engines}
+
+
+def sampled(url: str) -> int:
+    async def asked() -> int:
+        engine = VllmEngine(EngineId("looked-at"), url)
+        try:
+            return (await engine.stats()).generated_tokens
+        finally:
+            await engine.close()
+
+    return asyncio.run(asked())
 
 
 def of_server(root: Path, number: int) -> list[Process]:
@@ -84,6 +98,7 @@ def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: P
     home = Home(tmp_path)
     try:
         run = home.launch(tiny(steps=STEPS), cluster=cluster(urls))
+        run.until(lambda: sampled(urls[1]) > 2 * PROBES, "both have served")
         run.until_step(2)
         killed.kill()
         assert run.end(300) == 0, run.said
@@ -93,6 +108,8 @@ def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: P
     assert [e["subject"] for e in events(home.directory, "engine_lost")] == ["engine-1"], run.said
     assert events(home.directory, "infra_fault") == []
     assert "engine lost: engine-1" in run.said
+    counted = {e["subject"]: e["generated_tokens"] for e in events(home.directory, "engine_did")}
+    assert counted["engine-0"] >= 1, "what it did is in the ledger"
     assert kept.alive
 
     async def asked() -> None:

@@ -153,6 +153,11 @@ class HttpEngine:
             preemptions=int(of("num_preemptions_total")),
             kv_tokens=_kv_tokens(text),
             kv_sessions=int(values["rollart:slots"]) if "rollart:slots" in values else None,
+            external_tokens=int(of("external_prefix_cache_hits_total")),
+            ended=int(of("request_success_total")),
+            steps=int(of("iteration_tokens_total_count")),
+            latencies=int(of("inter_token_latency_seconds_count")),
+            latency_seconds=of("inter_token_latency_seconds_sum"),
         )
 
     async def healthy(self) -> bool:

@@ -1,0 +1,84 @@
+"""What engines did by their own counters: a table, and rows that constants of the performance model are fitted to.
+Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from placement.calibrate import Row
+from rollart.ports import RunEvent
+from rollart.report.rows import Cell, Column, RunRows, Table
+
+__all__ = ["engine_rows", "engines"]
+
+LEAST_STEPS = 20
+"""Of an interval that a row is made of: a mean of fewer says little."""
+
+Sums = Mapping[str, float]
+
+
+def engines(rows: RunRows) -> Table:
+    """Per engine. `hits`: share of the prompts' tokens whose KV it had kept; `pulled`: that came from another engine.
+    `batch` and `step_ms`: of a mean step."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    fullest: dict[str, float] = defaultdict(float)
+    for event in rows.engines:
+        for name, value in _numbers(event).items():
+            sums[event.subject][name] += value
+        fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
+    columns = (
+        Column("engine"), Column("prompt_tokens", "count"), Column("hits", "share"), Column("pulled", "share"),
+        Column("sampled_tokens", "count"), Column("prefill_tokens_per_s", "number"), Column("steps", "count"),
+        Column("batch", "number"), Column("step_ms", "number"), Column("kv_used", "share"),
+        Column("preemptions", "count"),
+    )  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for engine, s in sorted(sums.items()):
+        prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
+        step = _step_s(s)
+        found.append(
+            (engine, int(prompt), (cached - external) / prompt if prompt else None,
+             external / prompt if prompt else None, int(s["generated_tokens"]),
+             (prompt - cached) / s["prefill_seconds"] if s["prefill_seconds"] else None, int(steps),
+             s["generated_tokens"] / steps if steps else None, None if step is None else 1000 * step,
+             fullest[engine], int(s["preemptions"]))
+        )  # fmt: skip
+    return Table("engines", "Engines by their own counters", columns, tuple(found), people=bool(found))
+
+
+def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int]]) -> list[Row]:
+    """Rows for `placement.calibrate.fit`, one per interval in which an engine took enough steps; `devices`: type and
+    number of each engine's. A mean step is one of mean batch, context and prompt tokens; an engine that only prefills
+    gives the time to a first token, where it computes one prompt at a time."""
+    found = []
+    for event in events:
+        s = _numbers(event)
+        seconds, steps, ended = _step_s(s), s.get("steps", 0.0), s.get("ended", 0.0)
+        if event.subject not in devices or steps < LEAST_STEPS or not ended or not seconds:
+            continue
+        device, tp = devices[event.subject]
+        computed = max(0.0, s["prompt_tokens"] - s["cached_tokens"])
+        if s["generated_tokens"] <= 1.01 * ended and s.get("latencies", 0.0) == 0:
+            if steps >= 0.8 * ended and s["prefill_seconds"]:
+                seconds, new, cached = s["prefill_seconds"] / ended, computed / ended, s["cached_tokens"] / ended
+                found.append(Row("prefill", seconds, device, tp, new=new, cached=cached, weight=ended))
+            continue
+        context = (s["prompt_tokens"] + s["generated_tokens"] / 2) / ended
+        batch = max(1.0, s["generated_tokens"] / steps)
+        found.append(Row("step", seconds, device, tp, new=computed / steps, batch=batch, context=context))
+    return found
+
+
+def _step_s(s: Sums) -> float | None:
+    """vLLM says how long it is from a token of a request to its next, which is a step; the embedded engine how long
+    it computed."""
+    if s.get("latencies"):
+        return s["latency_seconds"] / s["latencies"]
+    if not s.get("steps"):
+        return None
+    return (s["prefill_seconds"] + s["decode_seconds"]) / s["steps"]
+
+
+def _numbers(event: RunEvent) -> dict[str, float]:
+    return {name: float(value) for name, value in event.fields.items() if isinstance(value, int | float)}
