@@ -42,7 +42,7 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(OPENENV)/.installed
+test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(OPENENV)/.installed $(VENV)/.triton
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
@@ -74,6 +74,11 @@ openenv: $(OPENENV)/.installed
 $(OPENENV)/.installed: integrations/openenv/requirements.txt
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
 	$(OPENENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r integrations/openenv/requirements.txt
+	touch $@
+
+# Triton's interpreter, for the test of the engine's kernels alone: where PyTorch sees it, it takes other ways.
+$(VENV)/.triton: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
 	touch $@
 
 vllm-test: install $(VLLM)/.installed

@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         torch.set_num_threads(args.threads)
         runner = load(args)
+        if runner.decoder is not None and runner.decoder.why:
+            print(f"rollart.engine: decoding is slower than it could be: {runner.decoder.why}", file=sys.stderr)
         asyncio.run(_serve(runner, args))
     except RollartError as error:
         print(f"rollart.engine: {error}", file=sys.stderr)
@@ -59,6 +61,11 @@ def load(args: argparse.Namespace) -> Runner:
     architecture = read_architecture(args.model)
     try:
         device = torch.device(args.device)
+        if device.index:
+            raise UsageError(
+                f"device {args.device} is not the first (rule: an engine has the first GPU that it sees)",
+                remedy=f"CUDA_VISIBLE_DEVICES={device.index} and --device {device.type}",
+            )
         network = Network(architecture, context=args.max_context, device=device, dtype=DTYPES[args.dtype])
         network.load(read_tensors(args.model))
         version = published_version(args.model) if args.weight_version is None else args.weight_version

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollart.engine.sampling import put
+
 __all__ = ["Batch", "Group", "build"]
 
 Ints = npt.NDArray[np.int64]
@@ -92,10 +94,10 @@ def build(
         for a, b in zip([0, *edges], [*edges, rows], strict=True)
     )
     return Batch(
-        tokens=torch.from_numpy(table[slot_of, position]).to(device),
-        positions=torch.from_numpy(position).to(device),
-        write=torch.from_numpy(write).to(device),
-        last=None if total == rows else torch.from_numpy(offsets[1:] - 1).to(device),
+        tokens=put(table[slot_of, position], device),
+        positions=put(position, device),
+        write=put(write, device),
+        last=None if total == rows else put(offsets[1:] - 1, device),
         groups=groups,
         order=order,
     )
@@ -125,19 +127,19 @@ def _group(
         step = np.minimum(np.arange(width), lengths[:, None] - 1)
         if int(lengths.min()) < width:
             local = offsets[a:b] - offsets[a]
-            pad = torch.from_numpy((local[:, None] + step).reshape(-1)).to(device)
+            pad = put((local[:, None] + step).reshape(-1), device)
             real = np.arange(width) < lengths[:, None]
-            keep = torch.from_numpy(np.flatnonzero(real)).to(device)
+            keep = put(np.flatnonzero(real), device)
         mask = _causal(start[:, None] + step, length, device, dtype)
         mask = mask.view(rows, 1, width, 1, length).expand(-1, -1, -1, per_kv_head, -1)
         mask = mask.reshape(rows, 1, width * per_kv_head, length)
     run = int(slots[-1]) - int(slots[0]) + 1 == rows
-    where = slice(int(slots[0]), int(slots[-1]) + 1) if run else torch.from_numpy(slots).to(device)
+    where = slice(int(slots[0]), int(slots[-1]) + 1) if run else put(slots, device)
     return Group(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
 
 
 def _causal(positions: Ints, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Additive mask `[rows, width, length]`: key j is hidden from a query at a position below j."""
-    query = torch.from_numpy(positions).to(device)
+    query = put(positions, device)
     hidden = torch.arange(length, device=device) > query[:, :, None]
     return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))

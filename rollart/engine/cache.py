@@ -45,6 +45,7 @@ class KvCache:
     def __init__(
         self, architecture: Architecture, *, slots: int, context: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        """`slots` counts all, those that no sequence ever has too."""
         a = architecture
         shape = (a.layers, slots, a.kv_heads, context, a.head_dim)
         self.slots, self.context, self.kv_heads = slots, context, a.kv_heads

@@ -19,6 +19,7 @@ from rollart.engine.batch import Batch
 from rollart.engine.cache import KvCache
 from rollart.engine.checkpoint import Architecture
 from rollart.engine.matrix import Matrix
+from rollart.engine.operations import Operations
 from rollart.errors import UsageError
 
 __all__ = ["Network"]
@@ -71,6 +72,11 @@ class Network:
         self._layers = [layer() for _ in range(a.layers)]
         self._cos, self._sin = _rope_tables(a, context, device, dtype)
 
+    @property
+    def rope(self) -> tuple[Tensor, Tensor]:
+        """The rotary tables, cosine and signed sine `[context, 1, head_dim]`."""
+        return self._cos, self._sin
+
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that a checkpoint of this architecture holds."""
         for name, target in self._targets():
@@ -112,6 +118,21 @@ class Network:
             gate, up = layer.gate_up(self._rms(x, layer.norm_mid)).chunk(2, -1)
             x = x + layer.down(F.silu(gate).mul_(up))
         return self._head(self._rms(x, self._norm)).float()
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KvCache, operations: Operations, length: int
+    ) -> Tensor:
+        """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
+        positions are below `length`: fp32 logits `[R, vocab]`."""
+        x, delta = F.embedding(tokens, self._embed), None
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            x, h = operations.add_norm(x, delta, layer.norm_in)
+            queries = operations.place(layer.qkv(h), layer.qk_scale, slots, positions, keys, values)
+            attended = operations.attend(queries, keys, values, slots, positions, length)
+            x, h = operations.add_norm(x, layer.out(attended), layer.norm_mid)
+            delta = layer.down(operations.gate(layer.gate_up(h)))
+        _, h = operations.add_norm(x, delta, self._norm)
+        return self._head(h).float()
 
     def _attend_all(
         self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, cache: KvCache

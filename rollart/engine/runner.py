@@ -20,9 +20,10 @@ from torch import Tensor
 
 from rollart.engine.batch import build
 from rollart.engine.cache import KvBlock, KvCache
+from rollart.engine.decoding import Decoder
 from rollart.engine.jobs import Finished, Job, refuse_invalid
 from rollart.engine.network import Network
-from rollart.engine.sampling import Rows, sample
+from rollart.engine.sampling import Rows, put, sample
 from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, EngineStats, FinishReason, VersionSpan
@@ -46,9 +47,15 @@ class Runner:
         self, network: Network, *, slots: int, context: int, version: int = 0, step_tokens: int = STEP_TOKENS
     ) -> None:
         self.network, self.version, self.context = network, version, context
+        decodes = network.device.type == "cuda"
         self.cache = KvCache(
-            network.architecture, slots=slots, context=context, device=network.device, dtype=network.dtype
+            network.architecture,
+            slots=slots + decodes,
+            context=context,
+            device=network.device,
+            dtype=network.dtype,
         )
+        self.decoder = Decoder(network, self.cache) if decodes else None
         self.table = SlotTable(slots, context)
         self._step_tokens = step_tokens
         self._waiting: OrderedDict[str, Job] = OrderedDict()
@@ -157,11 +164,29 @@ class Runner:
         slots = self._choose()
         if not len(slots):
             return over
-        table, a = self.table, self.network.architecture
+        table = self.table
         start = table.kv[slots]
         end = np.minimum(table.known[slots], start + self._step_tokens)
+        if self.decoder is not None and (end - start == 1).all():
+            logits, order = self.decoder.step(table.tokens[slots, start], start, slots), None
+        else:
+            logits, order = self._forward(slots, start, end)
+        table.kv[slots] = end
+        slots = slots if order is None else slots[order]
+        whole = table.kv[slots] == table.known[slots]
+        if not whole.all():  # a chunk of a long prompt: nothing to sample yet
+            logits, slots = logits.index_select(0, put(np.flatnonzero(whole), logits.device)), slots[whole]
+        if len(slots):
+            over += self._sample(logits, slots)
+        new = end - start
+        self._charge(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
+        return over
+
+    def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
+        """Compute the tokens [start, end) of each slot: logits after each last one, and the slots' order in them."""
+        a = self.network.architecture
         batch = build(
-            table.tokens,
+            self.table.tokens,
             slots,
             start,
             end,
@@ -172,17 +197,7 @@ class Runner:
             dtype=self.network.dtype,
             layers=a.layers,
         )
-        logits = self.network.forward(batch, self.cache)
-        table.kv[slots] = end
-        slots = slots[batch.order]
-        whole = table.kv[slots] == table.known[slots]
-        if not whole.all():  # a chunk of a long prompt: nothing to sample yet
-            logits, slots = logits[torch.from_numpy(np.flatnonzero(whole)).to(logits.device)], slots[whole]
-        if len(slots):
-            over += self._sample(logits, slots)
-        new = end - start
-        self._charge(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
-        return over
+        return self.network.forward(batch, self.cache), batch.order
 
     def _admit(self) -> list[Job]:
         """Give waiting requests slots, first come first served. Returns those whose next token can be drawn at once."""

@@ -11,13 +11,21 @@ batch, the slot nor the engine, so a request repeats itself in any company, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Rows", "sample", "uniforms"]
+__all__ = ["Rows", "invert_blocks", "put", "sample", "uniforms"]
+
+BLOCK = 128
+"""Tokens of a block: 1,200 blocks of a vocabulary of 150,000."""
+
+BELOW = 1.0 - 2.0**-23
+"""Keeps the product with a uniform below the total under rounding, so that the index exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +47,26 @@ def sample(logits: Tensor, rows: Rows) -> tuple[npt.NDArray[np.int64], npt.NDArr
     greedy = rows.temperature == 0.0
     if not (rows.temperature[~greedy] == 1.0).all():
         scale = np.where(greedy, np.float32(1.0), rows.temperature)
-        logits = logits / torch.from_numpy(scale).to(device)[:, None]
+        logits = logits / put(scale, device)[:, None]
     logp = torch.log_softmax(logits, -1)
     if greedy.all():
         ids = logp.argmax(-1)
     else:
-        u = torch.from_numpy(uniforms(rows.seed, rows.index)).to(device)[:, None]
+        u = put(uniforms(rows.seed, rows.index), device)[:, None]
         ids = _draw(logp.exp(), rows.top_p, u)
         if greedy.any():
-            ids = torch.where(torch.from_numpy(greedy).to(device), logp.argmax(-1), ids)
+            ids = torch.where(put(greedy, device), logp.argmax(-1), ids)
     chosen = logp.gather(1, ids[:, None])[:, 0]
-    return ids.cpu().numpy(), chosen.cpu().numpy()
+    if device.type == "cpu":
+        return ids.numpy(), chosen.numpy()
+    both = torch.stack((ids.double(), chosen.double())).cpu().numpy()  # one wait for the device; both are exact
+    return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
+def put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """An array on the device, without waiting for what the device is at."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def uniforms(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -73,12 +90,12 @@ def _restrict(logits: Tensor, allowed: list[npt.NDArray[np.int64] | None]) -> Te
     if not limited:
         return logits
     legal = np.concatenate([ids + i * vocab for i, ids in enumerate(allowed) if ids is not None])
-    index = torch.from_numpy(legal).to(logits.device)
+    index = put(legal, logits.device)
     kept = logits.view(-1).index_select(0, index)
     if len(limited) == len(allowed):
         logits = torch.full_like(logits, float("-inf"))
     else:
-        logits[torch.tensor(limited, device=logits.device)] = float("-inf")
+        logits.index_fill_(0, put(np.array(limited, np.int64), logits.device), float("-inf"))
     logits.view(-1).index_copy_(0, index, kept)
     return logits
 
@@ -86,19 +103,35 @@ def _restrict(logits: Tensor, allowed: list[npt.NDArray[np.int64] | None]) -> Te
 def _draw(probs: Tensor, top_p: npt.NDArray[np.float32], u: Tensor) -> Tensor:
     """Inverse of the cumulative distribution at `u` `[R, 1]`; rows with top_p < 1 draw from their nucleus."""
     if (top_p >= 1.0).all():
-        return _invert(probs.cumsum(-1), u)
+        return _invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
     ordered, ids = probs.sort(stable=True, dim=-1, descending=True)
     cumulative = ordered.cumsum(-1)
-    limit = torch.from_numpy(top_p).to(probs.device)[:, None]
+    limit = put(top_p, probs.device)[:, None]
     # The nucleus is the shortest prefix that reaches top_p: a token stays if what precedes it does not.
     nucleus = ordered.masked_fill(cumulative - ordered >= limit, 0.0).cumsum(-1)
     drawn = ids.gather(1, _invert(nucleus, u)[:, None])[:, 0]
     # Rows without top-p draw in vocabulary order whoever shares the batch, so that they repeat themselves.
-    return torch.where(limit[:, 0] >= 1.0, _invert(probs.cumsum(-1), u), drawn)
+    whole = _invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
+    return torch.where(limit[:, 0] >= 1.0, whole, drawn)
+
+
+def invert_blocks(probs: Tensor, u: Tensor) -> Tensor:
+    """`_invert` in two levels, first the block of `BLOCK` tokens, then the token in it: a GPU's sums are parallel, its
+    running sums are not, and a vocabulary is long."""
+    rows, vocab = probs.shape
+    blocks = F.pad(probs, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
+    running = blocks.sum(-1).cumsum(-1)
+    block = _invert(running, u)[:, None]
+    before = torch.where(block > 0, running.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
+    target = u * running[:, -1:] * BELOW - before
+    # A block's running sum is not its sum to the last bit: the token is the last one with mass at the latest.
+    target = torch.minimum(target, inside[:, -1:] * BELOW)
+    token = torch.searchsorted(inside, target.clamp(min=0.0), right=True)
+    return (block * BLOCK + token)[:, 0]
 
 
 def _invert(cumulative: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulative mass exceeds u times the total: never one of zero probability."""
-    # 1 - 2^-23 keeps the product below the total under rounding, so that the index exists.
-    target = u * cumulative[:, -1:] * (1.0 - 2.0**-23)
+    target = u * cumulative[:, -1:] * BELOW
     return torch.searchsorted(cumulative, target, right=True)[:, 0]

@@ -1,0 +1,133 @@
+"""The step in which every row decodes, for GPUs: one launch of a graph that was captured before.
+
+A decode step reads the weights and the KV once and hardly computes, so that launching its operators one by one takes
+longer than running them. Here everything has a fixed shape: rows are padded to the next of a few sizes, those that
+are nobody's write into a slot of the cache that no sequence has, and what changes between steps (tokens, positions,
+slots) is copied into the same three rows of memory before the graph runs. The step's only wait for the device is for
+the tokens that were sampled.
+
+Weights are loaded in place (`Network.load`) and the cache never moves, so graphs stay valid for an engine's life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollart.engine.cache import KvCache
+from rollart.engine.network import Network
+from rollart.engine.operations import Operations, best
+
+__all__ = ["Decoder", "sizes"]
+
+Ints = npt.NDArray[np.int64]
+
+SHORTEST = 64
+"""Least length that attention is captured for where it reads all rows alike; masks are aligned to 16 bytes."""
+
+WARM_UPS = 2
+"""Runs before a capture: libraries allocate and choose, kernels are compiled."""
+
+
+class Decoder:
+    """Owns the graphs and what goes into them. Only the runner's thread uses it, one call at a time; what a call
+    returns is overwritten by the next. `cache` has one slot more than the runner uses: its last."""
+
+    def __init__(
+        self, network: Network, cache: KvCache, *, operations: Operations | None = None, capture: bool = True
+    ) -> None:
+        """`capture` False runs the same step operator by operator: elsewhere than on a GPU."""
+        self._network, self._cache, self._capture = network, cache, capture
+        self.why = ""
+        """Why PyTorch's operators are used and not the fused ones, or no graph; '' where neither is so."""
+        if operations is None:
+            operations, self.why = best(network.architecture, *network.rope)
+        self.operations = operations
+        self._sizes = sizes(cache.slots - 1)
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+        most = self._sizes[-1]
+        self._device = torch.zeros((3, most), dtype=torch.int64, device=network.device)
+        self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=network.device.type == "cuda")
+        self._staged = self._host.numpy()
+        self._copied = _event() if network.device.type == "cuda" else None
+
+    @property
+    def graphs(self) -> int:
+        """How many have been captured."""
+        return len(self._graphs)
+
+    def step(self, tokens: Ints, positions: Ints, slots: Ints) -> Tensor:
+        """Logits `[R, vocab]` fp32 after the tokens `[R]`, each at its position in its slot; their KV is in the cache
+        then."""
+        n, context = len(tokens), self._cache.context
+        rows = next(size for size in self._sizes if size >= n)
+        length = context if self.operations.ragged else _length(int(positions.max()) + 1, context)
+        if self._copied is not None:
+            self._copied.synchronize()  # of the last step, whose tokens were waited for: long over
+        self._staged[:, :n] = tokens, positions, slots
+        self._staged[:, n:rows] = [[0], [0], [self._cache.slots - 1]]
+        self._device[:, :rows].copy_(self._host[:, :rows], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        if not self._capture:
+            return self._run(rows, length)[:n]
+        found = self._graphs.get((rows, length)) or self._captured(rows, length)
+        if found is None:
+            return self._run(rows, length)[:n]
+        graph, logits = found
+        graph.replay()
+        return logits[:n]
+
+    def _run(self, rows: int, length: int) -> Tensor:
+        tokens, positions, slots = self._device[:, :rows]
+        return self._network.decode(tokens, positions, slots, self._cache, self.operations, length)
+
+    def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """The step as a graph; None, from now on, where this device or driver makes none."""
+        try:
+            aside = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):  # what they write is what the step writes
+                    self._run(rows, length)
+            torch.cuda.current_stream().wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            # Of this thread only: the server's others may copy KV meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._run(rows, length)
+        except RuntimeError as error:
+            self._capture = False
+            self.why = f"no CUDA graph: {str(error).splitlines()[0][:200]}"
+            return None
+        self._pool = self._pool or graph.pool()
+        self._graphs[rows, length] = graph, logits
+        return graph, logits
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def sizes(most: int) -> Sequence[int]:
+    """Numbers of rows that are captured, ascending, up to `most`: powers of two and the halves between them, so that at
+    most a third of the rows is padding."""
+    steps = {1, 2, 3, most}
+    size = 4
+    while size < most:
+        steps |= {size, size * 3 // 2}
+        size *= 2
+    return tuple(sorted(s for s in steps if s <= most))
+
+
+def _length(length: int, context: int) -> int:
+    """The next power of two."""
+    size = SHORTEST
+    while size < length:
+        size *= 2
+    return min(size, context)

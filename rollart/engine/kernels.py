@@ -1,0 +1,203 @@
+"""What a decode step does between its matrix products, fused into four Triton kernels, for NVIDIA GPUs.
+
+A step of few rows moves little but the weights and the KV: each operator that PyTorch launches by itself costs about
+as much as it computes. Here a layer has nine launches in place of some twenty, and attention reads each row's own KV
+where it lies, up to its own length: nothing is gathered, padded or masked. The formulas are those of `operations.py`,
+in fp32 inside. Compiled at first use by Triton, which PyTorch's CUDA wheels bring along; nothing else imports this.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor, empty, empty_like, float32
+
+__all__ = ["KEYS", "add_norm", "attend", "gate", "place"]
+
+KEYS = 64
+"""Keys of a block: 16 KB of keys and as much of values at a head dimension of 128 in bf16, three blocks in flight."""
+
+ROWS = 16
+"""Least rows of a product of matrix units: the query heads of one kv head are padded to them."""
+
+WAVE = 264
+"""Programs that fill a GPU of 132 multiprocessors twice; with fewer rows the keys of a row are split among programs."""
+
+SPLITS = 32
+"""Most programs that share the keys of one row and kv head."""
+
+
+@triton.jit
+def _add_norm(x, delta, weight, total, normed, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    real = at < hidden
+    v = tl.load(x + row * hidden + at, real, 0.0)
+    if ADD:
+        other = tl.load(delta + row * hidden + at, real, 0.0)
+        v = (v.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + row * hidden + at, v, real)
+    v = v.to(tl.float32)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / hidden + eps)
+    w = tl.load(weight + at, real, 0.0).to(tl.float32)
+    tl.store(normed + row * hidden + at, (v * w).to(normed.dtype.element_ty), real)
+
+
+@triton.jit
+def _gate(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < width
+    g = tl.load(gate_up + row * 2 * width + at, real, 0.0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * width + width + at, real, 0.0).to(tl.float32)
+    tl.store(out + row * width + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), real)
+
+
+@triton.jit
+def _place(
+    qkv, cos, sin, scale, slots, positions, queries, keys, values, context, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, DIM)
+    turned = (at + DIM // 2) % DIM
+    source = qkv + (row * (HEADS + 2 * KV) + head) * DIM
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row)
+    if head < HEADS + KV:
+        v = tl.load(source + at).to(tl.float32)
+        w = tl.load(source + turned).to(tl.float32)
+        if NORM:
+            root = tl.rsqrt(tl.sum(v * v, 0) / DIM + eps)
+            v = v * root * tl.load(scale + head * DIM + at).to(tl.float32)
+            w = w * root * tl.load(scale + head * DIM + turned).to(tl.float32)
+        c = tl.load(cos + position * DIM + at).to(tl.float32)
+        s = tl.load(sin + position * DIM + at).to(tl.float32)
+        v = v * c + w * s
+        if head < HEADS:
+            tl.store(queries + (row * HEADS + head) * DIM + at, v.to(queries.dtype.element_ty))
+        else:
+            there = ((slot * KV + head - HEADS) * context + position) * DIM
+            tl.store(keys + there + at, v.to(keys.dtype.element_ty))
+    else:
+        there = ((slot * KV + head - HEADS - KV) * context + position) * DIM
+        tl.store(values + there + at, tl.load(source + at))
+
+
+@triton.jit
+def _attend(
+    queries, keys, values, slots, positions, out, parts, peaks, context, factor,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    part = tl.program_id(2)
+    length = tl.load(positions + row) + 1
+    blocks = tl.cdiv(tl.cdiv(length, KEYS), SPLIT)
+    first = part * blocks * KEYS
+    last = tl.minimum(first + blocks * KEYS, length)
+    head = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    key = tl.arange(0, KEYS)
+    mine = (row * KV + kv) * GROUP + head
+    q = tl.load(queries + mine[:, None] * DIM + dim[None, :], (head < GROUP)[:, None], 0.0)
+    base = (tl.load(slots + row) * KV + kv) * context
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIM], tl.float32)
+    for start in range(first, last, KEYS):
+        at = start + key
+        real = at < last
+        rows = (base + at)[:, None] * DIM + dim[None, :]
+        k = tl.load(keys + rows, real[:, None], 0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+        score = tl.where(real[None, :], score, float("-inf"))
+        now = tl.maximum(peak, tl.max(score, 1))
+        p = tl.exp(score - now[:, None])
+        old = tl.exp(peak - now)
+        v = tl.load(values + rows, real[:, None], 0.0)
+        sums = sums * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        weight = weight * old + tl.sum(p, 1)
+        peak = now
+    if SPLIT == 1:
+        done = sums / weight[:, None]
+        tl.store(out + mine[:, None] * DIM + dim[None, :], done.to(out.dtype.element_ty), (head < GROUP)[:, None])
+    else:
+        place = mine * SPLIT + part
+        tl.store(parts + place[:, None] * DIM + dim[None, :], sums, (head < GROUP)[:, None])
+        tl.store(peaks + place * 2, peak, head < GROUP)
+        tl.store(peaks + place * 2 + 1, weight, head < GROUP)
+
+
+@triton.jit
+def _join(parts, peaks, out, DIM: tl.constexpr, SPLIT: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, SPLIT)
+    dim = tl.arange(0, DIM)
+    peak = tl.load(peaks + (head * SPLIT + part) * 2)
+    weight = tl.load(peaks + (head * SPLIT + part) * 2 + 1)
+    share = tl.exp(peak - tl.max(peak, 0))  # a part without keys has the peak minus infinity, and no share
+    sums = tl.load(parts + (head * SPLIT + part)[:, None] * DIM + dim[None, :])
+    done = tl.sum(sums * share[:, None], 0) / tl.sum(weight * share, 0)
+    tl.store(out + head * DIM + dim, done.to(out.dtype.element_ty))
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x + delta` `[R, hidden]` (`x` without `delta`) and its root mean square norm times `weight`."""
+    rows, hidden = x.shape
+    total, normed = x if delta is None else empty_like(x), empty_like(x)
+    block = triton.next_power_of_2(hidden)
+    _add_norm[(rows,)](
+        x, x if delta is None else delta, weight, total, normed, hidden, eps, ADD=delta is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
+    )  # fmt: skip
+    return total, normed
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """`[R, 2 * width]` to `[R, width]`: silu of the first half times the second."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    _gate[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+def place(
+    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, slots: Tensor, positions: Tensor, keys: Tensor,
+    values: Tensor, *, heads: int, eps: float,
+) -> Tensor:  # fmt: skip
+    """Norm and rotate queries and keys of `qkv` `[R, (heads + 2 kv_heads) * head_dim]`; keys and values go into the
+    cache `[slots, kv_heads, context, head_dim]`. The queries `[R, heads, head_dim]`."""
+    rows = qkv.shape[0]
+    _, kv, context, dim = keys.shape
+    queries = empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    _place[(rows, heads + 2 * kv)](
+        qkv, cos, sin, cos if scale is None else scale, slots, positions, queries, keys, values, context, eps,
+        HEADS=heads, KV=kv, DIM=dim, NORM=scale is not None, num_warps=1,
+    )  # fmt: skip
+    return queries
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """Attention of one query per row to its slot's positions 0 to `positions` [R]: `[R, heads * head_dim]`."""
+    rows, heads, dim = queries.shape
+    _, kv, context, _ = keys.shape
+    splits = 1
+    while splits < SPLITS and rows * kv * splits < WAVE and splits * KEYS < context:
+        splits *= 2
+    out = empty((rows, heads * dim), dtype=queries.dtype, device=queries.device)
+    parts = peaks = out
+    if splits > 1:
+        parts = empty((rows * heads, splits, dim), dtype=float32, device=queries.device)
+        peaks = empty((rows * heads, splits, 2), dtype=float32, device=queries.device)
+    _attend[(rows, kv, splits)](
+        queries, keys, values, slots, positions, out, parts, peaks, context, dim**-0.5, KV=kv, GROUP=heads // kv,
+        DIM=dim, SPLIT=splits, KEYS=KEYS, ROWS=max(ROWS, triton.next_power_of_2(heads // kv)), num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(rows * heads,)](parts, peaks, out, DIM=dim, SPLIT=splits, num_warps=2)
+    return out
