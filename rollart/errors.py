@@ -112,12 +112,13 @@ class StorageFailed(RunFailed):
 
 
 class EnvironmentFault(RunFailed):
-    """An environment that lives on a host failed a call, or the host did. `host` names it; `message` says what it did
-    and ends with that name."""
+    """An environment that lives on a host failed a call, or the host did. `host` names it; `message` says what happened
+    and ends with that name. `incident`: the end of the host, the same for all whom it took."""
 
-    def __init__(self, host: str, message: str) -> None:
+    def __init__(self, host: str, message: str, *, incident: str = "") -> None:
         super().__init__(f"{message} on {host}")
         self.host = host
+        self.incident = incident
 
 
 class EngineError(RunFailed):

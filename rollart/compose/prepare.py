@@ -21,6 +21,7 @@ from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.episodes import HarnessFactory
 from rollart.errors import PartDied, SpecError
 from rollart.model import GroupId, TrainSample, TrajectoryId
+from rollart.ports import EnvironmentFactory
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import DomainSpec
@@ -125,10 +126,15 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     return path
 
 
-def domains(resolved: Resolved, tokenizer: HubTokenizer, harnesses: Harnesses | None = None) -> list[Domain]:
+def domains(
+    resolved: Resolved,
+    tokenizer: HubTokenizer,
+    harnesses: Harnesses | None = None,
+    hosted: Callable[[DomainSpec], EnvironmentFactory] | None = None,
+) -> list[Domain]:
     """The runtime's view of the spec's domains; environments are imported, not made. `harnesses`: where agent programs
-    run, if anything is to be played."""
-    return [_domain(spec, resolved.quotas[spec.name], tokenizer, harnesses) for spec in resolved.run.domains]
+    run, if anything is to be played; `hosted`: environments that live elsewhere."""
+    return [_domain(spec, resolved.quotas[spec.name], tokenizer, harnesses, hosted) for spec in resolved.run.domains]
 
 
 def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
@@ -200,14 +206,20 @@ def _worked(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int,
     )
 
 
-def _domain(spec: DomainSpec, quota: int, tokenizer: HubTokenizer, harnesses: Harnesses | None) -> Domain:
+def _domain(
+    spec: DomainSpec,
+    quota: int,
+    tokenizer: HubTokenizer,
+    harnesses: Harnesses | None,
+    hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
+) -> Domain:
     try:
         stops = tuple(tokenizer.token_id(text) for text in spec.stop)
     except ValueError as error:
         raise SpecError(f"domain '{spec.name}', stop: {error}") from None
     return Domain(
         name=spec.name,
-        environment=environment_of(spec),
+        environment=hosted(spec) if hosted and isinstance(spec.environment, str) else environment_of(spec),
         quota=quota,
         group_size=spec.group_size,
         max_turns=spec.max_turns,

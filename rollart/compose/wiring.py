@@ -16,13 +16,14 @@ from rollart.compose.actors import part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
 from rollart.compose.clusters import opened, placed
+from rollart.compose.environments import environment_fleet, hosted
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parallelism import lending_settings, served_settings
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, planner, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
-from rollart.compose.progress import evaluation_fields, step_fields
+from rollart.compose.progress import SHOWN, Announcer, evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, ready, translated
 from rollart.compose.proxy import harnesses
 from rollart.compose.rewards import Rewards
@@ -45,6 +46,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
+from rollart.runtime.hosting import HostFleet
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.scheduler import SchedulerSettings
@@ -83,6 +85,7 @@ class Parts:
     clocks: Sequence[ResourceClock]
     weights: DirectoryWeightStore
     spent_before: float
+    environments: HostFleet | None
     current: WeightsRef | None = None
     said: int = 0
     control: ControlPlane = field(init=False)
@@ -242,7 +245,8 @@ class Parts:
 
     async def _look(self) -> None:
         """Once a second: the open intervals, so that a report of a live run is current."""
-        for clock in (*self.clocks, *self.site.clocks):
+        hosts = () if self.environments is None else self.environments.clocks
+        for clock in (*self.clocks, *self.site.clocks, *hosts):
             clock.flush()
 
     def _spent(self) -> float:
@@ -329,17 +333,6 @@ def stall_seconds(leases: LeasesSpec) -> float:
     return max(STALL_S, 2.0 * longest)
 
 
-SHOWN = frozenset(
-    {
-        "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
-        "filter_exhausted", "function_scaling_failed",
-        "group_dropped", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed", "rebalance_measured",
-        "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
-    }
-)  # fmt: skip
-"""Events of parts that a person at the terminal wants to see."""
-
-
 @contextlib.asynccontextmanager
 async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
     """Make every part of the run; at the end stop what was started, in reverse order."""
@@ -377,6 +370,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         )
         stack.push_async_callback(trainer.close)
         await site.open()
+        fleet = environment_fleet(resolved, directory, runtime, leases, Announcer(ledger, progress), used=start.names)
         parts = Parts(
             resolved,
             start.roles,
@@ -386,13 +380,14 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             runtime,
             leases,
             tokenizer,
-            domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir)),
+            domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir), hosted(fleet)),
             trainer,
             by_part["trainer-0"],
             site,
             tuple(by_part.values()),
             weights,
             spent_before,
+            fleet,
         )
         parts_of.append(parts)
         yield parts

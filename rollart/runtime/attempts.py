@@ -69,30 +69,32 @@ class Attempts:
                     return
                 except Aborted as aborted:
                     # An environment may turn our cancellation into an error of its own: it was ours all the same.
-                    reason, detail = (aborted.reason, aborted.detail) if live.abort is None else (live.abort, "")
+                    ended = aborted if live.abort is None else Aborted(live.abort)
                 except asyncio.CancelledError:
                     if live.abort is None:
                         raise
-                    reason, detail = live.abort, ""
+                    ended = Aborted(live.abort)
                 if live.abort is not None:
                     _uncancel()
                 run.live.pop(member, None)
-                self._charge(live, str(reason), None)
-                if not self._again(run, member, live, reason, detail, attempt):
+                self._charge(live, str(ended.reason), None)
+                if not self._again(run, member, live, ended, attempt):
                     return
         finally:
             self._groups.ended(run)
 
-    def _again(self, run: GroupRun, member: int, live: Live, reason: AbortReason, detail: str, attempt: int) -> bool:
+    def _again(self, run: GroupRun, member: int, live: Live, ended: Aborted, attempt: int) -> bool:
         """An attempt ended without a sample: whether there is to be another."""
+        reason, detail = ended.reason, ended.detail
         if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
             if reason is AbortReason.REDUNDANT:
                 self._cancellations.cancelled(run, live)
             return False
         self._redundant.ended(run.domain, reason)
-        self._faults.ended(reason, detail)
+        self._faults.ended(reason, detail, incident=ended.incident)
         if reason is AbortReason.INFRA_FAULT:
-            self._event("infra_fault", live.id, detail=detail, attempt=attempt)
+            named = {"host": ended.host} if ended.host else {}
+            self._event("infra_fault", live.id, detail=detail, attempt=attempt, **named)
             self._faults.check()
         if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
             return False

@@ -103,7 +103,7 @@ class Evaluation:
                 trajectory = await self._runner.run(live)
             except Aborted as aborted:
                 charge(self._recorder, live, str(aborted.reason), None, None)
-                self._faults.ended(aborted.reason, aborted.detail)
+                self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
                 self._faults.check()
                 continue
             charge(self._recorder, live, "finished", None, trajectory.success)

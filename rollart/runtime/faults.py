@@ -10,19 +10,35 @@ from rollart.model import AbortReason
 __all__ = ["FaultMeter"]
 
 
+INCIDENTS = 3
+"""Ends of hosts before what they took is judged: two in a run are machines that failed."""
+
+
 @dataclass(slots=True)
 class FaultMeter:
     """Counts attempts and infrastructure faults of the whole run. `max_rate` is a share of attempts; below
-    `min_count` faults nothing is judged, so that one early crash does not end a run."""
+    `min_count` faults nothing is judged, so that one early crash does not end a run.
+
+    The end of an environment host takes hundreds of episodes at once, whatever they were doing: they are one fault.
+    From the third such end on a run also stops when more was lost so than ended otherwise."""
 
     max_rate: float
     min_count: int
     attempts: int = 0
     faults: int = 0
+    together: int = 0
+    """Attempts lost to an end that was counted already."""
     details: dict[str, int] = field(default_factory=dict)
+    incidents: set[str] = field(default_factory=set)
 
-    def ended(self, reason: AbortReason | None, detail: str = "") -> None:
-        """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count."""
+    def ended(self, reason: AbortReason | None, detail: str = "", *, incident: str = "") -> None:
+        """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; those of one `incident`
+        together once."""
+        if incident in self.incidents:
+            self.together += 1
+            return
+        if incident:
+            self.incidents.add(incident)
         self.attempts += 1
         if reason is AbortReason.INFRA_FAULT:
             self.faults += 1
@@ -36,4 +52,10 @@ class FaultMeter:
                 f"{self.faults} of {self.attempts} trajectories met an infrastructure fault "
                 f"(limit {self.max_rate:.0%}); most often ({count}×): {worst}",
                 remedy="mend the part it names, or raise faults.max_rate, then rollart launch --resume",
+            )
+        if len(self.incidents) >= INCIDENTS and self.together > self.attempts:
+            raise FaultRateExceeded(
+                f"{self.together} trajectories were lost with {len(self.incidents)} ends of environment hosts, more "
+                f"than the {self.attempts} that ended otherwise",
+                remedy="see rollart logs --role environment, then rollart launch --resume",
             )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from rollart.border import checked_step
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
 from rollart.errors import LeaseExpired
 from rollart.model import AbortReason, Sampling, Segment, SegmentKind, Step, Turn
 from rollart.ports import Tokenizer
 from rollart.runtime.aborted import Aborted
-from rollart.runtime.border import checked_step
 from rollart.runtime.domain import Domain
 
 __all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns"]

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rollart.border import checked_observation
 from rollart.model import Observation, TrajectoryId
 from rollart.policy.lease import Expiry
 from rollart.policy.prefetching import Prefetch
 from rollart.ports import Environment, Recorder, RunEvent
-from rollart.runtime.border import checked_observation
 from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
 

@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rollart.border import checked_observation, checked_step
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
-from rollart.errors import LeaseExpired, RollartError
+from rollart.errors import EnvironmentFault, LeaseExpired, RollartError
 from rollart.model import (
     AbortReason,
     Completion,
@@ -29,10 +30,10 @@ from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, Tokenizer
 from rollart.runtime.aborted import Aborted
 from rollart.runtime.barrier import FreeRunning
-from rollart.runtime.border import checked_observation, checked_step
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns
+from rollart.runtime.hosting import host_of
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import Ahead, Prefetcher
 
@@ -331,7 +332,7 @@ class TrajectoryRunner:
                     return observation
                 observation = checked_observation(await environment.reset(live.seed))
         except Exception as error:
-            raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("reset", error)) from None
+            raise _environment_fault("reset", error, environment) from None
         live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
         if self._prefetch is not None and live.purpose is Purpose.TRAIN:
             self._prefetch.reset(live.domain.name, live.reset_seconds)
@@ -344,7 +345,7 @@ class TrajectoryRunner:
             ) as lease:
                 step = checked_step(await environment.step(text))
         except Exception as error:
-            raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("step", error)) from None
+            raise _environment_fault("step", error, environment) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return step
 
@@ -370,10 +371,15 @@ def _made(live: Live) -> Environment:
     try:
         return live.domain.environment()
     except Exception as error:
-        raise Aborted(AbortReason.INFRA_FAULT, _environment_fault("factory", error)) from None
+        raise _environment_fault("factory", error, None) from None
 
 
-def _environment_fault(what: str, error: Exception) -> str:
+def _environment_fault(what: str, error: Exception, environment: Environment | None) -> Aborted:
+    host, incident = host_of(environment), ""
     if isinstance(error, LeaseExpired):
-        return error.cause
-    return f"environment {what} raised {type(error).__name__}: {error}"
+        detail = f"{error.cause} on {host}" if host else error.cause
+    elif isinstance(error, EnvironmentFault):
+        detail, host, incident = f"environment {what} {error.message}", error.host, error.incident
+    else:
+        detail = f"environment {what} raised {type(error).__name__}: {error}"
+    return Aborted(AbortReason.INFRA_FAULT, detail, host=host, incident=incident)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollart.spec.base import Entry, Name
+from rollart.spec.environments import EnvironmentsSpec
 from rollart.spec.prices import PriceEntry
 from rollart.spec.runtime import RuntimeSpec
 from rollart.spec.vllm import VllmSpec
@@ -298,6 +299,7 @@ class ClusterSpec(Entry):
     )
     engines: EnginesSpec = Field(default_factory=EnginesSpec, description="Inference engines.")
     trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="The trainer.")
+    environments: EnvironmentsSpec = Field(default_factory=EnvironmentsSpec, description="Where environments live.")
     functions: ClusterFunctions = Field(default_factory=ClusterFunctions, description="Where reward functions run.")
     runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="What starts the parts.")
     calibration: list[str] = Field(

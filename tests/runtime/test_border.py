@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollart.border import checked_observation, checked_step
 from rollart.model import AbortReason, Observation, Step
-from rollart.runtime.border import checked_observation, checked_step
 from rollart.sim import loop
 from rollart.sim.run import make
 

@@ -27,10 +27,20 @@ class Program:
     when the program ends. One program at a time.
     """
 
-    def __init__(self, name: str, module: str, args: list[str], log: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        args: list[str],
+        log: str,
+        env: Mapping[str, str] | None = None,
+        python: str | None = None,
+    ) -> None:
+        """`python`: an interpreter other than this one, which must know rollart too."""
         self._name = name
         # Runs here, in the process that starts the program and that it must not outlive.
-        self._argv = [sys.executable, "-m", "rollart.adapters.clusters.pdeathsig", str(os.getpid()), module, *args]
+        watched = "rollart.adapters.clusters.pdeathsig"
+        self._argv = [python or sys.executable, "-m", watched, str(os.getpid()), module, *args]
         self._log = Path(log)
         self._env = dict(env or {})
         self._process: asyncio.subprocess.Process | None = None
@@ -73,6 +83,12 @@ class Program:
         """SIGTERM, then SIGKILL after `STOP_S`; returns when it is reaped."""
         if self._process is not None:
             await end(self._process, STOP_S)
+
+    async def kill(self) -> None:
+        """SIGKILL at once: of one that hangs, which SIGTERM would not reach."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
 
     async def pid(self) -> int | None:
         return None if self._process is None else self._process.pid

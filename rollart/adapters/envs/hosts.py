@@ -1,0 +1,164 @@
+"""The client of an environment host: many calls at a time over one connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from rollart.adapters.envs.wire import Answer, Ask, Op, Told, observation_of, read_frame, step_of, write_frame
+from rollart.border import checked_observation, checked_step
+from rollart.errors import EnvironmentFault
+from rollart.hosted import HostHealth
+from rollart.model import Observation, Step
+
+__all__ = ["HostConnection"]
+
+
+class HostConnection:
+    """Implements `EnvironmentHost` over a socket. Owns the connection and the task that reads it.
+
+    Each call waits for its answer; the end of the connection unblocks all of them with `EnvironmentFault`. A host that
+    answers what nobody asked, or what is no answer, is not listened to any more: the connection ends, with that as its
+    cause. Invariant: an answer reaches the call of its id and its episode, or no call at all.
+    """
+
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._name = name
+        self._reader, self._writer = reader, writer
+        self._ids = itertools.count(1)
+        self._pending: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
+        self._cancelled: set[int] = set()
+        """Calls that were given up: their answers may still come."""
+        self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.pid = 0
+        self.problems: Mapping[str, str] = {}
+        """Domains that the host can make no environment of, with the reasons."""
+        # It outlives the call that opened it and ends with the connection, which `aclose` ends.
+        self._reading = asyncio.get_running_loop().create_task(self._read(), name=f"answers of {name}")
+
+    @classmethod
+    async def open(cls, name: str, address: str, token: str = "") -> HostConnection:
+        """Connect to `tcp://host:port`. `EnvironmentFault` if nothing there knows us."""
+        url = urllib.parse.urlsplit(address)
+        try:
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        except OSError as error:
+            raise EnvironmentFault(name, f"nothing listens at {address} ({error.strerror or error})") from None
+        connection = cls(name, reader, writer)
+        try:
+            answer = await connection._ask(Op.HELLO, "", token)
+            match answer.value:
+                case [int(pid), dict(problems)]:
+                    connection.pid, connection.problems = pid, problems
+                case _:
+                    raise EnvironmentFault(name, "its greeting is none")
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
+
+    @property
+    def id(self) -> str:
+        return self._name
+
+    @property
+    def alive(self) -> bool:
+        return not self._cause.done()
+
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[Observation, float]:
+        answer = await self._ask(Op.RESET, episode, [domain, seed])
+        try:
+            return checked_observation(observation_of(answer.value)), answer.env_s
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(self._name, str(error)) from None
+
+    async def step(self, episode: str, action: str) -> tuple[Step, float]:
+        answer = await self._ask(Op.STEP, episode, action)
+        try:
+            return checked_step(step_of(answer.value)), answer.env_s
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(self._name, str(error)) from None
+
+    async def close(self, episode: str) -> None:
+        await self._ask(Op.CLOSE, episode, None)
+
+    async def health(self) -> HostHealth:
+        answer = await self._ask(Op.HEALTH, "", None)
+        match answer.value:
+            case {"live": int(live), "stuck_s": int() | float() as stuck_s, "stuck_in": str(where), "left": list(left)}:
+                return HostHealth(live, float(stuck_s), where, tuple(map(str, left)))
+        raise EnvironmentFault(self._name, "its health is none")
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self._cause)
+
+    async def aclose(self) -> None:
+        self._end("its connection was closed")
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _ask(self, op: Op, episode: str, value: Any) -> Answer:
+        """The answer, which is a result."""
+        if self._cause.done():
+            raise self._gone()
+        number = next(self._ids)
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[number] = episode, answered
+        try:
+            write_frame(self._writer, Ask(number, op, episode, value).to_json())
+            answer = await answered
+        except asyncio.CancelledError:
+            if self._pending.pop(number, None) is not None and not self._cause.done():
+                self._cancelled.add(number)
+                write_frame(self._writer, Ask(next(self._ids), Op.CANCEL, episode, number).to_json())
+            raise
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFault(self._name, f"was to be asked what cannot be sent ({error})") from None
+        finally:
+            self._pending.pop(number, None)
+        if answer.told is Told.OK:
+            return answer
+        raise EnvironmentFault(
+            self._name, f"raised {answer.value}" if answer.told is Told.RAISED else str(answer.value)
+        )
+
+    async def _read(self) -> None:
+        cause = "its connection broke"
+        try:
+            while True:
+                self._take(Answer.from_json(await read_frame(self._reader)))
+        except ValueError as error:
+            cause = f"it sent {error}"
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self._end(cause)
+
+    def _take(self, answer: Answer) -> None:
+        """ValueError if nobody asked for it."""
+        if answer.id in self._cancelled:
+            self._cancelled.discard(answer.id)
+            return
+        episode, answered = self._pending.get(answer.id, ("", None))
+        if answered is None:
+            raise ValueError(f"an answer to a request that nobody made ({answer.id})")
+        if answer.episode != episode:
+            raise ValueError(f"an answer of episode '{answer.episode}' to a request of '{episode}'")
+        if not answered.done():
+            answered.set_result(answer)
+
+    def _gone(self) -> EnvironmentFault:
+        return EnvironmentFault(self._name, self._cause.result(), incident=f"{self._name} of process {self.pid}")
+
+    def _end(self, cause: str) -> None:
+        if self._cause.done():
+            return
+        self._cause.set_result(cause)
+        for _, answered in self._pending.values():
+            if not answered.done():
+                answered.set_exception(self._gone())
+                answered.exception()  # a caller that is cancelled in the same moment never looks
+        self._writer.close()

@@ -1,0 +1,156 @@
+"""Which host an episode goes to: the least loaded of those that do no worse than their peers.
+
+A host is judged by the share of its episodes that end in a fault and by the time that its calls take beside the
+environment's own, both as moving averages and both against the median of the others: where all are as bad, it is the
+environments or the machine, and leaving one out would help nobody. Pure: `now` in, decisions out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["HostRules", "Hosting", "Standing"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRules:
+    """When a host is left alone, and for how long."""
+
+    weight: float = 0.2
+    """Of what is new in the moving averages: about the last nine episodes count."""
+    seen: int = 5
+    """Episodes before a host is judged: one broken seed is no broken host."""
+    failing: float = 0.4
+    """Share of episodes that fail beyond that of its peers."""
+    slow: float = 8.0
+    """Times the overhead of its peers, beside `slow_floor_s`."""
+    slow_floor_s: float = 0.5
+    """Overhead that nobody minds: a turn of a policy takes as long."""
+    shortest_s: float = 10.0
+    longest_s: float = 600.0
+    """The first back-off and the longest, each twice the one before."""
+    probes: int = 1
+    """Episodes at a time of a host whose back-off is over."""
+    proofs: int = 3
+    """Episodes in a row that go well before it counts as the others do."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """How one host does."""
+
+    failures: float = 0.0
+    overhead_s: float = 0.0
+    episodes: int = 0
+    calls: int = 0
+    until: float = 0.0
+    back_off_s: float = 0.0
+    proofs: int = 0
+    """Episodes that must still go well; above 0 it is left alone or on probation."""
+    cause: str = ""
+
+    def quarantined(self, now: float) -> bool:
+        return self.proofs > 0 and now < self.until
+
+    def probation(self, now: float) -> bool:
+        return self.proofs > 0 and now >= self.until
+
+
+@dataclass(slots=True)
+class Hosting:
+    """The hosts of a run and how each does.
+
+    Bounds: of n hosts at most n // 2 are left alone at a time, so one host never is and never all are; `choose` finds a
+    place whenever there is one, with a host that is left alone only if no other has room. Ties go to the host that was
+    named first.
+    """
+
+    rules: HostRules = field(default_factory=HostRules)
+    standing: dict[str, Standing] = field(default_factory=dict)
+
+    def join(self, host: str) -> None:
+        self.standing.setdefault(host, Standing())
+
+    def leave(self, host: str, now: float) -> None:
+        """It is gone for good. Fewer hosts may be left alone now: the first whose time is over comes back."""
+        self.standing.pop(host, None)
+        while len(away := self._away(now)) > len(self.standing) // 2:
+            self.standing[min(away, key=lambda name: self.standing[name].until)].until = now
+
+    def restarted(self, host: str) -> None:
+        """It is a new process: what the old one did says nothing of its speed. Its faults stay: they are why."""
+        one = self.standing[host]
+        one.overhead_s, one.calls = 0.0, 0
+
+    def called(self, host: str, overhead_s: float, now: float) -> str | None:
+        """A call took so long beside its environment. The cause, if the host is left alone from now on."""
+        one = self.standing[host]
+        one.calls += 1
+        one.overhead_s += self._share(one.calls) * (overhead_s - one.overhead_s)
+        peers = self._median(host, lambda other: other.overhead_s, lambda other: other.calls)
+        if one.calls < self.rules.seen or peers is None or one.overhead_s <= self.rules.slow_floor_s:
+            return None
+        if one.overhead_s <= self.rules.slow * peers:
+            return None
+        return self._leave_alone(host, now, f"calls take {one.overhead_s:.2f} s beside their environments, elsewhere "
+                                            f"{peers:.2f} s")  # fmt: skip
+
+    def ended(self, host: str, *, fault: bool, now: float) -> str | None:
+        """An episode is over. The cause, if the host is left alone from now on."""
+        one = self.standing[host]
+        one.episodes += 1
+        one.failures += self._share(one.episodes) * (float(fault) - one.failures)
+        if one.proofs:
+            return self._tried(host, one, fault, now)
+        peers = self._median(host, lambda other: other.failures, lambda other: other.episodes)
+        if not fault or one.episodes < self.rules.seen or peers is None or one.failures - peers < self.rules.failing:
+            return None
+        return self._leave_alone(host, now, f"{one.failures:.0%} of its episodes end in a fault, elsewhere {peers:.0%}")
+
+    def choose(self, room: Mapping[str, tuple[int, int]], now: float) -> str | None:
+        """A host for an episode. `room`: by host that is up, the episodes that it holds and the most that it may hold.
+        None if all are full."""
+        open_ = [name for name, (live, most) in room.items() if live < most]
+        well = [name for name in open_ if not self.standing[name].proofs]
+        if well:
+            probed = [n for n in open_ if self.standing[n].probation(now) and room[n][0] < self.rules.probes]
+            return min([*probed, *well], key=lambda name: room[name][0])
+        tried = [name for name in open_ if not self.standing[name].quarantined(now)]
+        return min(tried or open_, key=lambda name: room[name][0], default=None)
+
+    def _tried(self, host: str, one: Standing, fault: bool, now: float) -> str | None:
+        if now < one.until:  # an episode of before
+            return None
+        if fault:
+            return self._leave_alone(host, now, "it failed again on probation")
+        one.proofs -= 1
+        if not one.proofs:
+            one.failures, one.back_off_s, one.cause = 0.0, 0.0, ""
+        return None
+
+    def _leave_alone(self, host: str, now: float, cause: str) -> str | None:
+        one = self.standing[host]
+        others = [name for name in self._away(now) if name != host]
+        if one.quarantined(now) or len(others) + 1 > len(self.standing) // 2:
+            return None
+        one.back_off_s = min(max(2 * one.back_off_s, self.rules.shortest_s), self.rules.longest_s)
+        one.until, one.proofs, one.cause = now + one.back_off_s, self.rules.proofs, cause
+        one.overhead_s, one.calls = 0.0, 0
+        return cause
+
+    def _away(self, now: float) -> list[str]:
+        return [name for name, one in self.standing.items() if one.quarantined(now)]
+
+    def _share(self, count: int) -> float:
+        return max(self.rules.weight, 1.0 / count)
+
+    def _median(self, host: str, value: Callable[[Standing], float], seen: Callable[[Standing], int]) -> float | None:
+        """Of the other hosts that were seen often enough and count; None if there is none."""
+        values = [
+            value(other)
+            for name, other in self.standing.items()
+            if name != host and not other.proofs and seen(other) >= self.rules.seen
+        ]
+        return statistics.median(values) if values else None

@@ -1,0 +1,115 @@
+"""When an environment host must be started again: its process ended, its connection broke, or its health is bad."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollart.errors import EnvironmentFault, LeaseExpired
+from rollart.hosted import EnvironmentHost
+from rollart.ledger.clock import ResourceClock
+from rollart.policy.lease import Expiry
+from rollart.runtime.leases import Leases
+
+__all__ = ["HostLimits", "HostPart", "Occupied", "trouble"]
+
+REAP_S = 0.5
+"""How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
+
+CHECKS = 4
+"""Health checks in the time after which silence counts as a host's end."""
+
+
+class HostPart(Protocol):
+    """A host's process as the fleet sees it. Its clock runs from its making to `close`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def clock(self) -> ResourceClock: ...
+
+    async def start(self) -> EnvironmentHost:
+        """Start the process and greet it; one left from before is killed first. `PartDied` or `EnvironmentFault` if it
+        fails, `SpecError` if it can make no environment of the run's."""
+
+    async def wait(self) -> str:
+        """Returns when the process ends, with the cause in words."""
+
+    async def close(self) -> None:
+        """It is wanted no more: end the process, and its place is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """`per_host` episodes at a time; a host that is silent or blocked for `health_s` is started again, and so is one
+    that has not started after `start_s`. A call that takes `call_s` hangs: its caller does not wait longer."""
+
+    per_host: int = 512
+    health_s: float = 15.0
+    start_s: float = 60.0
+    call_s: float = 30.0
+    close_s: float = 5.0
+    max_restarts: int = 5
+    """Of a host in a row without an episode that went well: the bound is against crash loops."""
+
+
+class Occupied(Protocol):
+    """A host's episodes as the watch sees them."""
+
+    @property
+    def live(self) -> int: ...
+
+    async def emptied(self) -> None:
+        """Returns when it is to end and holds no episode any more."""
+
+
+async def trouble(host: Occupied, part: HostPart, link: EnvironmentHost, leases: Leases, limits: HostLimits) -> str:
+    """Wait for a reason to start the host again, in words; '' once it is to end and is empty."""
+    causes: dict[str, str] = {}
+    over = asyncio.Event()
+
+    async def note(what: str, work: Awaitable[str]) -> None:
+        causes[what] = await work
+        over.set()
+
+    async def emptied() -> str:
+        await host.emptied()
+        return ""
+
+    async with asyncio.TaskGroup() as tasks:
+        process = tasks.create_task(note("process", part.wait()), name=f"end of {part.id}")
+        watches = [
+            tasks.create_task(note("connection", link.lost()), name=f"connection of {part.id}"),
+            tasks.create_task(note("health", _unwell(host, link, leases, limits)), name=f"health of {part.id}"),
+            tasks.create_task(note("emptied", emptied()), name=f"last episode of {part.id}"),
+        ]
+        await over.wait()
+        if "connection" in causes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP_S):
+                    await asyncio.shield(process)
+        for watch in (process, *watches):
+            watch.cancel()
+    return next(causes[what] for what in ("emptied", "process", "health", "connection") if what in causes)
+
+
+async def _unwell(host: Occupied, link: EnvironmentHost, leases: Leases, limits: HostLimits) -> str:
+    """Ask for its health until that is bad; why."""
+    limit = limits.health_s
+    while True:
+        await asyncio.sleep(limit / CHECKS)
+        try:
+            async with leases.hold(link.id, "its health check", limit, Expiry.RESTART_PART):
+                health = await link.health()
+        except LeaseExpired:
+            return f"it was silent for {limit:g} s"
+        except EnvironmentFault as error:
+            return error.message
+        if health.stuck_s >= limit:
+            return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"
+        if health.left and not host.live:
+            return f"{len(health.left)} calls never ended and hold its threads ({health.left[0]})"

@@ -1,0 +1,44 @@
+"""The cluster spec's `environments`: where episodes are played."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollart.spec.base import Entry, Name
+
+__all__ = ["EnvironmentsSpec"]
+
+
+class EnvironmentsSpec(Entry):
+    """Where environments live: in the controller's process, or on hosts of their own. See docs/environments.md."""
+
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Environment hosts: processes that hold many environments each. 0: environments live in the "
+        "controller's process.",
+    )
+    pool: Name | None = Field(
+        default=None,
+        description="Pool whose machines they run on, beside what the plan put there; the first of cores if not given.",
+    )
+    per_worker: int = Field(
+        default=512, ge=1, le=1_000_000, description="Environments of one host at a time; more wait for a place."
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that the environments' packages, and rollart, are installed in; "
+        "the controller's own if not given.",
+    )
+    health_s: float = Field(
+        default=15.0,
+        ge=0.5,
+        le=3600,
+        description="A host that is silent, or whose environments are all blocked by one call, for so long is started "
+        "again.",
+    )
+    start_s: float = Field(
+        default=60.0, ge=1, le=86400, description="Longest start of a host, its environments' imports included."
+    )

@@ -1,0 +1,79 @@
+"""A fleet of environment hosts as a run has it, for the tests of a module: real processes, one loop that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.compose.actors import nodes
+from rollart.compose.environments import environment_fleet
+from rollart.ledger.memory import MemoryRecorder
+from rollart.ports import Environment, Runtime
+from rollart.runtime.hosting import HostFleet
+from rollart.runtime.leases import Leases
+from rollart.spec.resolve import Resolved, resolve_files
+from tests.e2e.harness import CLUSTER, tiny
+
+__all__ = ["DOMAINS", "Hosts", "hosts_of", "resolved_with"]
+
+DOMAINS = {
+    "tale": "tests.contracts.worlds:Tale",
+    "told": "tests.contracts.worlds:Told",
+    "blocking": "tests.contracts.worlds:Blocking",
+    "lake": "rollart.adapters.envs.frozen_lake:FrozenLakeText",
+}
+
+
+class Hosts:
+    """A started fleet, and what the ledger heard of it."""
+
+    def __init__(self, fleet: HostFleet, recorder: MemoryRecorder) -> None:
+        self.fleet = fleet
+        self.recorder = recorder
+
+    def make(self, domain: str) -> Environment:
+        return self.fleet.environment(domain)()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [{"subject": e.subject, **e.fields} for e in self.recorder.events if e.kind == kind]
+
+
+def resolved_with(directory: Path, **environments: Any) -> Resolved:
+    """A run of all domains on a cluster with these `environments`."""
+    one = tiny()["domains"][0]
+    domains = [{**one, "name": name, "environment": path} for name, path in DOMAINS.items()]
+    run = tiny(domains=domains, batch__trajectories=2 * len(domains))
+    (directory / "run.yaml").write_text(yaml.safe_dump(run))
+    (directory / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTER, "environments": environments}))
+    return resolve_files(directory / "run.yaml", directory / "cluster.yaml")
+
+
+@contextlib.asynccontextmanager
+async def hosts_of(resolved: Resolved, directory: Path, runtime: Runtime | None = None) -> AsyncIterator[Hosts]:
+    recorder = MemoryRecorder()
+    used = runtime or LocalRuntime(nodes(resolved))
+    await used.start()
+    try:
+        leases = Leases(recorder)
+        fleet = environment_fleet(resolved, directory, used, leases, recorder, used=frozenset())
+        assert fleet is not None
+        running = asyncio.get_running_loop().create_task(fleet.run())
+        try:
+            async with asyncio.timeout(60):
+                ready = asyncio.get_running_loop().create_task(fleet.ready())
+                await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    ready.cancel()
+                    await running
+            yield Hosts(fleet, recorder)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+    finally:
+        await used.close()

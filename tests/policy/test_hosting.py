@@ -1,0 +1,131 @@
+"""Which host an episode goes to: never more than half are left alone, a place is found while there is one, back-offs
+double, and where all are as bad nobody is blamed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.policy.hosting import Hosting, HostRules
+
+RULES = HostRules()
+NAMES = [f"environment-{n}" for n in range(6)]
+
+
+def hosting(count: int) -> Hosting:
+    made = Hosting(RULES)
+    for name in NAMES[:count]:
+        made.join(name)
+    return made
+
+
+def broken(made: Hosting, bad: str, now: float, count: int, episodes: int = 20) -> list[str]:
+    """Every host's episodes end, those of one in faults; the causes for which a host is left alone."""
+    causes = []
+    for _ in range(episodes):
+        for name in NAMES[:count]:
+            cause = made.ended(name, fault=name == bad, now=now)
+            causes += [cause] if cause else []
+    return causes
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["ended", "fault", "fast", "slow", "leave", "join", "wait", "restart"]), st.sampled_from(NAMES)
+    ),
+    max_size=200,
+)
+
+
+@given(events)
+def test_at_most_half_are_left_alone_and_a_place_is_found_while_there_is_one(what: list[tuple[str, str]]) -> None:
+    made, now = hosting(4), 0.0
+    for kind, host in what:
+        if kind == "join":
+            made.join(host)
+        elif kind == "wait":
+            now += 7.0
+        elif host in made.standing:
+            match kind:
+                case "leave":
+                    made.leave(host, now)
+                case "restart":
+                    made.restarted(host)
+                case "ended" | "fault":
+                    made.ended(host, fault=kind == "fault", now=now)
+                case _:
+                    made.called(host, 30.0 if kind == "slow" else 0.001, now)
+        away = [name for name, one in made.standing.items() if one.quarantined(now)]
+        assert len(away) <= len(made.standing) // 2
+        for most in (0, 1):
+            room = {name: (n % 2, most) for n, name in enumerate(made.standing)}
+            open_ = [name for name, (live, bound) in room.items() if live < bound]
+            chosen = made.choose(room, now)
+            assert (chosen is None) == (not open_)
+            assert chosen is None or chosen in open_
+            if chosen in away:
+                assert all(made.standing[name].proofs for name in open_)
+
+
+def test_the_least_loaded_gets_it_and_loads_stay_level() -> None:
+    made = hosting(3)
+    live = dict.fromkeys(NAMES[:3], 0)
+    for _ in range(100):
+        chosen = made.choose({name: (n, 40) for name, n in live.items()}, 0.0)
+        assert chosen is not None
+        live[chosen] += 1
+        assert max(live.values()) - min(live.values()) <= 1
+    assert made.choose(dict.fromkeys(live, (40, 40)), 0.0) is None
+
+
+def test_a_host_that_fails_is_left_alone_and_comes_back_on_probation() -> None:
+    made, bad = hosting(3), NAMES[1]
+    (cause,) = broken(made, bad, 0.0, 3)
+    assert cause == "100% of its episodes end in a fault, elsewhere 0%"
+    room = dict.fromkeys(NAMES[:3], (0, 9))
+    assert {made.choose({**room, NAMES[0]: (n, 9)}, 0.0) for n in (0, 5)} == {NAMES[0], NAMES[2]}
+    later = RULES.shortest_s
+    assert made.choose(room, later) == bad  # one at a time
+    assert made.choose({**room, bad: (1, 9), NAMES[0]: (5, 9)}, later) == NAMES[2]
+    for _ in range(RULES.proofs):
+        assert made.ended(bad, fault=False, now=later) is None
+    assert made.standing[bad].proofs == 0
+    assert made.choose({**room, bad: (1, 9), NAMES[0]: (5, 9), NAMES[2]: (5, 9)}, later) == bad
+
+
+def test_a_back_off_doubles_up_to_its_longest_until_it_goes_well() -> None:
+    made, bad, now = hosting(3), NAMES[0], 0.0
+    broken(made, bad, now, 3)
+    lengths = []
+    for _ in range(10):
+        one = made.standing[bad]
+        lengths.append(one.back_off_s)
+        now = one.until
+        assert made.ended(bad, fault=True, now=now) == "it failed again on probation"
+    assert lengths == [min(RULES.shortest_s * 2**n, RULES.longest_s) for n in range(10)]
+
+
+def test_what_fails_everywhere_is_nobodys_fault() -> None:
+    made = hosting(4)
+    for _ in range(50):
+        for name in NAMES[:4]:
+            assert made.ended(name, fault=True, now=0.0) is None
+            assert made.called(name, 20.0, 0.0) is None
+
+
+def test_a_slow_host_is_left_alone_and_a_lone_one_never() -> None:
+    made, alone = hosting(3), hosting(1)
+    causes = []
+    for _ in range(20):
+        for n, name in enumerate(NAMES[:3]):
+            causes.append(made.called(name, 4.0 if n == 2 else 0.01, 0.0))
+        assert alone.called(NAMES[0], 60.0, 0.0) is None
+        assert alone.ended(NAMES[0], fault=True, now=0.0) is None
+    (cause,) = [c for c in causes if c]
+    assert "calls take 4.00 s beside their environments, elsewhere 0.01 s" in cause
+
+
+@pytest.mark.parametrize("episodes", [1, RULES.seen - 1])
+def test_a_few_faults_are_no_verdict(episodes: int) -> None:
+    assert broken(hosting(3), NAMES[0], 0.0, 3, episodes) == []
