@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +32,15 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     from rollart.cli import pidfile
     from rollart.ledger.reader import Reader
     from rollart.report.render import render
-    from rollart.report.rows import Cell, Column, Report, Table, collect
+    from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, Table, collect
     from rollart.report.summarize import cost_lines
 
     directory = find_run(run, runs_dir)
     owner = pidfile.owner(directory)
     with Reader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
-        engines = _engines(reader) if owner else []
+        engines = _parts(reader, ENGINE_ROLES) if owner else []
+        hosts = _parts(reader, ("environment",)) if owner else []
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
@@ -47,6 +49,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("process", owner.pid if owner else None),
         ("directory", str(directory)),
         ("engines", " ".join(engines) or None),
+        ("environment_hosts", " ".join(hosts) or None),
         ("step", rows.facts.step),
         ("steps", steps),
         ("version", rows.facts.version),
@@ -103,13 +106,12 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
         os.close(process)
 
 
-def _engines(reader: Reader) -> list[str]:
-    """Engines that a running run has now, in the order that they came."""
+def _parts(reader: Reader, roles: Collection[str]) -> list[str]:
+    """Parts of these roles that a running run has now, in the order that they came."""
     from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
-    from rollart.report.rows import ENGINE_ROLES
 
     closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
-    opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in ENGINE_ROLES}
+    opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
     return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
 
 

@@ -65,15 +65,17 @@ def gang(resolved: Resolved) -> list[BundleGroup]:
 async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handle:
     """The part's actor, in the room that is reserved by its name; where none is, once there is some. `UsageError` if
     there is none in time: what others hold of a shared cluster may stay held, and what is free may lie on too many
-    nodes. Whoever ends the actor for good gives its room back: `runtime.release`."""
+    nodes. Whoever ends the actor for good gives its room back: `runtime.release`. A part that takes no device needs no
+    room: it runs beside what does."""
     limit = resolved.cluster.runtime.wait_s + PLACE_S
-    if not runtime.reserved(spec.name):
+    light = not any(spec.resources.values())
+    if not light and not runtime.reserved(spec.name):
         pools = [f"'{p.name}'" for p in resolved.cluster.pools if selector(resolved, p) == dict(spec.labels)]
         room = Bundle(spec.name, spec.resources, spec.labels, about=f"pool {' or '.join(pools)}")
         await runtime.reserve([BundleGroup(spec.name, (room,))], wait_s=limit)
     try:
         async with asyncio.timeout(limit):
-            return await runtime.spawn(replace(spec, bundle=spec.name))
+            return await runtime.spawn(spec if light else replace(spec, bundle=spec.name))
     except BaseException as error:
         await runtime.release(spec.name)
         if not isinstance(error, TimeoutError):

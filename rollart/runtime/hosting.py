@@ -128,8 +128,7 @@ class HostFleet:
 
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest episodes retired."""
-        while self.size < max(1, count):
-            await self.spawn()
+        await asyncio.gather(*(self.spawn() for _ in range(max(1, count) - self.size)))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: host.live).id)

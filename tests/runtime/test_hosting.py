@@ -1,0 +1,405 @@
+"""The fleet of environment hosts on virtual time: places, deaths, hangs, retirement, and ends of hosts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.errors import EnvironmentFault, FaultRateExceeded, PartDied
+from rollart.hosted import HostHealth
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.intervals import tears
+from rollart.ledger.memory import MemoryRecorder
+from rollart.model import AbortReason, Observation, Step
+from rollart.policy.lease import Expiry
+from rollart.runtime.faults import FaultMeter
+from rollart.runtime.hosting import HostedEnvironment, HostFleet
+from rollart.runtime.hostwatch import HostLimits
+from rollart.runtime.leases import Leases
+from rollart.sim import loop as virtual
+
+LIMITS = HostLimits(per_host=4, health_s=10.0, start_s=5.0, call_s=30.0)
+
+
+class Place:
+    """A host's client: one life of it. Calls take a second."""
+
+    def __init__(self, part: Part, life: int) -> None:
+        self._part, self._life = part, life
+        self.episodes: set[str] = set()
+        self.stuck_s = 0.0
+        self.left: tuple[str, ...] = ()
+        self.silent = False
+        self._gone = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self._part.id
+
+    @property
+    def alive(self) -> bool:
+        return not self._gone.is_set()
+
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[Observation, float]:
+        await self._take()
+        self.episodes.add(episode)
+        return Observation(self.id), 1.0
+
+    async def step(self, episode: str, action: str) -> tuple[Step, float]:
+        assert episode in self.episodes
+        if action == "hang":
+            await self._gone_or(asyncio.Event().wait())
+        await self._take()
+        return Step(Observation(self.id), 1.0, action == "end"), 1.0
+
+    async def close(self, episode: str) -> None:
+        if not self.alive:
+            raise self._error()
+        self.episodes.discard(episode)
+
+    async def health(self) -> HostHealth:
+        if self.silent:
+            await self._gone_or(asyncio.Event().wait())
+        return HostHealth(len(self.episodes), self.stuck_s, "step of tale-0", self.left)
+
+    async def lost(self) -> str:
+        await self._gone.wait()
+        return "its connection broke"
+
+    async def aclose(self) -> None:
+        self._gone.set()
+
+    async def _take(self) -> None:
+        await self._gone_or(asyncio.sleep(1.0))
+
+    async def _gone_or(self, work: Awaitable[Any]) -> None:
+        """Wait for the work; the end of this life unblocks with its fault."""
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(self._gone.wait())
+            doing = tasks.create_task(_of(work))
+            over = asyncio.Event()
+            for task in (waiting, doing):
+                task.add_done_callback(lambda _: over.set())
+            await over.wait()
+            waiting.cancel()
+            doing.cancel()
+        if not self.alive:
+            raise self._error()
+
+    def _error(self) -> EnvironmentFault:
+        return EnvironmentFault(self.id, "its connection broke", incident=f"{self.id} of process {self._life}")
+
+
+async def _of(work: Awaitable[Any]) -> None:
+    await work
+
+
+class Part:
+    """A host's process: starts in a second, unless it cannot."""
+
+    def __init__(self, name: str, recorder: MemoryRecorder, broken: set[str]) -> None:
+        self._name = name
+        self._clock = ResourceClock(
+            role="environment", resource=name, recorder=recorder, clock=asyncio.get_running_loop().time
+        )
+        self._broken = broken
+        self.lives: list[Place] = []
+        self.ended = asyncio.Event()
+        self.closed = False
+
+    @property
+    def id(self) -> str:
+        return self._name
+
+    @property
+    def clock(self) -> ResourceClock:
+        return self._clock
+
+    async def start(self) -> Place:
+        if self.lives:
+            await self.lives[-1].aclose()
+        await asyncio.sleep(1.0)
+        if self._name in self._broken:
+            raise PartDied(self._name, "ended with status 1 before it was ready")
+        self.ended = asyncio.Event()
+        self.lives.append(Place(self, len(self.lives)))
+        return self.lives[-1]
+
+    async def wait(self) -> str:
+        await self.ended.wait()
+        return "its process was killed by SIGKILL"
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def die(self) -> None:
+        await self.lives[-1].aclose()
+        self.ended.set()
+
+
+class Bench:
+    def __init__(self, count: int, limits: HostLimits = LIMITS) -> None:
+        self.recorder = MemoryRecorder()
+        self.parts: dict[str, Part] = {}
+        self.broken: set[str] = set()
+        self.leases = Leases(self.recorder)
+        self.fleet = HostFleet(self._make, count, leases=self.leases, recorder=self.recorder, limits=limits)
+        self._make_environment = self.fleet.environment("tale")
+
+    async def _make(self, name: str) -> Part:
+        self.parts[name] = Part(name, self.recorder, self.broken)
+        return self.parts[name]
+
+    def environment(self) -> HostedEnvironment:
+        made = self._make_environment()
+        assert isinstance(made, HostedEnvironment)
+        return made
+
+    def events(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
+        return [(e.subject, dict(e.fields)) for e in self.recorder.events if e.kind == kind]
+
+    @property
+    def live(self) -> dict[str, int]:
+        return {name: host.live for name, host in self.fleet._hosts.items()}
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(bench.fleet.run())
+        await bench.fleet.ready()
+        yield
+        task.cancel()
+
+
+def play(scenario: Callable[[], Awaitable[None]], seed: int | None = None) -> None:
+    virtual.run(scenario(), seed=seed)  # type: ignore[arg-type]
+
+
+def test_episodes_are_spread_and_wait_for_a_place() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            held = [bench.environment() for _ in range(8)]
+            await asyncio.gather(*(one.reset(0) for one in held))
+            assert bench.live == {"environment-0": 4, "environment-1": 4}
+            late = bench.environment()
+            async with asyncio.TaskGroup() as tasks:
+                waiting = tasks.create_task(late.reset(0))
+                await asyncio.sleep(5.0)
+                assert not waiting.done()
+                assert late.host == ""
+                await held[3].close()
+            assert late.host == bench.parts[waiting.result().text].id
+            await late.close()
+            await late.close()
+            assert sum(bench.live.values()) == 7
+
+    play(main)
+
+
+def test_a_dead_host_takes_its_episodes_and_no_others_and_comes_back() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            one, two = bench.environment(), bench.environment()
+            await asyncio.gather(one.reset(0), two.reset(0))
+            dead = bench.parts[one.host]
+            async with asyncio.TaskGroup() as tasks:
+                step = tasks.create_task(fault_of(one.step("left")))
+                other = tasks.create_task(two.step("left"))
+                await asyncio.sleep(0.5)
+                await dead.die()
+                # Nothing goes to it, from this moment on.
+                third = bench.environment()
+                assert (await third.reset(0)).text != dead.id
+            assert other.result().reward == 1.0
+            assert (step.result().host, step.result().incident) == (dead.id, f"{dead.id} of process 0")
+            told = {"cause": "its process was killed by SIGKILL", "episodes": 1}
+            assert bench.events("host_lost") == [(dead.id, told)]
+            await one.close()
+            await asyncio.sleep(3.0)
+            assert len(dead.lives) == 2
+            assert bench.fleet.faults() == {dead.id: 1, two.host: 0}
+        assert tears(bench.recorder.intervals) == []
+        lost = {(i.state, i.cause) for i in bench.recorder.intervals if i.resource == dead.id}
+        assert lost >= {("startup", "host_restart"), ("startup", "")}
+
+    play(main)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "cause"),
+    [
+        (lambda place: setattr(place, "silent", True), "it was silent for 10 s"),
+        (lambda place: setattr(place, "stuck_s", 12.0), "step of tale-0 blocked all of its episodes for 12.0 s"),
+        (lambda place: setattr(place, "left", ("tale-0",)), "1 calls never ended and hold its threads (tale-0)"),
+    ],
+)
+def test_a_host_that_hangs_is_started_again(trouble: Callable[[Place], None], cause: str) -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            part = bench.parts["environment-1"]
+            trouble(part.lives[0])
+            await asyncio.sleep(20.0)
+            assert [(s, f["cause"]) for s, f in bench.events("host_lost")] == [("environment-1", cause)]
+            assert len(part.lives) == 2
+            assert len(bench.parts["environment-0"].lives) == 1
+
+    play(main)
+
+
+def test_a_step_that_hangs_until_its_lease_ends_counts_against_its_host_and_a_cancelled_one_does_not() -> None:
+    async def main() -> None:
+        bench = Bench(1)
+        async with running(bench):
+            for seconds, faults in ((LIMITS.call_s, 1), (3.0, 1)):
+                one = bench.environment()
+                await one.reset(0)
+                with pytest.raises(Exception, match="waited"):
+                    async with bench.leases.hold("tale-0", "step", seconds, Expiry.GAP_FILL):
+                        await one.step("hang")
+                await one.close()
+                assert bench.fleet.faults() == {"environment-0": faults}
+            assert bench.events("host_lost") == []
+
+    play(main)
+
+
+def test_a_host_retires_with_its_last_episode_and_new_ones_take_over() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            one, two = bench.environment(), bench.environment()
+            await asyncio.gather(one.reset(0), two.reset(0))
+            await bench.fleet.resize(1)
+            assert bench.fleet.size == 1
+            going = bench.parts["environment-1"]
+            others = [bench.environment() for _ in range(3)]
+            for other in others:
+                assert (await other.reset(0)).text == "environment-0"
+            assert not going.closed
+            leaving = one if one.host == going.id else two
+            assert (await leaving.step("left")).reward == 1.0
+            await leaving.close()
+            await asyncio.sleep(0.1)
+            assert going.closed
+            assert bench.events("host_retired") == [(going.id, {"episodes": 1, "faults": 0})]
+            await bench.fleet.resize(3)
+            await asyncio.sleep(2.0)
+            assert sorted(bench.live) == ["environment-0", "environment-2", "environment-3"]
+            await bench.fleet.resize(0)
+            assert bench.fleet.size == 1
+        assert all(part.closed for part in bench.parts.values())
+        assert tears(bench.recorder.intervals) == []
+
+    play(main)
+
+
+def test_a_host_that_never_starts_is_given_up_while_another_serves() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            bench.broken.add("environment-1")
+            await bench.parts["environment-1"].die()
+            await asyncio.sleep(60.0)
+            assert [(s, f["restarts"]) for s, f in bench.events("host_given_up")] == [("environment-1", 5)]
+            assert sorted(bench.live) == ["environment-0"]
+
+    play(main)
+
+
+def test_the_last_host_that_cannot_be_kept_ends_the_run() -> None:
+    async def main() -> None:
+        bench = Bench(1)
+        bench.broken.add("environment-0")
+        with pytest.raises(BaseExceptionGroup) as group:
+            await bench.fleet.run()
+        (error,) = group.value.exceptions
+        assert isinstance(error, PartDied)
+        assert "after 5 restarts" in str(error)
+
+    play(main)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4))
+def test_places_are_conserved_whatever_dies(seed: int, count: int) -> None:
+    """Loads are the episodes that are open, none is above its bound, and in the end nothing is held."""
+
+    async def main() -> None:
+        rng, bench = Random(seed), Bench(count)
+        open_, named = 0, set[str]()
+
+        async def episode() -> None:
+            nonlocal open_
+            environment = bench.environment()
+            await asyncio.sleep(rng.uniform(0, 10))
+            try:
+                await environment.reset(0)
+                open_ += 1
+                try:
+                    for _ in range(rng.randrange(4)):
+                        await environment.step("left")
+                        assert max(bench.live.values()) <= LIMITS.per_host
+                finally:
+                    open_ -= 1
+            except EnvironmentFault as fault:
+                named.add(fault.host)
+            finally:
+                await environment.close()
+
+        async def chaos() -> None:
+            for _ in range(6):
+                await asyncio.sleep(rng.uniform(0, 5))
+                part = rng.choice(list(bench.parts.values()))
+                match rng.randrange(3):
+                    case 0 if part.lives:
+                        await part.die()
+                    case 1:
+                        await bench.fleet.resize(rng.randrange(1, 5))
+                    case _ if part.lives:
+                        part.lives[-1].stuck_s = 99.0
+
+        async with running(bench):
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(24):
+                    tasks.create_task(episode())
+                tasks.create_task(chaos())
+            assert open_ == 0
+            assert named <= set(bench.parts)
+            assert set(bench.live.values()) == {0}
+        assert tears(bench.recorder.intervals) == []
+        assert all(part.closed for part in bench.parts.values())
+
+    play(main, seed)
+
+
+def test_the_end_of_a_host_is_one_fault_and_ends_that_take_more_than_is_left_stop_a_run() -> None:
+    meter = FaultMeter(max_rate=0.05, min_count=10)
+    for number in range(200):
+        meter.ended(AbortReason.INFRA_FAULT, "its connection broke", incident="environment-0 of process 1")
+        meter.check()
+        assert (meter.attempts, meter.faults, meter.together) == (1, 1, number)
+    for _ in range(100):
+        meter.ended(None)
+    meter.ended(AbortReason.INFRA_FAULT, "", incident="environment-1 of process 2")
+    meter.check()
+    meter.ended(AbortReason.INFRA_FAULT, "", incident="environment-0 of process 3")
+    with pytest.raises(FaultRateExceeded, match="199 trajectories were lost with 3 ends of environment hosts"):
+        meter.check()
+
+
+async def fault_of(work: Awaitable[Any]) -> EnvironmentFault:
+    try:
+        await work
+    except EnvironmentFault as fault:
+        return fault
+    raise AssertionError("no fault")
