@@ -120,7 +120,10 @@ def _refuse_running(directory: Path) -> None:
 
     other = pidfile.owner(directory)
     if other is not None:
-        raise UsageError(f"run '{directory.name}' is running (process {other.pid})", remedy="`rollart stop` it first")
+        where = "" if other.here else f" on {other.host}"
+        raise UsageError(
+            f"run '{directory.name}' is running (process {other.pid}{where})", remedy="`rollart stop` it first"
+        )
 
 
 def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:

@@ -1,47 +1,85 @@
-"""Who runs a run: a file with the process id and its start time, so that a recycled id is never taken for it."""
+"""Who runs a run: a file with the process, its start and its machine, so that neither a recycled id nor the same id on
+another machine is ever taken for it. Machines that share the run's directory see its beat."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
+import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["FILE", "Owner", "hold", "owner"]
+from rollart.cli import beat
+
+__all__ = ["FILE", "Owner", "hold", "noted", "owner"]
 
 FILE = "run.pid"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A live process: its id and its start in clock ticks since boot."""
+    """A process: its id, its start in clock ticks since boot, the place in which that id means it, and a name of its
+    own, `life`, that no other process ever has."""
 
     pid: int
     started: int
+    life: str = ""
+    host: str = ""
+    place: str = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether the id means anything in this process: files of older versions name no place."""
+        return self.place in ("", _place())
+
+    @property
+    def alive(self) -> bool:
+        return self.here and _started(self.pid) == self.started
 
 
 @contextlib.contextmanager
 def hold(directory: Path) -> Iterator[None]:
-    """This process runs the run in `directory` until the end of the block."""
+    """This process runs the run in `directory` until the end of the block, and does what other machines ask of it."""
     path = directory / FILE
     pid = os.getpid()
-    path.write_text(json.dumps({"pid": pid, "started": _started(pid)}))
+    mine = Owner(pid, _started(pid) or 0, secrets.token_hex(8), socket.gethostname(), _place())
+    with beat.kept(directory, mine.life):
+        fresh = directory / f"{FILE}.new"
+        fresh.write_text(json.dumps(asdict(mine)))
+        fresh.replace(path)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def noted(directory: Path) -> Owner | None:
+    """The process that the directory names, whether it lives or not."""
     try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+        found = json.loads((directory / FILE).read_text())
+        return Owner(**{**found, "pid": int(found["pid"]), "started": int(found["started"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def owner(directory: Path) -> Owner | None:
-    """The process that runs the run now; None if it is gone, whatever has its id since."""
-    try:
-        noted = json.loads((directory / FILE).read_text())
-        found = Owner(int(noted["pid"]), int(noted["started"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    """The process that runs the run now; None if it is gone, whatever has its id since. Of a process on another machine
+    it takes up to `beat.LOST_S` to know that it is gone."""
+    found = noted(directory)
+    if found is None:
         return None
-    return found if _started(found.pid) == found.started else None
+    return found if (found.alive if found.here else beat.beats(directory, found.life)) else None
+
+
+def _place() -> str:
+    """Where a process id means one process: a boot of a machine, and a namespace of ids on it (a container has one)."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def _started(pid: int) -> int | None:

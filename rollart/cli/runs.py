@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,13 @@ from rollart.cli.context import colour, find_run, output_option, run_argument, r
 from rollart.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
+    from rollart.cli.pidfile import Owner
     from rollart.ledger.reader import Reader
 
 __all__ = ["status", "stop"]
+
+LOOK_S = 0.1
+"""Between two looks whether a controller on another machine has let go of its run."""
 
 
 @click.command()
@@ -47,6 +52,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     values: list[tuple[Cell, ...]] = [
         ("state", state),
         ("process", owner.pid if owner else None),
+        ("host", (owner.host or None) if owner else None),
         ("directory", str(directory)),
         ("engines", " ".join(engines) or None),
         ("environment_hosts", " ".join(hosts) or None),
@@ -73,20 +79,24 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
 def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
     """Stop a run and wait until it has ended.
 
-    It can be continued with `launch --resume`. RUN is a name or directory; without it the latest run.
+    It can be continued with `launch --resume`. RUN is a name or directory; without it the latest run. Works from any
+    machine that sees the directory.
     """
     from rollart.cli import pidfile
 
     directory = find_run(run, runs_dir)
-    owner = pidfile.owner(directory)
-    if owner is None:
+    owner = pidfile.noted(directory)
+    if owner is None or (owner.here and not owner.alive):
         raise UsageError(f"run '{directory.name}' is not running")
+    if not owner.here:
+        _stop_elsewhere(directory, owner, wait_s, kill)
+        return
     try:
         process = os.pidfd_open(owner.pid)
     except ProcessLookupError:
         return
     try:
-        if pidfile.owner(directory) != owner:  # the id changed hands before it was pinned
+        if pidfile.noted(directory) != owner or not owner.alive:  # the id changed hands before it was pinned
             return
         signal.pidfd_send_signal(process, signal.SIGTERM)
         if _ended(process, wait_s):
@@ -104,6 +114,50 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
         click.echo(f"run {directory.name} stopped", err=True)
     finally:
         os.close(process)
+
+
+def _stop_elsewhere(directory: Path, owner: Owner, wait_s: float, kill: bool) -> None:
+    """Of a run whose controller is on another machine: asked through the run's directory."""
+    from rollart.cli import beat
+
+    who = f"process {owner.pid} on {owner.host}"
+    try:
+        answered = beat.beats(directory, owner.life) and beat.ask(directory, owner.life, "stop")
+        if not answered and _held(directory, owner):
+            raise RunFailed(
+                f"run '{directory.name}' is of {who}, which gives no sign of life: it is dead, or does not reach "
+                f"{directory}",
+                remedy=f"`rollart stop` on {owner.host}; if that machine is gone, `rollart launch --resume` continues",
+            )
+        if _let_go(directory, owner, wait_s):
+            click.echo(f"run {directory.name} stopped on {owner.host}", err=True)
+        elif kill:
+            if not beat.ask(directory, owner.life, "kill"):
+                raise RunFailed(f"{who} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
+            click.echo(f"run {directory.name} killed on {owner.host}", err=True)
+        else:
+            raise RunFailed(
+                f"run '{directory.name}' ({who}) was asked to stop, and has not within {wait_s:g} s",
+                remedy="wait longer with --wait, or `rollart stop --kill`",
+            )
+    except OSError as error:
+        raise RunFailed(
+            f"{who} cannot be asked to stop: {error.filename or directory}: {error.strerror}",
+            remedy=f"`rollart stop` on {owner.host}",
+        ) from None
+
+
+def _held(directory: Path, owner: Owner) -> bool:
+    from rollart.cli import pidfile
+
+    noted = pidfile.noted(directory)
+    return noted is not None and noted.life == owner.life
+
+
+def _let_go(directory: Path, owner: Owner, wait_s: float) -> bool:
+    """Whether the controller lets go of the run in time."""
+    looks = max(1, round(wait_s / LOOK_S))
+    return any(not _held(directory, owner) or threading.Event().wait(LOOK_S) for _ in range(looks))
 
 
 def _parts(reader: Reader, roles: Collection[str]) -> list[str]:
