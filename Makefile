@@ -42,7 +42,7 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(OPENENV)/.installed $(VENV)/.triton
+test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
@@ -62,6 +62,11 @@ $(VENV)/.providers: $(VENV)/.installed
 # Clients and agent loops that are not ours, for the proxy's tests.
 $(VENV)/.harnesses: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[harnesses]'
+	touch $@
+
+# Environments of verifiers' v0 API: without what it would bring beside the above (565 MB) and nothing here uses.
+$(VENV)/.verifiers: $(VENV)/.harnesses integrations/verifiers/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r integrations/verifiers/requirements.txt
 	touch $@
 
 # Ray, for runs on more than this machine and for their tests on a faked cluster.
