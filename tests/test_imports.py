@@ -42,8 +42,9 @@ def loaded(code: str) -> set[str]:
         "import io, contextlib\nfrom rollart.cli.main import run\n"
         "with contextlib.redirect_stdout(io.StringIO()): run(['--help'])",
         "import placement.assign",
+        "import rollart.adapters.envs.host",
     ],
-    ids=["rollart", "serverless-placement", "help", "placement"],
+    ids=["rollart", "serverless-placement", "help", "placement", "environment-host"],
 )
 def test_light(code: str) -> None:
     assert not loaded(code) & set(HEAVY)

@@ -35,6 +35,8 @@ class _Host:
     """While it serves."""
     live: int = 0
     calls: int = 0
+    taken: int | None = None
+    """Episodes that it held when it ended, as the first of them learned."""
     leaving: bool = False
     """It gets no more episodes."""
     restarts: int = 0
@@ -170,6 +172,10 @@ class HostFleet:
         host.calls += 1
         try:
             result, env_s = await work
+        except EnvironmentFault as fault:
+            if fault.incident and host.taken is None:
+                host.taken = host.live
+            raise
         finally:
             host.calls -= 1
             if not host.calls and host.link is not None:
@@ -228,6 +234,7 @@ class HostFleet:
         host.part.clock.enter(State.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = await host.part.start()
+        host.taken = None
         host.part.clock.enter(State.IDLE)
         self._policy.restarted(host.id)
         self.tell("host_started", host.id, restarts=host.restarts)
@@ -237,7 +244,7 @@ class HostFleet:
         """Its episodes learn of it from the connection's end."""
         host.part.clock.enter(State.DOWN, HOST_DOWN)
         link, host.link = host.link, None
-        self.tell("host_lost", host.id, cause=cause, episodes=host.live)
+        self.tell("host_lost", host.id, cause=cause, episodes=host.live if host.taken is None else host.taken)
         if link is not None:
             await link.aclose()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,13 @@ class Hosts:
         return [{"subject": e.subject, **e.fields} for e in self.recorder.events if e.kind == kind]
 
 
-def resolved_with(directory: Path, **environments: Any) -> Resolved:
+def resolved_with(directory: Path, *, cluster: Mapping[str, Any] = CLUSTER, **environments: Any) -> Resolved:
     """A run of all domains on a cluster with these `environments`."""
     one = tiny()["domains"][0]
     domains = [{**one, "name": name, "environment": path} for name, path in DOMAINS.items()]
     run = tiny(domains=domains, batch__trajectories=2 * len(domains))
     (directory / "run.yaml").write_text(yaml.safe_dump(run))
-    (directory / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTER, "environments": environments}))
+    (directory / "cluster.yaml").write_text(yaml.safe_dump({**cluster, "environments": environments}))
     return resolve_files(directory / "run.yaml", directory / "cluster.yaml")
 
 

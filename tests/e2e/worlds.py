@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter
@@ -41,6 +42,25 @@ class Coin:
 
     def _observation(self) -> Observation:
         return Observation(self._text, WORDS, 1)
+
+
+class Waiting(Coin):
+    """The first `free` games of each process begin at once; later ones leave a file `GATE.PID` and wait until the file
+    `gate` is there."""
+
+    begun: ClassVar[int] = 0
+
+    def __init__(self, *, free: int, gate: str, **more: Any) -> None:
+        super().__init__(**more)
+        self._free, self._gate = free, Path(gate)
+
+    async def reset(self, seed: int) -> Observation:
+        Waiting.begun += 1
+        if Waiting.begun > self._free:
+            self._gate.with_suffix(f".{os.getpid()}").touch()
+            while not self._gate.exists():
+                await asyncio.sleep(0.02)
+        return await super().reset(seed)
 
 
 class Held(Coin):
