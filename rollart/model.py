@@ -8,7 +8,7 @@ engine sampled are the ids that the trainer sees; text exists only for environme
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType
 
@@ -30,6 +30,7 @@ __all__ = [
     "Observation",
     "Outcome",
     "PauseMode",
+    "Piece",
     "Purpose",
     "Sample",
     "Sampling",
@@ -278,8 +279,20 @@ class Sampling:
 
 
 @_value(frozen=True, slots=True)
+class Piece:
+    """Tokens of an answer that is still being generated: those after the piece before, all drawn by `version`."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+
+
+@_value(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn's generation. `session` is the trajectory: its engine keeps the prefix KV between turns."""
+    """One turn's generation. `session` is the trajectory: its engine keeps the prefix KV between turns.
+
+    `told` is called with tokens as they are drawn, by engines that can; what it was told is how the answer begins.
+    """
 
     request_id: str
     session: str
@@ -287,6 +300,7 @@ class GenerateRequest:
     sampling: Sampling
     cache_salt: str | None = None
     kv_transfer: Mapping[str, object] | None = None
+    told: Callable[[Piece], None] | None = field(default=None, compare=False, repr=False)
 
 
 @_value(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class Driver:
         self._stepping = False
         self._deferred: deque[Callable[[], object]] = deque()
         self._deliver: dict[str, tuple[Job, Deliver]] = {}
+        self._told: dict[str, Job] = {}
+        """Requests whose tokens somebody wants as they are drawn."""
         self._held: dict[str, Job] = {}
         self._mode: PauseMode | None = None
         self._frozen = False
@@ -85,6 +87,8 @@ class Driver:
         name = job.request.request_id
         if name in self._deliver:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
+        if job.told is not None:
+            self._told[name] = job
         if self._mode is PauseMode.WAIT and not self._frozen:
             refuse_invalid(job, vocab=self.runner.network.architecture.vocab, context=self.runner.context)
             self._held[name] = job
@@ -209,6 +213,7 @@ class Driver:
         began = loop.time()
         if self._last_step_s <= INLINE_S:
             self._settle(self.runner.step())
+            self._tell()
         else:
             self._stepping = True
             try:
@@ -216,11 +221,21 @@ class Driver:
             finally:
                 self._stepping = False
             self._settle(finished)
+            self._tell()
             while self._deferred:
                 self._deferred.popleft()()
         self._last_step_s = loop.time() - began
         for _ in range(TICKS):
             await asyncio.sleep(0)
+
+    def _tell(self) -> None:
+        """Before weights change: what was drawn in the step is of the version that it ran with."""
+        for name, job in list(self._told.items()):
+            entry = self._deliver.get(name)
+            if entry is None or entry[0] is not job or job.told is None:
+                del self._told[name]
+            elif (piece := self.runner.piece(job)) is not None:
+                job.told(piece)
 
     def _settle(self, over: Sequence[Finished]) -> None:
         for finished in over:

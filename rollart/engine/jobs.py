@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from rollart.engine.cache import KvBlock
 from rollart.errors import EngineError
-from rollart.model import Completion, GenerateRequest
+from rollart.model import Completion, GenerateRequest, Piece
 
 __all__ = ["Finished", "Job", "refuse_invalid"]
 
@@ -20,7 +21,8 @@ __all__ = ["Finished", "Job", "refuse_invalid"]
 class Job:
     """A request on its way through the runner. `imported` is KV from another engine; `export` asks for the prompt's KV
     at the end (this engine prefills), `returns` for that of prompt and answer (it decodes). The peer is known to hold
-    the first `peer_holds` tokens: KV of those need not be copied."""
+    the first `peer_holds` tokens: KV of those need not be copied. `told` gets its tokens after every step but the last;
+    `shown` of them were told."""
 
     request: GenerateRequest
     ignore_eos: bool = False
@@ -28,6 +30,8 @@ class Job:
     export: bool = False
     returns: bool = False
     peer_holds: int = 0
+    told: Callable[[Piece], None] | None = None
+    shown: int = 0
     prompt: npt.NDArray[np.int64] = field(init=False)
     allowed: npt.NDArray[np.int64] | None = field(init=False)
     slot: int = -1

@@ -11,9 +11,9 @@ from typing import Any
 
 from rollart.engine.jobs import Job
 from rollart.errors import EngineError, HandoffFailed
-from rollart.model import Completion, GenerateRequest, Sampling
+from rollart.model import Completion, GenerateRequest, Piece, Sampling
 
-__all__ = ["completion_body", "error_body", "job_of", "strip_prefix"]
+__all__ = ["completion_body", "error_body", "job_of", "piece_body", "strip_prefix", "usage"]
 
 VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`, and aborts only ids that carry it. Both are understood."""
@@ -76,14 +76,34 @@ def completion_body(request_id: str, completion: Completion) -> dict[str, Any]:
                 "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in c.spans],
             }
         ],
-        "usage": {
-            "prompt_tokens": c.prompt_tokens,
-            "completion_tokens": len(c.token_ids),
-            "total_tokens": c.prompt_tokens + len(c.token_ids),
-            "prompt_tokens_details": {"cached_tokens": c.cached_tokens},
-        },
+        "usage": usage(c),
         "kv_transfer_params": c.kv_transfer,
     }
+
+
+def usage(c: Completion) -> dict[str, Any]:
+    return {
+        "prompt_tokens": c.prompt_tokens,
+        "completion_tokens": len(c.token_ids),
+        "total_tokens": c.prompt_tokens + len(c.token_ids),
+        "prompt_tokens_details": {"cached_tokens": c.cached_tokens},
+    }
+
+
+def piece_body(request_id: str, piece: Piece, whole: Completion | None = None) -> dict[str, Any]:
+    """One event of a streamed response; with `whole` its last one with tokens. `weight_version` is of these tokens:
+    vLLM says only at the end which drew what."""
+    tokens = [{"token_id": t, "logprob": p} for t, p in zip(piece.token_ids, piece.logprobs, strict=True)]
+    choice: dict[str, Any] = {
+        "index": 0,
+        "token_ids": piece.token_ids,
+        "logprobs": {"content": tokens},
+        "finish_reason": None if whole is None else whole.finish.value,
+        "weight_version": piece.version,
+    }
+    if whole is not None:
+        choice["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in whole.spans]
+    return {"request_id": request_id, "choices": [choice]}
 
 
 def error_body(error: EngineError, status: int) -> dict[str, Any]:

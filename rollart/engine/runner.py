@@ -26,7 +26,7 @@ from rollart.engine.network import Network
 from rollart.engine.sampling import Rows, put, sample
 from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed
-from rollart.model import Completion, EngineStats, FinishReason, VersionSpan
+from rollart.model import Completion, EngineStats, FinishReason, Piece, VersionSpan
 
 __all__ = ["STEP_TOKENS", "Runner"]
 
@@ -269,6 +269,15 @@ class Runner:
             return []
         logits = torch.stack([row for _, row in known]).to(self.network.device, torch.float32)
         return self._sample(logits, np.array([slot for slot, _ in known], np.int64))
+
+    def piece(self, job: Job) -> Piece | None:
+        """What a request that runs has drawn since this was asked last, at most a step ago; None: nothing."""
+        begin, known = len(job.prompt) + job.shown, 0 if job.slot < 0 else int(self.table.known[job.slot])
+        if known <= begin:
+            return None
+        job.shown += known - begin
+        at = (job.slot, slice(begin, known))
+        return Piece(tuple(self.table.tokens[at].tolist()), tuple(self.table.logprobs[at].tolist()), self.version)
 
     def _choose(self) -> Ints:
         """The slots of this step: all that decode, and prefills in order of arrival up to the token budget."""

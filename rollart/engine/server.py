@@ -13,6 +13,7 @@ from torch import Tensor
 from rollart.engine import metrics
 from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
 from rollart.engine.driver import Driver
+from rollart.engine.events import answered_in_pieces
 from rollart.engine.handoff import Handoffs, Settings
 from rollart.engine.protocol import completion_body, error_body, job_of, strip_prefix
 from rollart.engine.stream import Stream
@@ -84,8 +85,12 @@ class Server:
         finished = await self.handoffs.serve(job)
         return completion_body(job.request.request_id, finished.completion)
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        return _json(await self.generate(await _body(request), request.headers.get("X-Session-ID", "")))
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body, session = await _body(request), request.headers.get("X-Session-ID", "")
+        if body.get("stream"):
+            job = job_of(body, session=session, fallback_id=self._next_id())
+            return await answered_in_pieces(request, job, self.handoffs.serve)
+        return _json(await self.generate(body, session))
 
     async def _abort(self, request: web.Request) -> web.Response:
         ids = (await _body(request)).get("request_ids")

@@ -6,9 +6,11 @@ bytes, little endian) and a msgpack list of messages, each a list that starts wi
 
     g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
        kv_transfer_params
+    G  the same, answered with p as it goes on
     a  request_ids to abort: they are answered with what they have
     x  number of a request that nobody waits for any more: it is not answered
     r  session to release
+    p  number, token_ids, logprobs, version: what was drawn since the last p
     c  number, token_ids, logprobs, [[version, start, end]], finish, prompt_tokens, cached_tokens,
        kv_transfer_params
     e  number, error message, retryable, kind ("handoff" for KV that could not be had)
@@ -29,6 +31,7 @@ from rollart.engine.handoff import Handoffs
 from rollart.engine.jobs import Finished, Job
 from rollart.engine.protocol import error_body, job_of, strip_prefix
 from rollart.errors import EngineError
+from rollart.model import Piece
 
 __all__ = ["Stream"]
 
@@ -77,8 +80,8 @@ class Stream(asyncio.Protocol):
 
     def _handle(self, message: list[Any]) -> None:
         kind = message[0]
-        if kind == "g":
-            self._generate(message[1:])
+        if kind in ("g", "G"):
+            self._generate(message[1:], told=kind == "G")
         elif kind == "a":
             names = [strip_prefix(str(name)) for name in message[1]]
             self._handoffs.abort(names)
@@ -93,7 +96,7 @@ class Stream(asyncio.Protocol):
         else:
             raise ValueError(f"unknown message kind {kind!r}")
 
-    def _generate(self, fields: list[Any]) -> None:
+    def _generate(self, fields: list[Any], *, told: bool) -> None:
         number, name, session, token_ids, *sampling, salt, transfer = fields
         body = {
             "request_id": name,
@@ -104,6 +107,8 @@ class Stream(asyncio.Protocol):
         }
         try:
             job = job_of(body, session=str(session), fallback_id=self._next_id())
+            if told:
+                job.told = lambda piece: self._tell(number, piece)
             if transfer:  # it waits for other engines, before or after its steps
                 self._mine[number] = self._handoffs.start(self._serve(number, job))
                 return
@@ -127,6 +132,10 @@ class Stream(asyncio.Protocol):
             self._driver.discard(one.request.request_id)
         else:
             one.cancel()
+
+    def _tell(self, number: int, piece: Piece) -> None:
+        if number in self._mine:
+            self._send(("p", number, piece.token_ids, piece.logprobs, piece.version))
 
     def _deliver(self, number: int, result: Finished | EngineError) -> None:
         self._mine.pop(number, None)

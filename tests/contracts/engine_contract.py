@@ -23,6 +23,7 @@ from rollart.model import (
     FinishReason,
     GenerateRequest,
     PauseMode,
+    Piece,
     Sampling,
     VersionSpan,
     WeightsRef,
@@ -96,6 +97,9 @@ class EngineContract:
     """What is running, and the KV that it holds, is known while the engine is paused; vLLM's gauges are of its last
     step."""
 
+    TELLS = True
+    """Tokens are told as they are drawn; a modelled engine tells of none."""
+
     LONG = 50
     """Tokens that take an engine long enough to be caught in the middle, most of the time."""
 
@@ -120,6 +124,24 @@ class EngineContract:
             assert stats.generated_tokens - old.generated_tokens == 7
             assert stats.cached_tokens == old.cached_tokens
             assert await s.engine.healthy()
+
+        self.run(scenario)
+
+    def test_told_tokens_are_how_the_answer_begins(self) -> None:
+        async def scenario(s: Subject) -> None:
+            told: list[Piece] = []
+            plain = await s.engine.generate(request("a", max_tokens=20))
+            asked = dataclasses.replace(request("b", max_tokens=20), told=told.append)
+            c = await s.engine.generate(asked)
+            check(c, [0])
+            assert (c.token_ids, c.finish) == (plain.token_ids, plain.finish)
+            assert c.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+            ids = tuple(t for piece in told for t in piece.token_ids)
+            assert ids == c.token_ids[: len(ids)]
+            assert tuple(p for piece in told for p in piece.logprobs) == c.logprobs[: len(ids)]
+            if self.TELLS:
+                assert len(told) > 1, "they come one after the other"
+                assert {piece.version for piece in told} == {0}
 
         self.run(scenario)
 

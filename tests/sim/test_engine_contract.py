@@ -61,6 +61,7 @@ class Unfolded:
 
 
 class TestModelledEngine(EngineContract):
+    TELLS = False
     test_only_legal_tokens = None  # type: ignore[assignment]
     test_a_seed_repeats_itself_in_company = None  # type: ignore[assignment]
 

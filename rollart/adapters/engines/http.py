@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from rollart.adapters.engines.events import Events, refusal, version_of
 from rollart.adapters.engines.stream import EngineStream
-from rollart.errors import EngineError, HandoffFailed
+from rollart.errors import EngineError
 from rollart.model import (
     Completion,
     EngineId,
@@ -36,9 +37,6 @@ VLLM_PREFIX = "generate-tokens-"
 """vLLM prepends this to the ids of `/inference/v1/generate`; aborting the bare id does nothing and reports success."""
 
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-RETRYABLE = {408, 409, 425, 429}
-"""Client errors that another engine, or a later call, may not repeat. Server errors are retryable as well."""
 
 
 class HttpEngine:
@@ -90,7 +88,10 @@ class HttpEngine:
             stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
             if stream is not None:
                 return await stream.generate(request)
-        raw = await self._request("POST", "/inference/v1/generate", _generate_body(request), session=request.session)
+        body = _generate_body(request)
+        if request.told is not None and request.kv_transfer is None:  # events name no KV for the next engine
+            return await self._generate_told(request, body)
+        raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
         try:
             return _completion(json.loads(raw), self._first)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -98,6 +99,24 @@ class HttpEngine:
 
     async def started_with(self, weights: WeightsRef) -> None:
         """Before its first request: `EngineError` where it does not compute what it should."""
+
+    async def _generate_told(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
+        events = Events(self._url, self._first, request.told)
+        headers = {"X-Session-ID": request.session} if request.session else {}
+        data = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        path = "/inference/v1/generate"
+        try:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+            async with self._client().post(self._url + path, json=data, headers=headers, timeout=timeout) as answer:
+                if answer.status >= 400:
+                    raise refusal(self._url, path, answer.status, await answer.read())
+                async for line in answer.content:
+                    if line.startswith(b"data: "):
+                        events.add(line[6:].strip())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            what = str(error) or type(error).__name__
+            raise EngineError(f"{self._url}{path} broke off: {what}", retryable=True) from error
+        return events.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:  # an empty list would abort everything
@@ -242,7 +261,7 @@ class HttpEngine:
         if optional and answer.status == 404:
             return b""
         if answer.status >= 400:
-            raise _refusal(self._url, path, answer.status, raw)
+            raise refusal(self._url, path, answer.status, raw)
         return raw
 
     def _client(self) -> aiohttp.ClientSession:
@@ -290,31 +309,12 @@ def _completion(answer: Mapping[str, Any], version: int) -> Completion:
     return Completion(
         token_ids=ids,
         logprobs=tuple(float(c["logprob"]) for c in choice["logprobs"]["content"]),
-        spans=tuple(VersionSpan(_version(s["version"], version), s["start"], s["end"]) for s in spans),
+        spans=tuple(VersionSpan(version_of(s["version"], version), s["start"], s["end"]) for s in spans),
         finish=FinishReason(choice["finish_reason"]),
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         kv_transfer=answer.get("kv_transfer_params"),
     )
-
-
-def _version(value: object, fallback: int) -> int:
-    """vLLM's versions are strings, and a word before the first update."""
-    return int(str(value)) if str(value).isdigit() else fallback
-
-
-def _refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:
-    """The server's own words where it sent JSON, and its own opinion on retrying where it gave one."""
-    retryable, kind = status >= 500 or status in RETRYABLE, None
-    try:
-        error = json.loads(raw)["error"]
-    except (ValueError, KeyError, TypeError):
-        error = raw[:200].decode(errors="replace")
-    if isinstance(error, Mapping):
-        retryable, kind = bool(error.get("retryable", retryable)), error.get("kind")
-        error = error.get("message", "")
-    text = f"{url}{path} answered {status}: {' '.join(str(error).split())}"
-    return HandoffFailed(text) if kind == "handoff" else EngineError(text, retryable=retryable)
 
 
 def as_object(raw: bytes) -> dict[str, Any]:

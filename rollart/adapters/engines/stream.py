@@ -7,13 +7,13 @@ contract suite runs over it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgpack
 
 from rollart.errors import EngineError, HandoffFailed
-from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
+from rollart.model import Completion, FinishReason, GenerateRequest, Piece, VersionSpan
 
 __all__ = ["EngineStream"]
 
@@ -38,6 +38,7 @@ class EngineStream(asyncio.Protocol):
         self._incoming = bytearray()
         self._outgoing: list[Sequence[object]] = []
         self._pending: dict[int, asyncio.Future[Completion]] = {}
+        self._told: dict[int, Callable[[Piece], None]] = {}
         self._sent = 0
 
     @property
@@ -52,7 +53,7 @@ class EngineStream(asyncio.Protocol):
         seed = None if s.seed is None else s.seed & SEED_MASK
         self.send(
             (
-                "g",
+                "g" if request.told is None else "G",
                 number,
                 request.request_id,
                 request.session,
@@ -69,6 +70,8 @@ class EngineStream(asyncio.Protocol):
         )
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
+        if request.told is not None:
+            self._told[number] = request.told
         try:
             return await answer
         except asyncio.CancelledError:
@@ -77,6 +80,7 @@ class EngineStream(asyncio.Protocol):
             raise
         finally:
             del self._pending[number]
+            self._told.pop(number, None)
 
     def send(self, message: Sequence[object]) -> None:
         """Queue a message: ("a", request_ids) to abort, ("r", session) to release, and `generate`'s own."""
@@ -113,6 +117,9 @@ class EngineStream(asyncio.Protocol):
     def _settle(self, message: tuple[Any, ...]) -> None:
         answer = self._pending.get(message[1])
         if answer is None or answer.done():  # cancelled meanwhile
+            return
+        if message[0] == "p":
+            self._told[message[1]](Piece(*message[2:]))
             return
         if message[0] == "e":
             _, _, text, retryable, kind = message
@@ -153,7 +160,7 @@ class EngineStream(asyncio.Protocol):
             try:
                 fine.append(msgpack.packb(message))
             except (OverflowError, TypeError, ValueError) as error:
-                answer = self._pending.get(cast(int, message[1])) if message[0] == "g" else None
+                answer = self._pending.get(cast(int, message[1])) if message[0] in ("g", "G") else None
                 if answer is not None and not answer.done():
                     answer.set_exception(EngineError(f"{self._peer} cannot be sent this: {error}", retryable=False))
         return fine

@@ -1,0 +1,91 @@
+"""What engines say over HTTP: a generation as server-sent events (`stream: true`), and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollart.errors import EngineError, HandoffFailed
+from rollart.model import Completion, FinishReason, Piece, VersionSpan
+
+__all__ = ["Events", "refusal", "version_of"]
+
+RETRYABLE = {408, 409, 425, 429}
+"""Client errors that another engine, or a later call, may not repeat. Server errors are retryable as well."""
+
+
+class Events:
+    """Puts an answer together, telling of its tokens as they come. `add` the data of every event, then `completion`.
+
+    vLLM says which version drew what with the last tokens only: until then they are taken to be of `version`."""
+
+    def __init__(self, url: str, version: int, told: Callable[[Piece], None] | None) -> None:
+        self._url, self._version, self._told = url, version, told
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[VersionSpan] | None = None
+        self._finish: str | None = None
+        self._usage: Mapping[str, Any] = {}
+
+    def add(self, data: bytes) -> None:
+        """EngineError for an event that tells of one, or that is none."""
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+            if "error" in event:
+                code = event["error"].get("code") if isinstance(event["error"], Mapping) else None
+                raise refusal(self._url, " while it generated", code if isinstance(code, int) else 500, data)
+            self._usage = event.get("usage") or self._usage
+            for choice in event["choices"]:
+                self._add(choice)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._url}: event not understood: {error!r}", retryable=False) from error
+
+    def completion(self) -> Completion:
+        """EngineError if the events ended without the answer's end."""
+        if self._finish is None:
+            raise EngineError(f"{self._url}: the answer broke off", retryable=True, remedy="is the engine alive?")
+        spans = self._spans
+        if spans is None:
+            spans = [VersionSpan(self._version, 0, len(self._ids))] if self._ids else []
+        return Completion(
+            tuple(self._ids), tuple(self._logprobs), tuple(spans), FinishReason(self._finish),
+            self._usage.get("prompt_tokens", 0),
+            (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        )  # fmt: skip
+
+    def _add(self, choice: Mapping[str, Any]) -> None:
+        ids = tuple(choice.get("token_ids") or ())
+        logprobs = tuple(float(c["logprob"]) for c in (choice.get("logprobs") or {}).get("content") or ())
+        if len(ids) != len(logprobs):
+            raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probabilities")
+        self._ids += ids
+        self._logprobs += logprobs
+        if choice.get("finish_reason") is not None:
+            self._finish = str(choice["finish_reason"])
+        if choice.get("weight_versions") is not None:
+            versions = choice["weight_versions"]
+            self._spans = [VersionSpan(version_of(s["version"], self._version), s["start"], s["end"]) for s in versions]
+        if ids and self._told is not None and self._finish is None:
+            self._told(Piece(ids, logprobs, version_of(choice.get("weight_version"), self._version)))
+
+
+def version_of(value: object, fallback: int) -> int:
+    """vLLM's versions are strings, and a word before the first update."""
+    return int(str(value)) if str(value).isdigit() else fallback
+
+
+def refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:
+    """The server's own words where it sent JSON, and its own opinion on retrying where it gave one."""
+    retryable, kind = status >= 500 or status in RETRYABLE, None
+    try:
+        error = json.loads(raw)["error"]
+    except (ValueError, KeyError, TypeError):
+        error = raw[:200].decode(errors="replace")
+    if isinstance(error, Mapping):
+        retryable, kind = bool(error.get("retryable", retryable)), error.get("kind")
+        error = error.get("message", "")
+    text = f"{url}{path} answered {status}: {' '.join(str(error).split())}"
+    return HandoffFailed(text) if kind == "handoff" else EngineError(text, retryable=retryable)

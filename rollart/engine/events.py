@@ -1,0 +1,59 @@
+"""A generation as server-sent events, as vLLM's `stream: true` gives it: tokens as they are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from rollart.engine.jobs import Finished, Job
+from rollart.engine.protocol import error_body, piece_body, usage
+from rollart.errors import EngineError
+from rollart.model import Piece
+
+__all__ = ["answered_in_pieces"]
+
+
+async def answered_in_pieces(
+    request: web.Request, job: Job, serve: Callable[[Job], Awaitable[Finished]]
+) -> web.StreamResponse:
+    """The answer to `request`. EngineError as long as nothing was sent; afterwards it is an event."""
+    name, answer = job.request.request_id, web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+    job.told = pieces.put_nowait
+    finished: Finished | None = None
+    failed: EngineError | None = None
+
+    async def send(event: dict[str, Any] | str) -> None:
+        if not answer.prepared:
+            await answer.prepare(request)
+        await answer.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+
+    async def forward() -> None:
+        with contextlib.suppress(ConnectionError):  # who has gone cancels this handler
+            while (piece := await pieces.get()) is not None:
+                await send(piece_body(name, piece))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(forward(), name=f"pieces of {name}")
+        try:
+            finished = await serve(job)
+        except EngineError as error:
+            failed = error
+        pieces.put_nowait(None)
+    if failed is not None:
+        if not answer.prepared:
+            raise failed
+        await send(error_body(failed, 503 if failed.retryable else 400))
+    if finished is not None:
+        c = finished.completion
+        version = c.spans[-1].version if c.spans else 0
+        await send(piece_body(name, Piece(c.token_ids[job.shown :], c.logprobs[job.shown :], version), c))
+        await send({"request_id": name, "choices": [], "usage": usage(c)})
+    await send("[DONE]")
+    await answer.write_eof()
+    return answer
