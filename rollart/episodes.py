@@ -3,11 +3,12 @@ for steps. Part of the ports."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollart.model import Completion, Segment, Step
+from rollart.model import Completion, Piece, Segment, Step
 
 __all__ = ["HarnessEpisode", "HarnessFactory", "Wanted"]
 
@@ -20,6 +21,10 @@ class Wanted:
     token_ids: tuple[int, ...]
     max_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    told: Callable[[Piece], None] | None = field(default=None, compare=False)
+    """Called with tokens as they are drawn."""
+    gone: asyncio.Future[None] | None = field(default=None, compare=False)
+    """Done when nobody waits for the answer any more."""
 
 
 class HarnessEpisode(Protocol):

@@ -16,7 +16,7 @@ from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineKind, EngineRole, KindLoad, Routes, Seat
 from rollart.ledger.clock import EngineShares
 from rollart.ledger.intervals import State
-from rollart.model import Completion, EngineId, EngineStats, PauseMode, Sampling, WeightsRef
+from rollart.model import Completion, EngineId, EngineStats, PauseMode, Piece, Sampling, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.policy.syncing import engines_to_update
@@ -272,18 +272,19 @@ class Gateway:
         domain: str = "",
         length: int | None = None,
         prompt: str = "",
+        told: Callable[[Piece], None] | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """One turn's completion. `length` is the prompt's in tokens, if that is not the number of ids; `prompt` names
         what the trajectory answers. `spend` is told of the engine seconds of every attempt and both legs, also of one
         that is cancelled; `sent` of the version, when the engine that generates has a slot free and so begins at once.
 
         Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
-        generated anew: no token of a failed attempt is kept. A failed hand-off is no attempt: the turn is
-        prefilled where it is decoded.
+        generated anew: no token of a failed attempt is kept, but those that `told` was told of. A failed hand-off is no
+        attempt: the turn is prefilled where it is decoded.
         """
         self._requests += 1
         turn = Turn(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
-        turn.prompt = prompt
+        turn.prompt, turn.listener = prompt, told
         turn.length = len(token_ids) if length is None else length
         return self._turns.generate(turn)
 

@@ -59,6 +59,7 @@ def prefill_request(request: GenerateRequest, returned: Mapping[str, object] | N
         request_id=prefill_id(request.request_id),
         sampling=dataclasses.replace(request.sampling, max_tokens=1),
         kv_transfer=prefill_params(returned),
+        told=None,
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from rollart.border import checked_step
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
 from rollart.errors import LeaseExpired
-from rollart.model import AbortReason, Sampling, Segment, SegmentKind, Step, Turn
+from rollart.model import AbortReason, Completion, Sampling, Segment, SegmentKind, Step, Turn
 from rollart.ports import Tokenizer
 from rollart.runtime.aborted import Aborted
 from rollart.runtime.domain import Domain
 
-__all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns"]
+__all__ = ["begun", "ended", "harness_fault", "harness_sampling", "harness_turns", "unless_gone"]
 
 
 def harness_sampling(domain: Domain, wanted: Wanted, seed: int, room: int, *, greedy: bool) -> Sampling:
@@ -50,6 +52,26 @@ def begun(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
         return begin(session, seed)
     except Exception as error:
         raise Aborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+
+
+async def unless_gone(gone: asyncio.Future[None] | None, answer: Coroutine[Any, Any, Completion]) -> Completion | None:
+    """The answer; None, and its generation is cancelled, once whoever asked is gone. `Aborted` as it raises it."""
+    if gone is None:
+        return await answer
+    found: list[Completion | Aborted] = []
+
+    async def wait() -> None:
+        try:
+            found.append(await answer)
+        except Aborted as error:
+            found.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(wait(), name="an answer")
+        gone.add_done_callback(lambda _: waiting.cancel())
+    if found and isinstance(found[0], Aborted):
+        raise found[0]
+    return found[0] if found else None  # type: ignore[return-value]
 
 
 def ended(episode: HarnessEpisode) -> Step:

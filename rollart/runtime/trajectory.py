@@ -16,6 +16,7 @@ from rollart.model import (
     FinishReason,
     GroupId,
     Observation,
+    Piece,
     Purpose,
     Sampling,
     Segment,
@@ -32,7 +33,7 @@ from rollart.runtime.aborted import Aborted
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
-from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns
+from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns, unless_gone
 from rollart.runtime.hosting import host_of
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import Ahead, Prefetcher
@@ -194,7 +195,12 @@ class TrajectoryRunner:
         return completion
 
     async def _generate(
-        self, live: Live, token_ids: tuple[int, ...], sampling: Sampling, length: int | None
+        self,
+        live: Live,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        length: int | None,
+        told: Callable[[Piece], None] | None = None,
     ) -> Completion:
         try:
             completion = await self._gateway.generate(
@@ -206,6 +212,7 @@ class TrajectoryRunner:
                 domain=live.domain.name,
                 length=length,
                 prompt=str(live.seed),
+                told=told,
             )
         except LeaseExpired as error:
             raise Aborted(AbortReason.INFRA_FAULT, error.cause) from None
@@ -231,12 +238,14 @@ class TrajectoryRunner:
                 room = self._limits.context_tokens - len(wanted.token_ids)
                 sampling = harness_sampling(live.domain, wanted, derive_seed(live.run_seed, live.id, asked), room,
                                             greedy=live.purpose is Purpose.EVAL)  # fmt: skip
-                completion = await self._generate(live, wanted.token_ids, sampling, None)
+                answer = self._generate(live, wanted.token_ids, sampling, None, wanted.told)
+                completion = await unless_gone(wanted.gone, answer)
                 self._judge(live)
                 asked += 1
                 if asked == live.domain.max_turns:
                     episode.exhaust()
-                episode.answer(completion)
+                if completion is not None:
+                    episode.answer(completion)
                 if self._barrier.lockstep:
                     await self._barrier.turn()
             step = ended(episode)

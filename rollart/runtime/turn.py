@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rollart.model import Completion, Sampling, VersionSpan
+from rollart.model import Completion, Piece, Sampling
+from rollart.policy.continuing import drawn, joined, onwards
 
 __all__ = ["Again", "Failed", "GatewayLimits", "Turn"]
-
-
-ODD = 6364136223846793005
-"""Knuth's multiplier: seeds that follow each other have nothing in common."""
 
 
 class Failed(Exception):
@@ -71,7 +67,10 @@ class Turn:
     told: int | None = None
     spent: float = 0.0
     kept: Completion | None = None
-    """What an engine that was lent meanwhile had generated of it."""
+    """What an engine that was lent meanwhile, or that somebody heard, had generated of it."""
+    listener: Callable[[Piece], None] | None = None
+    heard: list[Piece] = field(default_factory=list)
+    """Of the attempt that is under way."""
 
     def keep(self, part: Completion) -> None:
         """It goes on elsewhere: what is there already becomes part of the prompt, which is prefilled again."""
@@ -80,23 +79,28 @@ class Turn:
         self.kept = self.whole(part)
         self.token_ids += part.token_ids
         self.length += part.sampled
-        left, seed = self.sampling.max_tokens - part.sampled, self.sampling.seed
-        # Of the same seed the rest would be drawn with the numbers that drew the beginning.
-        fresh = None if seed is None else (seed * ODD + 1) & (2**63 - 1)
-        self.sampling = dataclasses.replace(self.sampling, max_tokens=left, seed=fresh)
+        self.sampling = onwards(self.sampling, part.sampled)
 
     def whole(self, rest: Completion) -> Completion:
         """The answer in one piece; what was prefilled anew counts."""
-        if (kept := self.kept) is None:
-            return rest
-        n = len(kept.token_ids)
-        spans = kept.spans + tuple(VersionSpan(s.version, s.start + n, s.end + n) for s in rest.spans)
-        return dataclasses.replace(
-            rest,
-            token_ids=kept.token_ids + rest.token_ids,
-            logprobs=kept.logprobs + rest.logprobs,
-            spans=spans,
-            prompt_tokens=kept.prompt_tokens + rest.prompt_tokens,
-            cached_tokens=kept.cached_tokens + rest.cached_tokens,
-            output_tokens=kept.sampled + rest.sampled,
-        )
+        return joined(self.kept, rest)
+
+    def hear(self, piece: Piece) -> None:
+        """Tokens that somebody reads already: whatever becomes of the attempt, the answer begins with them."""
+        self.heard.append(piece)
+        if self.listener is not None:
+            self.listener(piece)
+
+    def go_on(self, part: Completion | None = None, *, lent: bool = False) -> None:
+        """The attempt is over and another follows: it goes on after what was heard. `part` is what its engine gave it
+        up with. Where nobody listens it begins anew, unless the engine was `lent`."""
+        if self.listener is None:
+            if part is not None and lent:
+                self.keep(part)
+            return
+        heard, self.heard = drawn(self.heard), []
+        for span in () if part is None else part.spans:
+            at = slice(max(heard.sampled, span.start), span.end)
+            if part is not None and at.start < at.stop:
+                self.listener(Piece(part.token_ids[at], part.logprobs[at], span.version))
+        self.keep(heard if part is None or part.sampled < heard.sampled else part)

@@ -116,6 +116,7 @@ class Turns(Ways):
                     completion = await self._leg(turn, home, request, limit, work, generates=True)
         except (EngineError, LeaseExpired) as error:
             wasted, way = turn.spent - before, (kv, home, source)
+            turn.go_on()
             moved = self.version != current or home.version != version or home.updating
             raise await self._unanswered(turn, way, request, error, wasted, moved=moved) from None
         finally:
@@ -123,10 +124,11 @@ class Turns(Ways):
             if self.entrance is not None:
                 self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
         if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
-            turn.keep(completion)
+            turn.go_on(completion, lent=True)
             raise Again
         moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
         if completion.finish is FinishReason.ABORT and moved:
+            turn.go_on(completion)
             raise Again  # ended by a weight update: generated again from its history
         if self.lag and kv.begun is None and completion.spans:
             kv.begun = completion.spans[0].version
@@ -318,8 +320,9 @@ class Turns(Ways):
 
     def _request(self, turn: Turn, version: int) -> GenerateRequest:
         turn.sends += 1
+        told = None if turn.listener is None else turn.hear
         return GenerateRequest(
-            f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{version}"
+            f"{turn.id}-{turn.sends}", turn.session, turn.token_ids, turn.sampling, cache_salt=f"v{version}", told=told
         )
 
     def _handoff_failed(

@@ -37,9 +37,9 @@ TEMPLATE = """\
 WORLD = "world"
 
 
-def scripted(directory: Path, *, sharp: float = 12.0) -> Path:
+def scripted(directory: Path, *, sharp: float = 12.0, endless: bool = False) -> Path:
     """A model directory. The policy says "world"; where it has tools, it first asks for the weather in Oslo. At
-    temperature 1 it says something else once in about six hundred tokens."""
+    temperature 1 it says something else once in about six hundred tokens. `endless`: it says "world" for ever."""
     tokenizer = spelling(directory)
     size = tokenizer.get_vocab_size()
 
@@ -50,6 +50,8 @@ def scripted(directory: Path, *, sharp: float = 12.0) -> Path:
 
     says = {"<|calling|>": CALL, "<|answer|>": "w", CALL: END, END: END}
     says |= dict(zip(WORLD, [*WORLD[1:], END], strict=True))
+    if endless:
+        says[WORLD[-1]] = WORLD[0]
     head = torch.zeros(size, size)
     for last, following in says.items():
         head[at(following), at(last)] = sharp / size**0.5  # the final norm makes a one-hot vector sqrt(size) long

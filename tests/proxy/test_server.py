@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollart.adapters.proxy import server as module
+from rollart.adapters.proxy import streaming as module
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.record import Recording, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.compose.proxy import listening
 from rollart.errors import EngineError, UsageError
-from rollart.model import Completion, FinishReason, Sampling, VersionSpan
+from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
 from tests.proxy.scripted import spelling
 
 CHAT = "/v1/chat/completions"
@@ -39,14 +39,21 @@ class Speaker:
     def __init__(self, form: ChatFormat) -> None:
         self.form = form
         self.says: str | Exception = "world"
+        self.tells = ""
+        """Told before it is allowed to go on."""
         self.finish = FinishReason.STOP
         self.go, self.asked, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.go.set()
         self.sampling: list[Sampling] = []
         self.released = 0
 
-    async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
+    async def generate(
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+    ) -> Completion:
         self.sampling.append(sampling)
+        if self.tells and told is not None:
+            ids = self.form.encode(self.tells)
+            told(Piece(ids, (-0.1,) * len(ids), 0))
         self.asked.set()
         try:
             await self.go.wait()
@@ -55,7 +62,8 @@ class Speaker:
             raise
         if isinstance(self.says, Exception):
             raise self.says
-        ids = self.form.encode(self.says) + (self.form.stop_ids if self.finish is FinishReason.STOP else ())
+        said = tuple(i for letter in self.says for i in self.form.encode(letter)) if self.tells else ()
+        ids = (said or self.form.encode(self.says)) + (self.form.stop_ids if self.finish is FinishReason.STOP else ())
         return Completion(ids, (-0.1,) * len(ids), (VersionSpan(0, 0, len(ids)),), self.finish)
 
     async def release(self) -> None:
@@ -204,6 +212,86 @@ def test_a_stream_that_waits_long_says_so_and_tells_a_late_failure(
             rest = await answer.read()
         assert b"it is gone" in rest
         assert b"error" in rest
+
+    with_proxy(form, scenario)
+
+
+STREAMS = [
+    (CHAT, HI), ("/v1/completions", {"prompt": "hi"}), ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {**HI, "max_tokens": 99}),
+]  # fmt: skip
+
+
+async def _until(answer: aiohttp.ClientResponse, text: bytes) -> bytes:
+    seen = b""
+    while text not in seen:
+        seen += await answer.content.readline()
+    return seen
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_text_reaches_the_client_before_the_answer_is_whole(form: ChatFormat, path: str, body: dict[str, Any]) -> None:
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        speaker.go.clear()
+        speaker.tells, speaker.says = "w", "wor"
+        async with aiohttp.ClientSession() as http, http.post(url + path, json={**body, "stream": True}) as answer:
+            await _until(answer, b'"w"')
+            assert not speaker.go.is_set()
+            speaker.go.set()
+            rest = await answer.read()
+        assert b'"or"' in rest, "and none of it twice"
+        shown = (await ask("/sessions/default", method="GET"))[1]
+        assert [t["answer"]["content"] for t in shown["turns"]] == ["wor"]
+
+    with_proxy(form, scenario)
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_a_failure_in_mid_stream_is_an_event_and_nothing_is_captured(
+    form: ChatFormat, path: str, body: dict[str, Any]
+) -> None:
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        speaker.go.clear()
+        speaker.tells, speaker.says = "w", EngineError("it is gone", retryable=True)
+        async with aiohttp.ClientSession() as http, http.post(url + path, json={**body, "stream": True}) as answer:
+            assert answer.status == 200
+            await _until(answer, b'"w"')
+            speaker.go.set()
+            rest = await answer.read()
+        assert b"it is gone" in rest
+        assert b"[DONE]" not in rest
+        assert (await ask("/sessions/default", method="GET"))[1]["turns"] == []
+
+    with_proxy(form, scenario)
+
+
+def test_a_client_that_goes_away_in_mid_stream_is_noted(form: ChatFormat) -> None:
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        speaker.go.clear()
+        speaker.tells = "w"
+        async with aiohttp.ClientSession() as http:
+            async with http.post(url + CHAT, json={**HI, "stream": True}) as answer:
+                await _until(answer, b'"w"')
+                answer.close()
+            await speaker.cancelled.wait()
+        shown = (await ask("/sessions/default", method="GET"))[1]
+        assert (shown["turns"], shown["abandoned"]) == ([], 1)
+        assert (await ask("/sessions", method="GET"))[1]["sessions"][0]["busy"] == 0
+
+    with_proxy(form, scenario)
+
+
+def test_log_probabilities_and_ids_go_with_their_text(form: ChatFormat) -> None:
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        speaker.tells, speaker.says = "w", "wor"
+        wish = {**HI, "stream": True, "logprobs": True, "return_token_ids": True}
+        _, text, _ = await ask(CHAT, wish)
+        events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        choices = [e["choices"][0] for e in events]
+        ids = [i for c in choices for i in c.get("token_ids", ())]
+        assert ids == [*(i for letter in "wor" for i in form.encode(letter)), *form.stop_ids]
+        assert [len((c.get("logprobs") or {"content": []})["content"]) for c in choices] == [0, 1, 3, 0]
+        assert [c["delta"].get("content") for c in choices] == ["", "w", "or", None]
 
     with_proxy(form, scenario)
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message, Prompt, conversation
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message, Prompt, conversation
 from rollart.adapters.proxy.sse import event, pieces
+from rollart.adapters.proxy.unfolding import Delta
 
-__all__ = ["ask", "body", "error", "events", "failed", "prompt_of"]
+__all__ = ["Events", "ask", "body", "error", "failed", "prompt_of"]
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -58,29 +59,44 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     return {**_head(answer), "content": blocks, "stop_reason": FINISH[answer.finish], "usage": _usage(answer)}
 
 
-def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
-    def send(kind: str, **fields: Any) -> bytes:
-        return event({"type": kind, **fields}, kind)
+class Events:
+    """One streamed answer: `begin`, its text, `end`. What the cache held is known at the end, and counted there."""
 
-    head = {**_head(answer), "content": [], "stop_reason": None}
-    yield send("message_start", message={**head, "usage": {**_usage(answer), "output_tokens": 0}})
-    index = 0
-    if answer.message.content:
-        yield send("content_block_start", index=index, content_block={"type": "text", "text": ""})
-        for piece in pieces(answer.message.content):
-            yield send("content_block_delta", index=index, delta={"type": "text_delta", "text": piece})
-        yield send("content_block_stop", index=index)
-        index += 1
-    for call in answer.message.calls:
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        yield send("content_block_start", index=index, content_block=block)
-        for piece in pieces(json.dumps(call.arguments, ensure_ascii=False)):
-            yield send("content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": piece})
-        yield send("content_block_stop", index=index)
-        index += 1
-    delta = {"stop_reason": FINISH[answer.finish], "stop_sequence": None}
-    yield send("message_delta", delta=delta, usage={"output_tokens": len(answer.completion.token_ids)})
-    yield send("message_stop")
+    def __init__(self, ask: Ask, head: Head) -> None:
+        self._head = head
+        self._open = False
+
+    def begin(self) -> Iterator[bytes]:
+        counts = {"input_tokens": len(self._head.prompt_ids), "cache_read_input_tokens": 0,
+                  "cache_creation_input_tokens": 0, "output_tokens": 0}  # fmt: skip
+        message = {**_head(self._head), "content": [], "stop_reason": None, "usage": counts}
+        yield _send("message_start", message=message)
+
+    def text(self, delta: Delta) -> Iterator[bytes]:
+        yield from self._opened()
+        yield _delta(0, type="text_delta", text=delta.text)
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        if answer.message.content:
+            yield from self._opened()
+            for piece in pieces(answer.rest):
+                yield _delta(0, type="text_delta", text=piece)
+            yield _send("content_block_stop", index=0)
+        for index, call in enumerate(answer.message.calls, start=1 if answer.message.content else 0):
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield _send("content_block_start", index=index, content_block=block)
+            for piece in pieces(json.dumps(call.arguments, ensure_ascii=False)):
+                yield _delta(index, type="input_json_delta", partial_json=piece)
+            yield _send("content_block_stop", index=index)
+        yield _send(
+            "message_delta", delta={"stop_reason": FINISH[answer.finish], "stop_sequence": None}, usage=_usage(answer)
+        )
+        yield _send("message_stop")
+
+    def _opened(self) -> Iterator[bytes]:
+        if not self._open:
+            self._open = True
+            yield _send("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
 
 def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -92,8 +108,16 @@ def failed(message: str, status: int) -> bytes:
     return event(error(message, status), "error")
 
 
-def _head(answer: Answer) -> dict[str, Any]:
-    return {"id": answer.id("msg"), "type": "message", "role": "assistant", "model": answer.model,
+def _send(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _delta(index: int, **delta: str) -> bytes:
+    return _send("content_block_delta", index=index, delta=delta)
+
+
+def _head(head: Head) -> dict[str, Any]:
+    return {"id": head.id("msg"), "type": "message", "role": "assistant", "model": head.model,
             "stop_sequence": None}  # fmt: skip
 
 

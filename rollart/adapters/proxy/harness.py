@@ -14,7 +14,7 @@ from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.episodes import Wanted
 from rollart.errors import EngineError
-from rollart.model import Completion, Observation, Sampling, Segment, Step
+from rollart.model import Completion, Observation, Piece, Sampling, Segment, Step
 
 __all__ = ["Agent", "Harnesses"]
 
@@ -124,15 +124,24 @@ class _Asking:
         self.error: Exception | None = None
         self._closed = False
 
-    async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
+    async def generate(
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+    ) -> Completion:
         if self.exhausted:
             raise BadRequest("the episode has had its turns (max_turns)", code="max_turns")
         if self._closed:
             raise EngineError("the episode is over", retryable=False)
-        wanted = Wanted(token_ids, sampling.max_tokens, sampling.stop_token_ids)
-        request = _Request(wanted, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+        wanted = Wanted(token_ids, sampling.max_tokens, sampling.stop_token_ids, told, gone)
+        request = _Request(wanted, loop.create_future())
         self._line.put_nowait(request)
-        return await request.answer
+        try:
+            return await request.answer
+        except asyncio.CancelledError:  # the client went away: what is drawn for it is aborted
+            if not gone.done():
+                gone.set_result(None)
+            raise
 
     async def next(self) -> Wanted | None:
         while (request := await self._line.get()) is not None:

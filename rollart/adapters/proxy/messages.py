@@ -12,7 +12,7 @@ from typing import Any
 
 from rollart.model import Completion, FinishReason
 
-__all__ = ["Answer", "Ask", "BadRequest", "Call", "Message", "Prompt", "conversation"]
+__all__ = ["Answer", "Ask", "BadRequest", "Call", "Head", "Message", "Prompt", "conversation"]
 
 
 class BadRequest(Exception):
@@ -98,20 +98,34 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the policy said: `message` as the harness is given it, and the tokens behind it.
+class Head:
+    """What is known of an answer before it is there. `number` counts the session's requests, `created` is in Unix
+    seconds."""
 
-    `tokens` are the texts of the sampled ids; `number` counts the session's answers, `created` is in Unix seconds.
-    """
-
-    message: Message
-    completion: Completion
     prompt_ids: tuple[int, ...]
-    tokens: tuple[str, ...]
     session: str
     number: int
     model: str
     created: int
+
+    def id(self, prefix: str) -> str:
+        return f"{prefix}-{self.session}-{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Head):
+    """What the policy said: `message` as the harness is given it, and the tokens behind it.
+
+    `tokens` are the texts of the sampled ids; `turn` counts the session's answers. The first `given` characters of the
+    content and `shown` tokens were given out while it was drawn.
+    """
+
+    message: Message
+    completion: Completion
+    tokens: tuple[str, ...]
+    turn: int
+    given: int = 0
+    shown: int = 0
 
     @property
     def finish(self) -> str:
@@ -124,8 +138,10 @@ class Answer:
     def cached(self) -> int:
         return self.completion.cached_tokens
 
-    def id(self, prefix: str) -> str:
-        return f"{prefix}-{self.session}-{self.number}"
+    @property
+    def rest(self) -> str:
+        """The content that was not given out yet."""
+        return self.message.content[self.given :]
 
 
 def conversation(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:

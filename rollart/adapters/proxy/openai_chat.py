@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message, Prompt, conversation
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message, Prompt, conversation
 from rollart.adapters.proxy.sse import event, pieces
+from rollart.adapters.proxy.unfolding import Delta
 
-__all__ = ["ask", "body", "error", "events", "failed", "usage"]
+__all__ = ["Events", "ask", "body", "error", "failed", "usage"]
 
 
 def ask(body: Mapping[str, Any]) -> Ask:
@@ -50,7 +51,7 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
         "index": 0,
         "message": message,
         "finish_reason": answer.finish,
-        "logprobs": _logprobs(answer) if ask.logprobs else None,
+        "logprobs": _logprobs(answer.tokens, answer.completion.logprobs) if ask.logprobs else None,
     }
     whole: dict[str, Any] = {**_head(answer, "chat.completion"), "choices": [choice], "usage": usage(answer)}
     if ask.ids:
@@ -59,25 +60,47 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     return whole
 
 
-def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
-    def chunk(delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
-        return event({**_head(answer, "chat.completion.chunk"), "choices": [choice]})
+class Events:
+    """One streamed answer: `begin`, its text, `end`. Log-probabilities and ids go with the text of their tokens."""
 
-    logprobs = _logprobs(answer) if ask.logprobs else None
-    yield chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
-    for piece in pieces(answer.message.content):
-        yield chunk({"content": piece})
-    for index, call in enumerate(answer.message.calls):
-        whole = _call(call)
-        function = {**whole["function"], "arguments": ""}
-        yield chunk({"tool_calls": [{**whole, "index": index, "function": function}]})
-        for piece in pieces(whole["function"]["arguments"]):
-            yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-    yield chunk({}, answer.finish)
-    if ask.usage:
-        yield event({**_head(answer, "chat.completion.chunk"), "choices": [], "usage": usage(answer)})
-    yield event("[DONE]")
+    def __init__(self, ask: Ask, head: Head) -> None:
+        self._ask, self._head = ask, head
+
+    def begin(self) -> Iterator[bytes]:
+        yield self._chunk({"role": "assistant", "content": ""}, shown=self._ask.ids)
+
+    def text(self, delta: Delta) -> Iterator[bytes]:
+        yield self._chunk({"content": delta.text}, choice=self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        n, c = answer.shown, answer.completion
+        drawn = self._drawn(answer.tokens[n:], c.logprobs[n:], c.token_ids[n:])
+        for piece in pieces(answer.rest):
+            yield self._chunk({"content": piece}, choice=drawn)
+            drawn = {}
+        for index, call in enumerate(answer.message.calls):
+            whole = _call(call)
+            function = {**whole["function"], "arguments": ""}
+            yield self._chunk({"tool_calls": [{**whole, "index": index, "function": function}]})
+            for piece in pieces(whole["function"]["arguments"]):
+                yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        yield self._chunk({}, answer.finish, choice=drawn)
+        if self._ask.usage:
+            head = _head(self._head, "chat.completion.chunk")
+            yield event({**head, "choices": [], "usage": usage(answer)})
+        yield event("[DONE]")
+
+    def _chunk(
+        self, delta: Mapping[str, Any], finish: str | None = None, *, choice: Mapping[str, Any] | None = None,
+        shown: bool = False,
+    ) -> bytes:  # fmt: skip
+        one = {"index": 0, "delta": delta, "finish_reason": finish, **(choice or {})}
+        more = {"prompt_token_ids": list(self._head.prompt_ids)} if shown else {}
+        return event({**_head(self._head, "chat.completion.chunk"), **more, "choices": [one]})
+
+    def _drawn(self, tokens: Sequence[str], logprobs: Sequence[float], ids: Sequence[int]) -> dict[str, Any]:
+        found: dict[str, Any] = {"logprobs": _logprobs(tokens, logprobs)} if self._ask.logprobs else {}
+        return found | ({"token_ids": list(ids)} if self._ask.ids else {})
 
 
 def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -100,8 +123,8 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
-    return {"id": answer.id("chatcmpl"), "object": kind, "created": answer.created, "model": answer.model}
+def _head(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.id("chatcmpl"), "object": kind, "created": head.created, "model": head.model}
 
 
 def _call(call: Call) -> dict[str, Any]:
@@ -112,11 +135,11 @@ def _call(call: Call) -> dict[str, Any]:
     }
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
     return {
         "content": [
             {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(answer.tokens, answer.completion.logprobs, strict=True)
+            for token, logprob in zip(tokens, logprobs, strict=True)
         ],
         "refusal": None,
     }

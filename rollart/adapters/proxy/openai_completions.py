@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Prompt
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Head, Prompt
 from rollart.adapters.proxy.openai_chat import error, failed, usage
 from rollart.adapters.proxy.sse import event, pieces
+from rollart.adapters.proxy.unfolding import Delta
 
-__all__ = ["ask", "body", "error", "events", "failed"]
+__all__ = ["Events", "ask", "body", "error", "failed"]
 
 MAX_TOKENS = 16
 """The API's own default."""
@@ -39,39 +40,56 @@ def ask(body: Mapping[str, Any]) -> Ask:
 def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     choice = _choice(answer.message.content, answer.finish)
     if ask.logprobs:
-        choice["logprobs"] = _logprobs(answer)
+        choice["logprobs"] = _logprobs(answer.tokens, answer.completion.logprobs)
     if ask.ids:
         choice["token_ids"] = list(answer.completion.token_ids)
         choice["prompt_token_ids"] = list(answer.prompt_ids)
     return {**_head(answer), "choices": [choice], "usage": usage(answer)}
 
 
-def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
-    for piece in pieces(answer.message.content):
-        yield event({**_head(answer), "choices": [_choice(piece, None)]})
-    yield event({**_head(answer), "choices": [_choice("", answer.finish)]})
-    if ask.usage:
-        yield event({**_head(answer), "choices": [], "usage": usage(answer)})
-    yield event("[DONE]")
+class Events:
+    """One streamed answer: `begin`, its text, `end`."""
+
+    def __init__(self, ask: Ask, head: Head) -> None:
+        self._ask, self._head = ask, head
+
+    def begin(self) -> Iterator[bytes]:
+        return iter(())
+
+    def text(self, delta: Delta) -> Iterator[bytes]:
+        yield self._chunk(delta.text, None, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        n, c = answer.shown, answer.completion
+        drawn = self._drawn(answer.tokens[n:], c.logprobs[n:], c.token_ids[n:])
+        for piece in pieces(answer.rest):
+            yield self._chunk(piece, None, drawn)
+            drawn = {}
+        yield self._chunk("", answer.finish, drawn)
+        if self._ask.usage:
+            yield event({**_head(self._head), "choices": [], "usage": usage(answer)})
+        yield event("[DONE]")
+
+    def _chunk(self, text: str, finish: str | None, drawn: Mapping[str, Any]) -> bytes:
+        return event({**_head(self._head), "choices": [{**_choice(text, finish), **drawn}]})
+
+    def _drawn(self, tokens: Sequence[str], logprobs: Sequence[float], ids: Sequence[int]) -> dict[str, Any]:
+        found: dict[str, Any] = {"logprobs": _logprobs(tokens, logprobs)} if self._ask.logprobs else {}
+        return found | ({"token_ids": list(ids)} if self._ask.ids else {})
 
 
-def _head(answer: Answer) -> dict[str, Any]:
-    return {
-        "id": answer.id("cmpl"),
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-    }
+def _head(head: Head) -> dict[str, Any]:
+    return {"id": head.id("cmpl"), "object": "text_completion", "created": head.created, "model": head.model}
 
 
 def _choice(text: str, finish: str | None) -> dict[str, Any]:
     return {"index": 0, "text": text, "finish_reason": finish, "logprobs": None}
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
     return {
-        "tokens": list(answer.tokens),
-        "token_logprobs": list(answer.completion.logprobs),
+        "tokens": list(tokens),
+        "token_logprobs": list(logprobs),
         "top_logprobs": None,
         "text_offset": [],
     }

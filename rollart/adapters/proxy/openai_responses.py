@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message, Prompt, conversation
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message, Prompt, conversation
 from rollart.adapters.proxy.openai_chat import error
 from rollart.adapters.proxy.sse import event, pieces
+from rollart.adapters.proxy.unfolding import Delta
 
-__all__ = ["ask", "body", "error", "events", "failed"]
+__all__ = ["Events", "ask", "body", "error", "failed"]
 
 Previous = Callable[[str], Sequence[Message] | None]
 """The conversation behind a response's id, its answer included, without system messages."""
@@ -52,33 +53,63 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     return _response(ask, answer, [whole for _, whole in _items(answer)], _status(answer))
 
 
-def events(ask: Ask, answer: Answer) -> Iterator[bytes]:
-    sent = 0
+class Events:
+    """One streamed answer: `begin`, its text, `end`."""
 
-    def send(kind: str, **fields: Any) -> bytes:
-        nonlocal sent
-        sent += 1
-        return event({"type": kind, "sequence_number": sent - 1, **fields}, kind)
+    def __init__(self, ask: Ask, head: Head) -> None:
+        self._ask, self._head = ask, head
+        self._sent = 0
+        self._open = False
 
-    for kind in ("response.created", "response.in_progress"):
-        yield send(kind, response=_response(ask, answer, [], "in_progress"))
-    for index, (empty, whole) in enumerate(_items(answer)):
+    def begin(self) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._send(kind, response=_response(self._ask, self._head, [], "in_progress"))
+
+    def text(self, delta: Delta) -> Iterator[bytes]:
+        yield from self._opened()
+        yield self._delta(delta.text)
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        for index, (empty, whole) in enumerate(_items(answer)):
+            if whole["type"] == "function_call":
+                yield from self._called(index, empty, whole)
+            else:
+                yield from self._opened()
+                for piece in pieces(answer.rest):
+                    yield self._delta(piece)
+                part = whole["content"][0]
+                yield self._send("response.output_text.done", **self._at(), text=part["text"], logprobs=[])
+                yield self._send("response.content_part.done", **self._at(), part=part)
+            yield self._send("response.output_item.done", output_index=index, item=whole)
+        done = "response.completed" if _status(answer) == "completed" else "response.incomplete"
+        yield self._send(done, response=body(self._ask, answer))
+
+    def _opened(self) -> Iterator[bytes]:
+        """The message, which comes before calls, if it was not begun."""
+        if not self._open:
+            self._open = True
+            item = {**_message_item(self._head), "status": "in_progress", "content": []}
+            yield self._send("response.output_item.added", output_index=0, item=item)
+            yield self._send("response.content_part.added", **self._at(), part=_part(""))
+
+    def _called(self, index: int, empty: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[bytes]:
         at = {"output_index": index, "item_id": whole["id"]}
-        yield send("response.output_item.added", output_index=index, item=empty)
-        if whole["type"] == "function_call":
-            for piece in pieces(whole["arguments"]):
-                yield send("response.function_call_arguments.delta", **at, delta=piece)
-            yield send("response.function_call_arguments.done", **at, arguments=whole["arguments"], name=whole["name"])
-        else:
-            part, at = whole["content"][0], {**at, "content_index": 0}
-            yield send("response.content_part.added", **at, part={**part, "text": ""})
-            for piece in pieces(part["text"]):
-                yield send("response.output_text.delta", **at, delta=piece, logprobs=[])
-            yield send("response.output_text.done", **at, text=part["text"], logprobs=[])
-            yield send("response.content_part.done", **at, part=part)
-        yield send("response.output_item.done", output_index=index, item=whole)
-    done = "response.completed" if _status(answer) == "completed" else "response.incomplete"
-    yield send(done, response=body(ask, answer))
+        yield self._send("response.output_item.added", output_index=index, item=empty)
+        for piece in pieces(whole["arguments"]):
+            yield self._send("response.function_call_arguments.delta", **at, delta=piece)
+        yield self._send(
+            "response.function_call_arguments.done", **at, arguments=whole["arguments"], name=whole["name"]
+        )
+
+    def _delta(self, text: str) -> bytes:
+        return self._send("response.output_text.delta", **self._at(), delta=text, logprobs=[])
+
+    def _at(self) -> dict[str, Any]:
+        return {"output_index": 0, "content_index": 0, "item_id": self._head.id("msg")}
+
+    def _send(self, kind: str, **fields: Any) -> bytes:
+        self._sent += 1
+        return event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
 
 
 def failed(message: str, status: int) -> bytes:
@@ -91,17 +122,25 @@ def _status(answer: Answer) -> str:
     return "incomplete" if answer.finish == "length" else "completed"
 
 
-def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
+def _message_item(head: Head) -> dict[str, Any]:
+    return {"id": head.id("msg"), "type": "message", "role": "assistant"}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response(ask: Ask, head: Head, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
     whole: dict[str, Any] = {
-        "id": answer.id("resp"),
+        "id": head.id("resp"),
         "object": "response",
-        "created_at": answer.created,
+        "created_at": head.created,
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": None,
         "max_output_tokens": ask.max_tokens,
-        "model": answer.model,
+        "model": head.model,
         "output": output,
         "parallel_tool_calls": True,
         "previous_response_id": None,
@@ -112,11 +151,11 @@ def _response(ask: Ask, answer: Answer, output: list[dict[str, Any]], status: st
         "top_p": ask.top_p,
         "metadata": {},
     }
-    if status != "in_progress":
-        shown, said = len(answer.prompt_ids), len(answer.completion.token_ids)
+    if isinstance(head, Answer):
+        shown, said = len(head.prompt_ids), len(head.completion.token_ids)
         whole["usage"] = {
             "input_tokens": shown,
-            "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": head.cached, "cache_write_tokens": 0},
             "output_tokens": said,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": shown + said,
@@ -128,11 +167,8 @@ def _items(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Output items, each as it begins and as it ends."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     if answer.message.content or not answer.message.calls:
-        part = {"type": "output_text", "text": answer.message.content, "annotations": [], "logprobs": []}
-        item = {"id": answer.id("msg"), "type": "message", "role": "assistant"}
-        found.append(
-            ({**item, "status": "in_progress", "content": []}, {**item, "status": _status(answer), "content": [part]})
-        )
+        item = {**_message_item(answer), "status": _status(answer), "content": [_part(answer.message.content)]}
+        found.append(({}, item))
     for call in answer.message.calls:
         item = {"id": f"fc-{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
         written = json.dumps(call.arguments, ensure_ascii=False)

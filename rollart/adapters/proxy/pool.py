@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.errors import EngineError
-from rollart.model import Completion, GenerateRequest, Sampling
+from rollart.model import Completion, EngineId, FinishReason, GenerateRequest, Piece, Sampling
+from rollart.policy.continuing import drawn, joined, onwards
 
 __all__ = ["EnginePool"]
+
+INTERRUPTIONS = 8
+"""How often a streamed answer goes on after its engine ended it, as some weight updates do. It waits there until the
+engine goes on."""
 
 
 class EnginePool:
@@ -26,8 +32,12 @@ class EnginePool:
         self.context = min(await asyncio.gather(*(e.context() for e in self._engines)))
 
     async def paused(self) -> bool:
-        """Whether an engine stands still, as for new weights."""
-        return any(await asyncio.gather(*(e.paused() for e in self._engines)))
+        """Whether an engine stands still, as for new weights. EngineError: none answers."""
+        found = await asyncio.gather(*(e.paused() for e in self._engines), return_exceptions=True)
+        failed = [f for f in found if isinstance(f, BaseException)]
+        if len(failed) == len(found):
+            raise failed[0]
+        return any(f is True for f in found)
 
     def session(self, name: str) -> PooledSession:
         engine = min(self._engines, key=lambda e: (self._sessions[e.id], e.id))
@@ -41,9 +51,25 @@ class EnginePool:
     def left(self, engine: HttpEngine) -> None:
         self._sessions[engine.id] -= 1
 
+    def load(self, engine: HttpEngine) -> int:
+        """Sessions that live there."""
+        return self._sessions[engine.id]
+
+    def move(self, session: PooledSession, tried: Sequence[EngineId]) -> bool:
+        """To the engine with the fewest sessions that was not tried; False: there is none."""
+        others = [e for e in self._engines if e.id not in tried]
+        if others:
+            self.left(session.engine)
+            session.follow(min(others, key=lambda e: (self._sessions[e.id], e.id)))
+            self._sessions[session.engine.id] += 1
+        return bool(others)
+
 
 class PooledSession:
-    """A session's engine. Implements `Policy`."""
+    """A session's engine. Implements `Policy`.
+
+    A request whose engine is gone goes on at another, if there is one, and the session with it. What was told of the
+    answer stays its beginning: it is sent as part of the prompt, and none of it is told again."""
 
     def __init__(self, pool: EnginePool, engine: HttpEngine, name: str) -> None:
         self._pool, self._engine, self._name = pool, engine, name
@@ -53,13 +79,62 @@ class PooledSession:
     def context(self) -> int:
         return self._pool.context
 
-    async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        self._requests += 1
-        return await self._engine.generate(
-            GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
-        )
+    async def generate(
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+    ) -> Completion:
+        kept: Completion | None = None
+        tried: list[EngineId] = []
+        interrupted = 0
+        while True:
+            pieces: list[Piece] = []
+            try:
+                part = await self._ask(token_ids, sampling, told, pieces)
+            except EngineError as error:
+                tried.append(self._engine.id)
+                if not error.retryable or not self._pool.move(self, tried):
+                    raise
+                part = drawn(pieces)
+            else:
+                interrupted += 1
+                if part.finish is not FinishReason.ABORT or told is None or interrupted > INTERRUPTIONS:
+                    return joined(kept, part)
+                _tell(part, pieces, told)
+            if part.sampled:
+                kept = joined(kept, part)
+                token_ids, sampling = token_ids + part.token_ids, onwards(sampling, part.sampled)
+            if sampling.max_tokens < 1:
+                return joined(None, replace(kept or part, finish=FinishReason.LENGTH))
 
     async def release(self) -> None:
         self._pool.left(self._engine)
         with contextlib.suppress(EngineError):
             await self._engine.release(self._name)
+
+    @property
+    def engine(self) -> HttpEngine:
+        return self._engine
+
+    def follow(self, engine: HttpEngine) -> None:
+        self._engine = engine
+
+    async def _ask(
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None, pieces: list[Piece]
+    ) -> Completion:
+        self._requests += 1
+
+        def tell(piece: Piece) -> None:
+            pieces.append(piece)
+            if told is not None:
+                told(piece)
+
+        request = GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
+        return await self._engine.generate(request if told is None else replace(request, told=tell))
+
+
+def _tell(part: Completion, pieces: list[Piece], told: Callable[[Piece], None]) -> None:
+    """What of an interrupted answer was not told yet."""
+    begin = sum(len(piece.token_ids) for piece in pieces)
+    for span in part.spans:
+        at = slice(max(begin, span.start), span.end)
+        if at.start < at.stop:
+            told(Piece(part.token_ids[at], part.logprobs[at], span.version))

@@ -68,6 +68,7 @@ def session_body(session: ProxySession) -> dict[str, Any]:
         "session": session.name,
         "reward": session.ending.reward,
         "success": session.ending.success,
+        "abandoned": session.abandoned,
         "turns": [
             {"turn": t.number, "after": t.planned.after, "begun": t.planned.begun.value, "reason": t.planned.reason,
              "answer": t.answer.for_template()}

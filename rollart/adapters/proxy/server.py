@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime as dt
 import hmac
 import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -18,16 +17,13 @@ from aiohttp import web
 
 from rollart.adapters.proxy import anthropic, openai_chat, openai_completions, openai_responses
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest
+from rollart.adapters.proxy.messages import Ask, BadRequest
 from rollart.adapters.proxy.record import Recording, session_body
 from rollart.adapters.proxy.sessions import Ending, Policy, ProxySession
-from rollart.adapters.proxy.sse import WAITING
+from rollart.adapters.proxy.streaming import HEADER, Stream, where
 from rollart.errors import EngineError, RollartError
 
 __all__ = ["HEADER", "Proxy"]
-
-HEADER = "X-Rollart-Session"
-"""Names the session of a request whose path does not."""
 
 DEFAULT = "default"
 """The session of a harness that names none."""
@@ -37,9 +33,6 @@ MAX_BODY = 64 * 2**20
 
 RETRY_AFTER_S = 1
 """What `Retry-After` says while the policy stands still. The clients of both APIs wait and try again by themselves."""
-
-QUIET_S = 10.0
-"""A stream says something at least this often, seconds. Until then a failure still has a status of its own."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
 
@@ -123,8 +116,10 @@ class Proxy:
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
             answer = await session.answer(ask, created=created)
-            return _json(api.body(ask, answer), headers={**headers, **_where(answer)})
-        return await _Stream(request, api, ask, headers).send(lambda: session.answer(ask, created=created))
+            return _json(api.body(ask, answer), headers={**headers, **where(answer)})
+        return await Stream(request, api, ask, {**headers, HEADER: session.name}).send(
+            lambda told: session.answer(ask, created=created, streamed=told)
+        )
 
     def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> Ask:
         ask: Ask
@@ -147,7 +142,13 @@ class Proxy:
 
     async def _list(self, request: web.Request) -> web.Response:
         shown = [
-            {"session": s.name, "turns": len(s.capture.turns), "branches": len(s.capture.branches()), "busy": s.busy}
+            {
+                "session": s.name,
+                "turns": len(s.capture.turns),
+                "branches": len(s.capture.branches()),
+                "busy": s.busy,
+                "abandoned": s.abandoned,
+            }
             for s in self._sessions.values()
         ]
         return _json({"schema_version": 1, "sessions": shown})
@@ -239,59 +240,12 @@ class Proxy:
             return _json(api.error(error.reason, error.status), status=error.status)
 
 
-class _Stream:
-    """One streamed answer. Its status is sent with its first byte: at the end of the generation, or after `QUIET_S`."""
-
-    def __init__(self, request: web.Request, api: ModuleType, ask: Ask, headers: Mapping[str, str]) -> None:
-        self._request, self._api, self._ask = request, api, ask
-        self._answer = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-        )
-
-    async def send(self, generate: Callable[[], Awaitable[Answer]]) -> web.StreamResponse:
-        failed: BadRequest | RollartError | None = None
-        answer: Answer | None = None
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(self._wait(), name="stream")
-            try:
-                answer = await generate()
-            except (BadRequest, RollartError) as error:
-                failed = error
-            waiting.cancel()
-        if failed is not None and not self._answer.prepared:
-            raise failed
-        if answer is not None and not self._answer.prepared:
-            self._answer.headers.update(_where(answer))
-            await self._answer.prepare(self._request)
-        for chunk in self._chunks(answer, failed):
-            await self._answer.write(chunk)
-        await self._answer.write_eof()
-        return self._answer
-
-    def _chunks(self, answer: Answer | None, failed: Exception | None) -> Iterator[bytes]:
-        if answer is None:
-            yield self._api.failed(str(failed), 503)
-        else:
-            yield from self._api.events(self._ask, answer)
-
-    async def _wait(self) -> None:
-        while True:
-            await asyncio.sleep(QUIET_S)
-            if not self._answer.prepared:
-                await self._answer.prepare(self._request)
-            await self._answer.write(WAITING)
-
-
 def _refused(api: ModuleType, error: RollartError) -> web.Response:
     """503 for what may succeed later, 400 for what never will; 500 where the proxy itself failed."""
     retryable = getattr(error, "retryable", None)
     status = 500 if retryable is None else 503 if retryable else 400
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
     return _json(api.error(str(error), status), status=status, headers=headers)
-
-
-def _where(answer: Answer) -> dict[str, str]:
-    return {HEADER: answer.session, "X-Rollart-Turn": str(answer.number)}
 
 
 def _previous(session: ProxySession, id: str) -> Any:

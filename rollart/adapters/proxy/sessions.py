@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollart.adapters.proxy.capture import Capture, Planned, Turn
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Message
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message
+from rollart.adapters.proxy.unfolding import Delta, Unfolding
 from rollart.errors import EngineError
-from rollart.model import Completion, FinishReason, Sampling, VersionSpan
+from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
 
 __all__ = ["Policy", "ProxySession", "shortened"]
+
+
+Streamed = Callable[[Head, Delta], None]
+"""Told of an answer's text as far as it is certain."""
 
 
 class Policy(Protocol):
@@ -22,8 +28,11 @@ class Policy(Protocol):
     def context(self) -> int:
         """Tokens of prompt and answer together at most."""
 
-    async def generate(self, token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
-        """Cancelling it aborts the request."""
+    async def generate(
+        self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None = None
+    ) -> Completion:
+        """Cancelling it aborts the request. `told` gets tokens as they are drawn, from policies that can: each once,
+        and never other ones than those that the answer begins with."""
 
     async def release(self) -> None:
         """The session is over."""
@@ -54,11 +63,16 @@ class ProxySession:
         self.ending = Ending()
         self.full = False
         """A request found no room for an answer."""
+        self.abandoned = 0
+        """Requests whose client went away before it had its answer: nothing of them was captured."""
+        self._asked = 0
+        self._turns: dict[int, int] = {}
+        """The turn that a request became, by its number."""
         self._form = form
         self._kept = kept
 
-    async def answer(self, ask: Ask, *, created: int) -> Answer:
-        """BadRequest, or EngineError: then nothing was captured."""
+    async def answer(self, ask: Ask, *, created: int, streamed: Streamed | None = None) -> Answer:
+        """BadRequest, or EngineError: then nothing was captured, whatever was streamed."""
         planned = self.capture.plan(ask.prompt)
         room = self.policy.context - len(planned.token_ids)
         if room < 1 or not planned.token_ids:
@@ -67,20 +81,34 @@ class ProxySession:
                 f"the prompt has {len(planned.token_ids)} tokens (rule: at least 1, and room for an answer within "
                 f"{self.policy.context})", code="context_length_exceeded", field="messages",
             )  # fmt: skip
+        head = Head(planned.token_ids, self.name, self._asked, ask.model, created)
+        self._asked += 1
+        unfolding = Unfolding(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
+
+        def told(piece: Piece) -> None:
+            delta = unfolding.push(piece)
+            if delta is not None and streamed is not None:
+                streamed(head, delta)
+
         self.busy += 1
         try:
-            completion = await self.policy.generate(planned.token_ids, self._sampling(ask, room))
+            completion = await self.policy.generate(
+                planned.token_ids, self._sampling(ask, room), None if streamed is None else told
+            )
+        except asyncio.CancelledError:
+            self.abandoned += 1
+            raise
         finally:
             self.busy -= 1
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
-        return self._answered(ask, planned, shortened(completion, ask.stop, self._form.text), created)
+        return self._answered(ask, head, planned, shortened(completion, ask.stop, self._form.text), unfolding)
 
     def conversation(self, number: int) -> tuple[Message, ...] | None:
-        """What was said up to a turn's answer, without system messages; None: there is no such turn."""
-        if not 0 <= number < len(self.capture.turns):
+        """What was said up to the answer of a request, without system messages; None: there is none."""
+        if number not in self._turns:
             return None
-        turn = self.capture.turns[number]
+        turn = self.capture.turns[self._turns[number]]
         return tuple(m for m in (*turn.planned.prompt.messages, turn.answer) if m.role != "system")
 
     def _sampling(self, ask: Ask, room: int) -> Sampling:
@@ -93,17 +121,22 @@ class ProxySession:
             stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *ends))),
         )
 
-    def _answered(self, ask: Ask, planned: Planned, completion: Completion, created: int) -> Answer:
-        number = len(self.capture.turns)
+    def _answered(self, ask: Ask, head: Head, planned: Planned, completion: Completion, unfolding: Unfolding) -> Answer:
         ids = completion.token_ids
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
         text = self._form.text(ids[:-1] if ended else ids)
         content, calls = self._form.parse(text) if ask.prompt.tools else (text, ())
-        named = [Call(c.name, c.arguments, f"call-{self.name}-{number}-{i}") for i, c in enumerate(calls)]
+        given = unfolding.text[: unfolding.given]
+        if not content.startswith(given):  # some decoders write a text otherwise once more follows: it is said already
+            content = given + content[len(given) :]
+        named = [Call(c.name, c.arguments, f"call-{self.name}-{head.number}-{i}") for i, c in enumerate(calls)]
         message = Message("assistant", content, tuple(named))
-        self._kept(self, self.capture.keep(planned, completion, message))
+        turn = self.capture.keep(planned, completion, message)
+        self._kept(self, turn)
+        self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
-        return Answer(message, completion, planned.token_ids, tokens, self.name, number, ask.model, created)
+        return Answer(head.prompt_ids, head.session, head.number, head.model, head.created, message, completion, tokens,
+                      turn.number, unfolding.given, min(unfolding.shown, len(ids)))  # fmt: skip
 
 
 def shortened(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:

@@ -9,10 +9,12 @@ from typing import Any
 
 from rollart.adapters.proxy.messages import Call
 
-__all__ = ["PARSERS", "Parser", "parser_for"]
+__all__ = ["CERTAIN", "PARSERS", "Parser", "begun", "parser_for"]
 
 Parser = Callable[[str], tuple[str, tuple[Call, ...]]]
 """Text in, content and calls out. What cannot be read as a call stays content: nothing that was said is lost."""
+
+MARK = "<tool_call>"
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -29,7 +31,10 @@ def hermes(text: str) -> tuple[str, tuple[Call, ...]]:
             calls.append(call)
             end = found.end()
     rest.append(text[end:])
-    return ("".join(rest).strip() if calls else text), tuple(calls)
+    if not calls:
+        return text, ()
+    content = "".join(rest).rstrip()
+    return (content if rest[0].strip() else content.lstrip()), tuple(calls)
 
 
 def bare_json(text: str) -> tuple[str, tuple[Call, ...]]:
@@ -42,6 +47,26 @@ def none(text: str) -> tuple[str, tuple[Call, ...]]:
     """Everything is content."""
     return text, ()
 
+
+def begun(text: str, word: str) -> int:
+    """How many of the last characters are a beginning of `word`, and not all of it."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
+
+
+def _before_calls(text: str) -> int:
+    """White space at the end may stand before a call, where it is no content."""
+    at = text.find(MARK)
+    if at < 0:
+        at = len(text) - begun(text, MARK)
+    return len(text[:at].rstrip())
+
+
+def _no_json(text: str) -> int:
+    return 0 if text.lstrip()[:1] in ("", "{") else len(text)
+
+
+CERTAIN: Mapping[str, Callable[[str], int]] = {"hermes": _before_calls, "json": _no_json, "none": len}
+"""By parser: how many of the first characters of an answer are its content, whatever it goes on with."""
 
 PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": bare_json, "none": none}
 
