@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import click
 
@@ -13,7 +15,22 @@ from rollart.cli.context import INTERRUPTED
 from rollart.cli.reward_serve import loopback, token_in
 from rollart.errors import UsageError
 
-__all__ = ["address", "key", "serve_until_stopped"]
+__all__ = ["address", "key", "listen_option", "serve_until_stopped", "token_option"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+listen_option = click.option(
+    "--listen",
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where to listen; port 0: any that is free.",
+)
+
+
+def token_option(what: str) -> Callable[[F], F]:
+    """`--token-env`, whose variable holds `what`."""
+    return click.option("--token-env", metavar="VAR", help=f"Variable with the {what} that every call then needs.")
 
 
 def address(listen: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from rollart.cli.context import json_option
-from rollart.cli.listening import address, key, serve_until_stopped
+from rollart.cli.listening import address, key, listen_option, serve_until_stopped, token_option
 
 __all__ = ["proxy"]
 
@@ -27,13 +27,7 @@ __all__ = ["proxy"]
     type=click.Path(path_type=Path, file_okay=False),
     help="Hugging Face directory with tokenizer.json and, for chats, a chat template.",
 )
-@click.option(
-    "--listen",
-    default="127.0.0.1:0",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Where to listen; port 0: any that is free.",
-)
+@listen_option
 @click.option(
     "--chat-template",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -55,7 +49,7 @@ __all__ = ["proxy"]
     show_default=True,
     help="What /v1/models calls the policy. Requests may name any model.",
 )
-@click.option("--token-env", metavar="VAR", help="Variable with the API key that every call then needs.")
+@token_option("API key")
 @json_option
 def proxy(
     engines: tuple[str, ...],

@@ -5,20 +5,14 @@ from __future__ import annotations
 import click
 
 from rollart.cli.context import json_option
-from rollart.cli.listening import address, key, serve_until_stopped
+from rollart.cli.listening import address, key, listen_option, serve_until_stopped, token_option
 
 __all__ = ["service"]
 
 
 @click.command()
-@click.option(
-    "--listen",
-    default="127.0.0.1:0",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Where to listen; port 0: any that is free.",
-)
-@click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
+@listen_option
+@token_option("bearer token")
 @json_option
 def service(listen: str, token_env: str | None, as_json: bool) -> None:
     """Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.

@@ -18,6 +18,7 @@ from rollart.compose.rewards import check, rewards
 from rollart.compose.stored import StoredWeights
 from rollart.compose.wiring import Parts, wire
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
+from rollart.foreign import contain
 from rollart.ledger.intervals import State
 from rollart.model import WeightsRef
 from rollart.policy.lease import Expiry
@@ -54,6 +55,7 @@ def launch(
 async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
     main = asyncio.current_task()
     assert main is not None
+    contain(asyncio.get_running_loop())
     stopped = asyncio.Event()
 
     def stop() -> None:

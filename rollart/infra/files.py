@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import StorageFailed
+from rollart.errors import UsageError
 
 __all__ = ["Rendered", "json_text", "script_text", "write", "yaml_text"]
 
@@ -50,7 +50,7 @@ def script_text(lines: Sequence[str], about: str) -> bytes:
 
 
 def write(rendered: Rendered, directory: Path) -> list[Path]:
-    """Write them; what lies there under the same names is replaced. `StorageFailed` where that cannot be."""
+    """Write them; what lies there under the same names is replaced. `UsageError` where that cannot be."""
     written = []
     for name in sorted(rendered.files):
         path = directory / name
@@ -60,6 +60,6 @@ def write(rendered: Rendered, directory: Path) -> list[Path]:
             if path.suffix == ".sh":
                 path.chmod(0o755)
         except OSError as error:
-            raise StorageFailed(f"{path}: {error.strerror}", remedy="choose another --output directory") from None
+            raise UsageError(f"cannot write {path}: {error.strerror}", remedy="choose another --output") from None
         written.append(path)
     return written

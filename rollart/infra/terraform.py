@@ -64,7 +64,9 @@ def _document(statements: Sequence[Any]) -> str:
 
 
 def _label(function: AwsFunction) -> str:
-    return function.logical.lower()
+    """Terraform's names begin with a letter or an underscore."""
+    label = function.logical.lower()
+    return f"_{label}" if label[:1].isdigit() else label
 
 
 def _bucket(resources: dict[str, dict[str, Any]], name: str) -> None:

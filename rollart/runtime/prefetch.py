@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollart.border import checked_observation
+from rollart.foreign import foreign
 from rollart.model import Observation, TrajectoryId
 from rollart.policy.lease import Expiry
 from rollart.policy.prefetching import Prefetch
@@ -145,7 +146,8 @@ class Prefetcher:
 
     async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: Ahead) -> None:
         try:
-            environment = ahead.environment = domain.environment()
+            with foreign():
+                environment = ahead.environment = domain.environment()
         except Exception:
             self._held[domain.name].pop(trajectory, None)  # the trajectory's own try will say what is wrong
             return
@@ -160,6 +162,7 @@ class Prefetcher:
                 with (
                     contextlib.suppress(Exception),
                     self._leases.hold(trajectory, "close of its environment", self._close_s, Expiry.GAP_FILL),
+                    foreign(),
                 ):
                     await environment.close()
 
@@ -168,7 +171,10 @@ class Prefetcher:
     ) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            with self._leases.hold(trajectory, "reset of its environment", self._reset_s, Expiry.GAP_FILL):
+            with (
+                self._leases.hold(trajectory, "reset of its environment", self._reset_s, Expiry.GAP_FILL),
+                foreign(),
+            ):
                 observation = checked_observation(await environment.reset(seed))
         except Exception as error:
             ahead.over.set_exception(error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rollart.border import checked_observation, checked_step
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
 from rollart.errors import EnvironmentFault, LeaseExpired, RollartError
+from rollart.foreign import foreign
 from rollart.model import (
     AbortReason,
     Completion,
@@ -334,7 +335,7 @@ class TrajectoryRunner:
         try:
             with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
-            ) as lease:
+            ) as lease, foreign():  # fmt: skip
                 if ahead is not None:
                     observation = await ahead.observed()
                     live.reset_seconds = ahead.seconds
@@ -351,7 +352,7 @@ class TrajectoryRunner:
         try:
             with self._leases.hold(
                 live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
-            ) as lease:
+            ) as lease, foreign():  # fmt: skip
                 step = checked_step(await environment.step(text))
         except Exception as error:
             raise _environment_fault("step", error, environment) from None
@@ -371,6 +372,7 @@ class TrajectoryRunner:
             with (
                 contextlib.suppress(Exception),
                 self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL),
+                foreign(),
             ):
                 if environment is not None:
                     await environment.close()
@@ -378,7 +380,8 @@ class TrajectoryRunner:
 
 def _made(live: Live) -> Environment:
     try:
-        return live.domain.environment()
+        with foreign():
+            return live.domain.environment()
     except Exception as error:
         raise _environment_fault("factory", error, None) from None
 

@@ -15,8 +15,7 @@ from rollart.cli.infra import TARGETS as OFFERED
 from rollart.cli.main import run as rollart
 from rollart.compose.actors import nodes
 from rollart.compose.infra import TARGETS, render
-from rollart.errors import SpecError, StorageFailed
-from rollart.infra.files import write
+from rollart.errors import SpecError, UsageError
 from rollart.spec.resolve import read_specs, resolve_files
 from tests.infra import goldens
 from tests.infra.goldens import AWS, CLUSTERS, GOLDEN, RUN, cluster
@@ -188,5 +187,17 @@ def test_files_are_written_and_scripts_can_be_run(tmp_path: Path) -> None:
     assert str(tmp_path / "head.sh") in done.stdout
     assert "next: ./head.sh" in done.stderr
     (tmp_path / "file").touch()
-    with pytest.raises(StorageFailed, match="file"):
-        write(render("ray", None, cluster("local")), tmp_path / "file")
+    command = ["infra", "render", "--cluster", str(cluster("local")), "--target", "ray", "-o"]
+    refused = runner.invoke(cli, [*command, str(tmp_path / "file" / "below")], standalone_mode=False)
+    assert isinstance(refused.exception, UsageError)
+    assert "cannot write" in str(refused.exception)
+
+
+def test_a_function_may_be_named_as_no_label_of_terraform_is(tmp_path: Path) -> None:
+    text = RUN.read_text().replace("name: exact", "name: 2exact").replace("function: exact", "function: 2exact")
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "reward.py").write_text(RUN.with_name("reward.py").read_text())
+    files = render("terraform", tmp_path / "run.yaml", cluster("local"), AWS).files
+    labels = json.loads(files["main.tf.json"])["resource"]["aws_lambda_function"]
+    assert any("2exact" in label for label in labels)
+    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", label) for label in labels)

@@ -14,6 +14,7 @@ from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.episodes import Wanted
 from rollart.errors import EngineError
+from rollart.foreign import foreign
 from rollart.model import Completion, Observation, Piece, Sampling, Segment, Step
 
 __all__ = ["Agent", "Harnesses"]
@@ -178,11 +179,11 @@ class _Asking:
 
 async def _run(program: Callable[[], Awaitable[float | Step | None]], policy: _Asking) -> None:
     try:
-        policy.over(await program(), None)
+        with foreign():
+            result = await program()
+        policy.over(result, None)
     except Exception as error:
         policy.over(None, error)
-    except SystemExit as exit:  # a command line's way to end: of its episode, not of the run
-        policy.over(None, RuntimeError(f"it exited with {exit.code!r}"))
 
 
 def _fail(request: _Request, error: Exception) -> None:
