@@ -49,6 +49,14 @@ __all__ = ["proxy"]
     show_default=True,
     help="What /v1/models calls the policy. Requests may name any model.",
 )
+@click.option("--max-sessions", type=click.IntRange(1), metavar="N", help="Sessions kept. Default: 4096.")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Tokens kept of them. Default: 100000000.")
+@click.option(
+    "--idle-s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Sessions that were idle so long may be given up for others. Default: 3600.",
+)
 @token_option("API key")
 @json_option
 def proxy(
@@ -59,6 +67,9 @@ def proxy(
     tool_parser: str | None,
     record: Path | None,
     model_name: str,
+    max_sessions: int | None,
+    max_tokens: int | None,
+    idle_s: float | None,
     token_env: str | None,
     as_json: bool,
 ) -> None:
@@ -67,12 +78,14 @@ def proxy(
     Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
     /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
     """
-    from rollart.compose.proxy import ProxySettings, proxying
+    from rollart.compose.proxy import Limits, ProxySettings, proxying
 
     host, port = address(listen)
     token = key(token_env, host)
+    asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}
+    limits = Limits(**{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
     settings = ProxySettings(
-        engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name
+        engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name, limits=limits
     )
     hint = "OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION"
     serve_until_stopped(proxying(settings), as_json=as_json, hint=hint)

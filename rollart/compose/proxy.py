@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
@@ -15,11 +15,12 @@ from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.adapters.proxy.record import Recording
 from rollart.adapters.proxy.server import Proxy
+from rollart.adapters.proxy.shelf import Limits
 from rollart.errors import SpecError, UsageError
 from rollart.model import EngineId
 from rollart.spec.resolve import Resolved
 
-__all__ = ["ProxySettings", "harnesses", "listening", "proxying"]
+__all__ = ["Limits", "ProxySettings", "harnesses", "listening", "proxying"]
 
 SHUTDOWN_S = 2.0
 """How long answers under way may take once the proxy is told to stop, seconds."""
@@ -38,6 +39,7 @@ class ProxySettings:
     record: Path | None = None
     token: str = ""
     model: str = "policy"
+    limits: Limits = field(default_factory=Limits)
 
 
 @contextlib.asynccontextmanager
@@ -50,8 +52,9 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
     pool = EnginePool([HttpEngine(EngineId(f"engine-{i}"), url) for i, url in enumerate(settings.engines)])
     recording = Recording(settings.record)
     proxy = Proxy(
-        form, policy=pool.session, paused=pool.paused, recording=recording, token=settings.token, model=settings.model
-    )
+        form, policy=pool.session, paused=pool.paused, recording=recording, token=settings.token, model=settings.model,
+        limits=settings.limits,
+    )  # fmt: skip
     try:
         await pool.open()
         async with listening(proxy.app(), host=settings.host, port=settings.port) as url:

@@ -15,6 +15,7 @@ from rollart.adapters.proxy import streaming as module
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.record import Recording, read_sessions
 from rollart.adapters.proxy.server import Proxy
+from rollart.adapters.proxy.shelf import Limits
 from rollart.compose.proxy import listening
 from rollart.errors import EngineError, UsageError
 from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
@@ -342,7 +343,7 @@ def test_sessions_that_are_idle_make_room(form: ChatFormat, tmp_path: Path) -> N
             assert (await ask("/sessions/a", method="DELETE"))[0] == 409
             speaker.go.set()
 
-    with_proxy(form, scenario, most=2, recording=recording)
+    with_proxy(form, scenario, limits=Limits(sessions=2, idle_s=0), recording=recording)
     recording.close()
     kept = read_sessions(tmp_path / "turns.jsonl")
     assert {name: len(paths) for name, paths in kept.items()} == {"a": 3, "b": 1, "c": 2}

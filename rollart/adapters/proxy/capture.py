@@ -22,6 +22,10 @@ from rollart.model import Completion, FinishReason, Segment, SegmentKind
 __all__ = ["Begun", "Branch", "Capture", "Planned", "Turn"]
 
 
+REFERENCE, INTEGER, SAMPLED = 8, 32, 32
+"""Bytes in CPython: of an entry in a tuple, of an id, of a log-probability with its entry."""
+
+
 class Begun(enum.StrEnum):
     """How a turn stands to what was there."""
 
@@ -93,6 +97,10 @@ class Capture:
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
         self.turns: list[Turn] = []
+        self.tokens = 0
+        """Of all turns; each counts with those before it, which it holds."""
+        self.size = 0
+        """Bytes that the turns take, about."""
         self._by_messages: dict[str, list[int]] = {}
         """Turns by a digest of the conversation up to their answer."""
 
@@ -121,6 +129,10 @@ class Capture:
             stopped and completion.token_ids[-1] in self._form.stops,
         )  # fmt: skip
         self.turns.append(turn)
+        self.tokens += len(turn.token_ids)
+        fresh = sum(len(s.token_ids) for s in segments)
+        self.size += REFERENCE * len(turn.token_ids) + (REFERENCE + INTEGER) * fresh + SAMPLED * turn.sampled
+        self.size += len(planned.text) + len(answer.content)
         if planned.prompt.chat:
             *_, digest = _digests((*planned.prompt.messages, answer))
             self._by_messages.setdefault(digest, []).append(turn.number)

@@ -18,9 +18,13 @@ __all__ = ["Answer", "Ask", "BadRequest", "Call", "Head", "Message", "Prompt", "
 class BadRequest(Exception):
     """A request that can never be served; `field` is the part of the body that is wrong, `code` OpenAI's word."""
 
-    def __init__(self, message: str, *, field: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, code: str | None = None, status: int = 400,
+        retry_after: int | None = None,
+    ) -> None:  # fmt: skip
+        """`retry_after`: seconds after which it may be served after all."""
         super().__init__(message)
-        self.field, self.code, self.status = field, code, status
+        self.field, self.code, self.status, self.retry_after = field, code, status, retry_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import hmac
 import json
 import math
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import ModuleType
@@ -16,10 +15,12 @@ from typing import Any
 from aiohttp import web
 
 from rollart.adapters.proxy import anthropic, openai_chat, openai_completions, openai_responses
+from rollart.adapters.proxy.capture import Turn
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import Ask, BadRequest
 from rollart.adapters.proxy.record import Recording, session_body
 from rollart.adapters.proxy.sessions import Ending, Policy, ProxySession
+from rollart.adapters.proxy.shelf import Limits, Shelf
 from rollart.adapters.proxy.streaming import HEADER, Stream, where
 from rollart.errors import EngineError, RollartError
 
@@ -43,8 +44,8 @@ class Proxy:
     """Owns the sessions. Requests of one session may overlap; each waits for its policy alone.
 
     `policy` makes one for a session that was not `open`ed before; without it, only opened sessions are served.
-    `paused` is asked before every request. At most `most` sessions are kept: beyond it the one that was idle longest
-    is forgotten here (what `recording` wrote stays).
+    `paused` is asked before every request. `limits` bound the sessions that were not `open`ed (`Shelf`); what
+    `recording` wrote of those that are given up stays.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Proxy:
         recording: Recording | None = None,
         token: str = "",
         model: str = "policy",
-        most: int = 4096,
+        limits: Limits | None = None,
     ) -> None:
         self._form = form
         self._policy = policy
@@ -64,9 +65,9 @@ class Proxy:
         self._recording = recording or Recording(None)
         self._token = token
         self._model = model
-        self._most = most
         self._held = False
-        self._sessions: OrderedDict[str, ProxySession] = OrderedDict()
+        self._shelf = Shelf(limits or Limits())
+        self._sessions = self._shelf.sessions
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
@@ -89,6 +90,7 @@ class Proxy:
                 web.post("/pause", self._pause),
                 web.post("/resume", self._resume),
                 web.get("/is_paused", self._is_paused),
+                web.get("/metrics", self._metrics),
                 web.get("/health", self._health),
             ]
         )
@@ -98,12 +100,17 @@ class Proxy:
         """A session whose tokens come from here; ValueError if the name is taken."""
         if name in self._sessions:
             raise ValueError(f"session {name} is open already")
-        session = self._sessions[name] = ProxySession(name, self._form, policy, kept=self._recording.turn)
+        session = self._sessions[name] = ProxySession(name, self._form, policy, kept=self._kept)
         return session
+
+    def _kept(self, session: ProxySession, turn: Turn) -> None:
+        self._recording.turn(session, turn)
+        if self._sessions.get(session.name) is session:
+            self._shelf.count(session)
 
     async def close(self, name: str) -> None:
         """Forget a session; what it held is released."""
-        session = self._sessions.pop(name, None)
+        session = self._shelf.take(name)
         if session is not None:
             await session.policy.release()
 
@@ -112,6 +119,7 @@ class Proxy:
         ask = self._ask(api, await _body(request), session)
         if await self._standing_still():
             return self._failed(api, EngineError("the policy is paused for new weights", retryable=True))
+        session.over = False
         created = int(dt.datetime.now(dt.UTC).timestamp())
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
@@ -163,7 +171,7 @@ class Proxy:
             raise BadRequest(f"reward is {reward!r} (rule: a number)", field="reward")
         if not isinstance(success, bool | None):
             raise BadRequest(f"success is {success!r} (rule: true or false)", field="success")
-        session.ending = Ending(reward, success)
+        session.ending, session.over = Ending(reward, success), True
         self._recording.ended(session)
         return _json({"session": session.name})
 
@@ -185,6 +193,9 @@ class Proxy:
     async def _is_paused(self, request: web.Request) -> web.Response:
         return _json({"is_paused": await self._standing_still()})
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._shelf.metrics(), content_type="text/plain")
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
@@ -200,22 +211,21 @@ class Proxy:
                 raise BadRequest(f"session {name!r} (rule: letters, digits, '_.:@-', at most 128)", field=HEADER)
             if self._policy is None:
                 raise BadRequest(f"session {name} is not open", status=404)
-            await self._make_room()
-            session = self.open(name, self._policy(name))
-        self._sessions.move_to_end(name)
+            await self._shelf.room(begins=True)
+            session = self._sessions.get(name) or self.open(name, self._policy(name))
+        elif self._policy is not None:
+            await self._shelf.room(begins=False)
+        self._shelf.use(name)
         return session
-
-    async def _make_room(self) -> None:
-        idle = [s.name for s in self._sessions.values() if not s.busy]
-        for name in idle[: max(0, len(self._sessions) - self._most + 1)]:
-            await self.close(name)
-        if len(self._sessions) >= self._most:
-            raise EngineError(f"{self._most} sessions are busy", retryable=True)
 
     def _known(self, request: web.Request) -> ProxySession:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            raise BadRequest(f"no session {request.match_info['session']}", status=404)
+            name = request.match_info["session"]
+            why = self._shelf.why_gone(name)
+            if why is not None:
+                raise BadRequest(f"session {name} was given up for others ({why}); --record keeps it", status=410)
+            raise BadRequest(f"no session {name}", status=404)
         return session
 
     def _failed(self, api: ModuleType, error: RollartError) -> web.Response:
@@ -233,7 +243,8 @@ class Proxy:
             return await handler(request)
         except BadRequest as error:
             shape = api.error(str(error), error.status, field=error.field, code=error.code)
-            return _json(shape, status=error.status)
+            headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+            return _json(shape, status=error.status, headers=headers)
         except RollartError as error:
             return _refused(api, error)
         except web.HTTPException as error:

@@ -61,6 +61,10 @@ class ProxySession:
         self.busy = 0
         """Requests under way."""
         self.ending = Ending()
+        self.over = False
+        """The harness said that it ended."""
+        self.used = 0.0
+        """When the last request came or was answered."""
         self.full = False
         """A request found no room for an answer."""
         self.abandoned = 0
@@ -100,6 +104,7 @@ class ProxySession:
             raise
         finally:
             self.busy -= 1
+            self.used = asyncio.get_running_loop().time()
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
         return self._answered(ask, head, planned, shortened(completion, ask.stop, self._form.text), unfolding)
