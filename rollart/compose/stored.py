@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollart.adapters.weights.buckets import BucketPusher, Pulled
+from rollart.adapters.weights.arrivals import Arrivals
+from rollart.adapters.weights.buckets import BucketPusher, Progress, Pulled, Pushed, failing_once
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.adapters.weights.hosts import Place
 from rollart.errors import EngineError, LeaseExpired, PartDied, StorageFailed
@@ -53,12 +55,20 @@ def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: 
     )
 
 
+STALL_S = 10.0
+"""A host that says nothing for so long hangs, seconds."""
+
+PATIENCE = 8.0
+"""So many times the longest bucket of any host: links differ, and many buckets share one."""
+
+
 class StoredWeights(DirectoryWeightStore):
     """Implements `WeightStore` over the run's directory, as without a store: trainer and resume read it there.
 
     `push` is the publish's, one at a time: it returns when the store has the version, and, with `ahead`, when every
-    engine's host that could has pulled it, while the rollout goes on. `local` is the engines': it returns when the
-    version is on the host of the program that is asked. Nothing is collected before `prune` has said what is needed.
+    engine's host that could has pulled it, bucket by bucket while they are pushed and the rollout goes on. `local` is
+    the engines': it returns when the version is on the host of the program that is asked. A host that hangs is given up
+    (`_watch`). Nothing is collected before `prune` has said what is needed.
     """
 
     def __init__(
@@ -72,6 +82,8 @@ class StoredWeights(DirectoryWeightStore):
         self._objects = place.objects()
         self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=place.in_flight)
         self._programs: dict[str, Handle] = {}
+        self._longest_s = 0.0
+        """Seconds that the slowest bucket took so far, to any host."""
         self._keep: tuple[int, ...] = ()
         self._stamps: dict[int, str] = {}
 
@@ -91,7 +103,17 @@ class StoredWeights(DirectoryWeightStore):
         """`StorageFailed` if the store does not take it: nobody could load it."""
         arrivals = await self._pusher.prepare(weights.version, weights.path)
         self._stamps[weights.version] = arrivals.manifest.stamp
-        pushed = await self._pusher.push(weights.path, arrivals)
+        pushed: Pushed | StorageFailed
+        async with failing_once(), asyncio.TaskGroup() as pulls:
+            for program in list(self._programs.values()) if self._ahead else ():
+                early = self._early(program, weights, arrivals)
+                pulls.create_task(early, name=f"v{weights.version} to {program.name}")
+            try:
+                pushed = await self._pusher.push(weights.path, arrivals)
+            except StorageFailed as error:  # hosts are told, and give it up
+                pushed = error
+        if isinstance(pushed, StorageFailed):
+            raise pushed
         self._event(
             "weights_pushed",
             f"v{weights.version}",
@@ -101,13 +123,12 @@ class StoredWeights(DirectoryWeightStore):
         )
         if self._keep:
             await self._pusher.collect([*self._keep, weights.version])
-        if self._ahead:
-            async with asyncio.TaskGroup() as pulls:
-                for program in list(self._programs.values()):
-                    pulls.create_task(self._early(program, weights), name=f"v{weights.version} to {program.name}")
 
     async def local(self, program: Handle, weights: WeightsRef) -> str:
         """The version's directory on the program's host. `EngineError`: it could not be pulled, or not in time."""
+        return await self._pull(program, weights, None)
+
+    async def _pull(self, program: Handle, weights: WeightsRef, coming: bytes | None) -> str:
         try:
             async with self._leases.hold(
                 program.name, f"v{weights.version} from the store", self._pull_s, Expiry.RETRY
@@ -115,20 +136,60 @@ class StoredWeights(DirectoryWeightStore):
                 stamp = self._stamps.get(weights.version)
                 if stamp is None:
                     raise StorageFailed("it was not pushed, or is collected")
-                path, pulled = await program.call("pull", self._place, weights.version, stamp, self._keep)
+                async with failing_once(), asyncio.TaskGroup() as tasks:
+                    watching = tasks.create_task(self._watch(program), name=f"the pull of {program.name}")
+                    call = program.call("pull", self._place, weights.version, stamp, self._keep, coming)
+                    path, pulled = await call
+                    watching.cancel()
         except (StorageFailed, PartDied, LeaseExpired) as error:
             raise EngineError(f"{program.name} has no v{weights.version}: {error.message}", retryable=True) from error
         self._pulled(program.name, pulled)
         return str(path)
 
+    async def _watch(self, program: Handle) -> None:
+        """Until it is cancelled. `StorageFailed` for a host that answers no more, or to which no bucket comes though it
+        asked for some, for much longer than buckets take."""
+        loop = asyncio.get_running_loop()
+        buckets, since = -1, loop.time()
+        while True:
+            await asyncio.sleep(STALL_S / 4)
+            try:
+                async with asyncio.timeout(STALL_S):
+                    seen: Progress | None = await program.call("pulling")
+            except TimeoutError:
+                raise StorageFailed(f"its host has not answered for {STALL_S:g} s") from None
+            if seen is None or seen.buckets != buckets or not seen.open:
+                buckets, since = -1 if seen is None else seen.buckets, loop.time()
+            self._longest_s = max(self._longest_s, 0.0 if seen is None else seen.longest_s)
+            limit = max(STALL_S, PATIENCE * self._longest_s)
+            if self._longest_s and loop.time() - since > limit:
+                raise StorageFailed(
+                    f"no bucket has come to its host for {limit:.3g} s (the longest took {self._longest_s:.3g} s)"
+                )
+
     async def aclose(self) -> None:
         await self._objects.aclose()
 
-    async def _early(self, program: Handle, weights: WeightsRef) -> None:
+    async def _early(self, program: Handle, weights: WeightsRef, arrivals: Arrivals) -> None:
+        """Ahead of the engine, bucket by bucket as they are pushed."""
+        manifest = arrivals.manifest.encode()
         try:
-            await self.local(program, weights)
+            async with failing_once(), asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._tell(program, manifest, arrivals), name=f"buckets for {program.name}")
+                await self._pull(program, weights, manifest)
+                telling.cancel()
         except EngineError as error:  # it will ask again when it loads, and then it matters
             self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)
+
+    async def _tell(self, program: Handle, manifest: bytes, arrivals: Arrivals) -> None:
+        told: set[str] = set()
+        over = False
+        while not over:
+            await arrivals.more(len(told))
+            fresh, over = arrivals.there - told, arrivals.over
+            told |= fresh
+            with contextlib.suppress(PartDied, StorageFailed):  # the pull will say so
+                await program.call("arrived", self._place, manifest, sorted(fresh), over, arrivals.whole)
 
     def _pulled(self, name: str, pulled: Pulled) -> None:
         if pulled.bytes:

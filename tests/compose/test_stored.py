@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from rollart.adapters.clusters.local import LocalRuntime
+from rollart.adapters.weights.buckets import BucketPusher, Progress
 from rollart.adapters.weights.hosts import Place
-from rollart.compose.stored import StoredWeights
-from rollart.errors import EngineError
+from rollart.adapters.weights.objects import FileObjects
+from rollart.compose.stored import STALL_S, StoredWeights
+from rollart.errors import EngineError, StorageFailed
 from rollart.model import WeightsRef
 from rollart.ports import ActorSpec, Handle, Node, RunEvent
 from rollart.runtime.leases import Leases
@@ -175,3 +177,99 @@ def test_without_ahead_nothing_is_pulled_before_an_engine_loads_and_nothing_by_t
         assert not (tmp_path / "second" / "host").exists()
 
     bench(tmp_path / "second", gone)
+
+
+class Gate(FileObjects):
+    """Takes a bucket after the first only once it is let, and nothing once it is broken."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.let, self.first, self.broken = asyncio.Event(), asyncio.Event(), False
+
+    async def put(self, key: str, data: bytes) -> None:
+        if self.first.is_set():
+            await self.let.wait()
+            if self.broken:
+                raise StorageFailed("the link is down")
+        await super().put(key, data)
+        self.first.set()
+
+
+def gated(b: Bench) -> Gate:
+    gate = Gate(Path(b.place.url))
+    b.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+    return gate
+
+
+async def first_pulled(program: Handle) -> None:
+    while (seen := await program.call("pulling")) is None or not seen.buckets:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_hosts_pull_while_the_push_goes_on_and_see_it_whole_or_not_at_all(tmp_path: Path, broken: bool) -> None:
+    async def test(b: Bench, one: Handle, other: Handle) -> None:
+        b.stored.leave(other.name)
+        gate, weights = gated(b), b.publish(3)
+        async with asyncio.TaskGroup() as tasks:
+            pushing = tasks.create_task(_outcome(b.stored.push(weights)))
+            await gate.first.wait()
+            await first_pulled(one)  # the second bucket is not in the store before
+            assert b.on_host() == []
+            gate.broken = broken
+            gate.let.set()
+        assert b.on_host() == ([] if broken else ["v000003"])
+        if broken:
+            assert "the link is down" in str(pushing.result())
+            ((name, why),) = b.events.of("weights_not_pulled", "why")
+            assert (name, "was not pushed whole" in str(why)) == ("engine-0", True)
+            gate.broken = False
+            await b.stored.push(weights)
+        path = Path(await b.stored.local(one, weights))
+        assert (path / "model.safetensors").read_bytes() == (Path(weights.path) / "model.safetensors").read_bytes()
+        assert b.on_host() == ["v000003"]
+
+    bench(tmp_path, test)
+
+
+async def _outcome(call: Awaitable[None]) -> StorageFailed | None:
+    try:
+        await call
+    except StorageFailed as error:
+        return error
+    return None
+
+
+class Hung:
+    """A host that begins to pull and gets nowhere; `silent`, it does not even say so."""
+
+    node = "there"
+
+    def __init__(self, name: str, *, silent: bool) -> None:
+        self.name, self.silent = name, silent
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "arrived":
+            return None
+        if method == "pulling" and not self.silent:
+            return Progress(0, 0.0, 1)
+        return await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("silent", "why"), [(True, "has not answered for 10 s"), (False, "no bucket has come")])
+def test_a_host_that_hangs_is_named_soon_and_holds_nobody_up_for_long(tmp_path: Path, silent: bool, why: str) -> None:
+    async def test(b: Bench, one: Handle, other: Handle) -> None:
+        b.stored._pull_s = 3000.0
+        hung: Any = Hung("engine-9", silent=silent)
+        b.stored.join(hung)
+        b.stored._longest_s = 0.5  # of the buckets of versions before
+        weights, began = b.publish(0), asyncio.get_running_loop().time()
+        await b.stored.push(weights)
+        assert b.on_host() == ["v000000"]
+        ((name, said),) = b.events.of("weights_not_pulled", "why")
+        assert (name, why in str(said)) == ("engine-9", True)
+        with pytest.raises(EngineError, match=why):
+            await b.stored.local(hung, weights)
+        assert asyncio.get_running_loop().time() - began < 4 * STALL_S
+
+    bench(tmp_path, test)

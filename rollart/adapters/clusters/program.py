@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollart.adapters.clusters.ending import end
-from rollart.adapters.weights.buckets import Pulled
+from rollart.adapters.weights.buckets import Progress, Pulled
 from rollart.adapters.weights.hosts import HostCopy, Place
 from rollart.errors import PartDied
 
@@ -93,13 +93,26 @@ class Program:
     async def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def pull(self, place: Place, version: int, stamp: str, keep: Sequence[int]) -> tuple[str, Pulled]:
+    async def pull(
+        self, place: Place, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
+    ) -> tuple[str, Pulled]:
         """Bring a version of the weights from their store to this host, where the program can load it, whether it runs
         or not: `HostCopy.pull`."""
+        return await (await self._at(place)).pull(version, stamp, keep, coming)
+
+    async def arrived(self, place: Place, manifest: bytes, digests: Sequence[str], over: bool, whole: bool) -> None:
+        """`HostCopy.arrived`."""
+        await (await self._at(place)).arrived(manifest, digests, over=over, whole=whole)
+
+    async def pulling(self) -> Progress | None:
+        """How far the pull is that is under way; None: none ever was."""
+        return None if self._copy is None else self._copy.progress
+
+    async def _at(self, place: Place) -> HostCopy:
         if self._copy is None or self._copy.place != place:
             await self._drop()
             self._copy = HostCopy(place)
-        return await self._copy.pull(version, stamp, keep)
+        return self._copy
 
     async def aclose(self) -> None:
         await self.stop()

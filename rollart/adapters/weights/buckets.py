@@ -21,9 +21,10 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rollart.adapters.weights.arrivals import Arrivals
 from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
 from rollart.adapters.weights.manifests import FileEntry, Manifest
 from rollart.adapters.weights.moving import Window
@@ -31,41 +32,21 @@ from rollart.adapters.weights.objects import Objects
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
 
-__all__ = ["Arrivals", "BucketPusher", "BucketWeightStore", "Pulled", "Pushed", "serving"]
+__all__ = [
+    "BucketPusher",
+    "BucketWeightStore",
+    "Progress",
+    "Pulled",
+    "Pushed",
+    "failing_once",
+    "serving",
+]
 
 BUCKET_BYTES = 256 * 2**20
 """RollArt moves 1 GB; smaller ones overlap better where a version is smaller than 10 GB."""
 
 MANIFEST = "buckets.json"
 """In a pulled directory: of which buckets it was made, so that the next version takes from it what did not change."""
-
-
-class Arrivals:
-    """Which buckets of a version that is being pushed are in the store: a puller waits for each, so that pulling begins
-    with the first. Unblocked by the pusher, by its end in any case."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._there: set[str] = set()
-        self._over: StorageFailed | None = None
-        self._changed = asyncio.Condition()
-
-    async def wait(self, digest: str) -> None:
-        """`StorageFailed` if the push ended without it."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: digest in self._there or self._over is not None)
-        if digest not in self._there:
-            raise self._over or StorageFailed("the push ended early")
-
-    async def came(self, digests: set[str]) -> None:
-        async with self._changed:
-            self._there |= digests
-            self._changed.notify_all()
-
-    async def end(self) -> None:
-        async with self._changed:
-            self._over = StorageFailed(f"version {self.manifest.version} was not pushed whole")
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +68,15 @@ class Pulled:
     received: int
     accumulated_s: float
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of a pull: buckets that came, seconds that the longest of them took, and buckets that are on their way."""
+
+    buckets: int
+    longest_s: float
+    open: int
 
 
 def serving(name: str) -> bool:
@@ -125,10 +115,11 @@ class BucketPusher:
                 lacking = self._lacking(path, manifest, present)
                 await arrivals.came({d for d in manifest.digests if _key(d) in present})
                 window = Window(self._depth, max((count for *_, count in lacking), default=1))
-                async with _failing_once(), asyncio.TaskGroup() as group:
+                async with failing_once(), asyncio.TaskGroup() as group:
                     for place in lacking:
                         group.create_task(self._send(*place, arrivals, window))
                 await self._objects.put(_name(manifest.version), manifest.encode())
+                await arrivals.end(whole=True)
             finally:
                 await arrivals.end()
             sent = sum(count for *_, count in lacking)
@@ -180,6 +171,8 @@ class BucketWeightStore:
         self._local = DirectoryWeightStore(root)
         self._depth = BucketDepth(in_flight)
         self._pulling: dict[int, asyncio.Lock] = {}
+        self.progress = Progress(0, 0.0, 0)
+        """Of the pull that is under way, or was last."""
         self._numbers = itertools.count()
 
     def path(self, version: int) -> str:
@@ -216,8 +209,11 @@ class BucketWeightStore:
                 return Pulled(version, 0, 0, 0.0, loop.time() - began)
             manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(_name(version)))
             aside = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
+            self.progress = Progress(0, 0.0, 0)
             try:
                 received, spent = await self._fill(aside, manifest, arrivals)
+                if arrivals is not None:
+                    await arrivals.ended()
                 await asyncio.to_thread(_seal, aside, Path(self.path(version)), manifest)
             finally:
                 await asyncio.to_thread(shutil.rmtree, aside, True)
@@ -242,6 +238,7 @@ class BucketWeightStore:
                 await arrivals.wait(digest)
             async with window.bucket(targets[0][2]) as bucket:
                 began = loop.time()
+                self.progress = replace(self.progress, open=self.progress.open + 1)
                 with bucket.moving():
                     data = await self._objects.get(_key(digest))
                 with bucket.applying():
@@ -249,13 +246,15 @@ class BucketWeightStore:
                 if not whole:
                     raise StorageFailed(f"bucket {digest[:12]} of version {manifest.version} came damaged")
                 moved[0] += len(data)
-                moved[1] += loop.time() - began
+                moved[1] += (took := loop.time() - began)
+                p = self.progress
+                self.progress = Progress(p.buckets + 1, max(p.longest_s, took), p.open - 1)
 
         places: dict[str, list[tuple[Path, int, int]]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
                 places.setdefault(digest, []).append((aside / file.name, offset, count))
-        async with _failing_once(), asyncio.TaskGroup() as group:
+        async with failing_once(), asyncio.TaskGroup() as group:
             for digest, targets in sorted(places.items(), key=lambda place: -place[1][0][2]):
                 group.create_task(take(digest, targets))
         return int(moved[0]), moved[1]
@@ -281,7 +280,7 @@ class BucketWeightStore:
 
 
 @contextlib.asynccontextmanager
-async def _failing_once() -> AsyncIterator[None]:
+async def failing_once() -> AsyncIterator[None]:
     """The first of a group's failures alone: the others are its consequences."""
     try:
         yield

@@ -6,17 +6,26 @@ import asyncio
 import contextlib
 import fcntl
 import os
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.adapters.weights.buckets import BucketWeightStore, Pulled
+from rollart.adapters.weights.arrivals import Arrivals
+from rollart.adapters.weights.buckets import BucketWeightStore, Progress, Pulled
+from rollart.adapters.weights.manifests import Manifest
 from rollart.adapters.weights.objects import FileObjects, Objects
 from rollart.adapters.weights.s3 import S3Objects
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
 
 __all__ = ["HostCopy", "Place"]
+
+PUSHED_S = 3600.0
+"""Seconds that a version may be on its way: nobody may be left to say that it will not come."""
+
+COMING = 4
+"""Versions on their way that a host knows of; one is pushed at a time."""
 
 LOOK_S = 0.05
 """Seconds between two tries to get the lock of a directory: another process's end of a pull is no event here."""
@@ -47,18 +56,41 @@ class HostCopy:
         self.place = place
         self._objects = place.objects()
         self._store = BucketWeightStore(self._objects, place.root, in_flight=place.in_flight)
+        self._coming: OrderedDict[bytes, Arrivals] = OrderedDict()
 
-    async def pull(self, version: int, stamp: str, keep: Sequence[int]) -> tuple[str, Pulled]:
+    @property
+    def progress(self) -> Progress:
+        """Of the pull that is under way here."""
+        return self._store.progress
+
+    async def arrived(self, manifest: bytes, digests: Sequence[str], *, over: bool, whole: bool) -> None:
+        """These buckets of a version that is being pushed are in the store; its push has ended, well or not."""
+        arrivals = self._arriving(manifest)
+        await arrivals.came(set(digests))
+        if over:
+            await arrivals.end(whole=whole)
+
+    async def pull(
+        self, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
+    ) -> tuple[str, Pulled]:
         """Where the version lies whole, and what came from the store for it. What lies there under its number with
         another stamp was never committed (the run, or its trainer, died on the way), and goes. Versions that are older
         than those of `keep` go too; of those that are newer nobody here can say who reads them. `StorageFailed`: it is
-        not here."""
+        not here. `coming` is the list of a version whose push goes on: its buckets are pulled as they `arrived`, and it
+        is here once they all did and the push ended well."""
         if self._store.stamp(version) == stamp:
             return self._store.path(version), Pulled(version, 0, 0, 0.0, 0.0)
         async with _locked(Path(self.place.root)):
             if self._store.stamp(version) not in (stamp, None):
                 await self._prune([v for v in self._store.versions() if v != version])
-            pulled = await self._store.pull(version)
+            try:
+                async with asyncio.timeout(None if coming is None else PUSHED_S):
+                    pulled = await self._store.pull(version, None if coming is None else self._arriving(coming))
+            except TimeoutError:
+                raise StorageFailed(f"v{version} was not pushed within {PUSHED_S:g} s") from None
+            finally:
+                if coming is not None:
+                    self._coming.pop(coming, None)
             if self._store.stamp(version) != stamp:
                 raise StorageFailed(f"v{version} in the store is not what was published under that number")
             newest = max(keep, default=0)
@@ -67,6 +99,13 @@ class HostCopy:
 
     async def aclose(self) -> None:
         await self._objects.aclose()
+
+    def _arriving(self, manifest: bytes) -> Arrivals:
+        """What is told of a push may come before the pull that it is for, or after it."""
+        found = self._coming.setdefault(manifest, Arrivals(Manifest.decode(manifest)))
+        while len(self._coming) > COMING:
+            self._coming.popitem(last=False)
+        return found
 
     async def _prune(self, keep: Sequence[int]) -> None:
         await asyncio.to_thread(self._store.prune, keep)
