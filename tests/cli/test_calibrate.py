@@ -91,6 +91,21 @@ def test_a_place_that_is_not_there_is_told_before_anything_runs(rollart: Call, m
     assert measured == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run.yaml", "--from", "r"], "--from takes a run as it was"),
+        (["--from", "none-1"], "none-1"),
+        (["run.yaml", "cluster.engines.kind=vllm"], "the engines are vLLM's"),
+    ],
+)
+def test_what_it_does_not_measure(rollart: Call, measured: list[Any], arguments: list[str], said: str) -> None:
+    done = rollart("calibrate", *arguments)
+    assert done.code == 2
+    assert said in done.err
+    assert measured == []
+
+
 @pytest.mark.slow
 def test_a_machine_that_is_none(rollart: Call, measured: list[Any]) -> None:
     """Slow: numpy is imported."""

@@ -17,6 +17,7 @@ import pytest
 from placement.types import Role
 from rollart.compose.vllm import vllm_command
 from rollart.spec.vllm import VllmSpec
+from tests.e2e.harness import events
 from tests.engine.models import QWEN
 from tests.engine.models import publish as publish_random
 
@@ -44,6 +45,11 @@ def publish(directory: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> P
 
 
 SPEC = VllmSpec(dtype="float32", kv_gb=0.064, block_size=32)
+
+
+def counted(directory: Path, engine: str, name: str) -> float:
+    """What one of an engine's counters grew by in a run, as its ledger has it."""
+    return sum(e[name] for e in events(directory, "engine_did") if e["subject"] == engine)
 
 
 @contextlib.contextmanager

@@ -7,24 +7,31 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import pytest
 
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.compose.parts import AttachedEngine
+from rollart.compose.proxy import ProxySettings, proxying
 from rollart.errors import PartDied
-from rollart.model import EngineId, WeightsRef
+from rollart.model import EngineId, PauseMode, WeightsRef
+from rollart.quickstart.tokenizer import write_tokenizer
 from tests.contracts.engine_contract import request
-from tests.e2e.harness import CLUSTER, Home, Process, events, processes, sound, tiny
-from tests.vllm.hosting import needs_vllm, publish, server
+from tests.e2e.harness import BATCH, CLUSTER, Home, Process, events, ledger, processes, sound, tiny
+from tests.engine.models import reference
+from tests.proxy.agents import two_answers
+from tests.vllm.hosting import counted, needs_vllm, publish, server
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
 
 STEPS = 12
 """Of a tiny run: there are some left when a server dies after the second."""
 
+
+FEW = 2
 
 PROBES = STEPS + 3
 """Tokens that a server samples when nobody plays, at most: one whenever its weights are looked at."""
@@ -91,14 +98,72 @@ def test_a_server_of_other_options_is_not_taken(urls: list[str], root: Path) -> 
     asyncio.run(body())
 
 
+async def load(url: str, weights: WeightsRef) -> None:
+    engine = VllmEngine(EngineId("loaded"), url)
+    try:
+        await engine.pause(PauseMode.KEEP)
+        await engine.update_weights(weights)
+        await engine.resume()
+    finally:
+        await engine.close()
+
+
+def test_the_proxy_captures_what_vllm_sampled(urls: list[str], root: Path, tmp_path: Path) -> None:
+    """An agent program over the chat API: the captured ids, versions and log-probabilities are those of a forward pass,
+    and what it says in a second turn begins with the tokens of the first."""
+    write_tokenizer(tmp_path)
+    weights = WeightsRef(3, str(publish(root / "v3", 3, tiny()["model"]["init"])))
+
+    async def body() -> dict[str, Any]:
+        for url in urls:
+            await load(url, weights)
+        async with proxying(ProxySettings(engines=urls, tokenizer=tmp_path)) as url:
+            await two_answers(f"{url}/s/one", "one", 0)
+            async with aiohttp.ClientSession() as http, http.get(f"{url}/sessions/one") as answer:
+                answer.raise_for_status()
+                return cast(dict[str, Any], await answer.json())
+
+    branches = asyncio.run(body())["branches"]
+    assert sorted(sum(s["kind"] == "action" for s in branch["segments"]) for branch in branches) == [1, 2]
+    for branch in branches:
+        ids = [token for segment in branch["segments"] for token in segment["token_ids"]]
+        expected = reference(root / "v3", ids)
+        at = 0
+        for segment in branch["segments"]:
+            if segment["kind"] == "action":
+                assert segment["policy_version"] == 3
+                rows = [expected[at + i - 1, token].item() for i, token in enumerate(segment["token_ids"])]
+                assert segment["logprobs"] == pytest.approx(rows, abs=1e-4)
+            at += len(segment["token_ids"])
+
+
+def test_agent_programs_are_trained_on_vllm(urls: list[str], tmp_path: Path) -> None:
+    """Through the run's own proxy, with the engines of the run."""
+    domain = {"name": "two", "environment": {"harness": "tests.proxy.agents:two_answers"}, "group_size": 2,
+              "max_turns": 4, "max_tokens": 1, "trajectories": BATCH}  # fmt: skip
+    home = Home(tmp_path)
+    try:
+        run = home.launch(tiny(steps=FEW, domains=[domain], functions=[]), cluster=cluster(urls))
+        assert run.end(300) == 0, run.said
+    finally:
+        home.close()
+    sound(home.directory, steps=FEW, paid={0.0, 0.5, 1.0})
+    assert events(home.directory, "infra_fault") == events(home.directory, "engine_lost") == []
+    with ledger(home.directory) as db:
+        trained = db.execute("SELECT turns FROM trajectories WHERE outcome = 'finished'").fetchall()
+    assert len(trained) >= FEW * BATCH
+    assert set(trained) == {(2,)}, "the agent's summary is a branch of its own"
+
+
 def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: Path, tmp_path: Path) -> None:
     """Both serve; one is killed with -9 after two steps, and its turns go to the other. That one is neither stopped
     nor left paused, has the run's last weights, and serves others. The last test of this module."""
     (kept,), (killed,) = of_server(root, 0), of_server(root, 1)
     home = Home(tmp_path)
     try:
+        before = sampled(urls[1])
         run = home.launch(tiny(steps=STEPS), cluster=cluster(urls))
-        run.until(lambda: sampled(urls[1]) > 2 * PROBES, "both have served")
+        run.until(lambda: sampled(urls[1]) > before + PROBES, "both serve")
         run.until_step(2)
         killed.kill()
         assert run.end(300) == 0, run.said
@@ -108,8 +173,7 @@ def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: P
     assert [e["subject"] for e in events(home.directory, "engine_lost")] == ["engine-1"], run.said
     assert events(home.directory, "infra_fault") == []
     assert "engine lost: engine-1" in run.said
-    counted = {e["subject"]: e["generated_tokens"] for e in events(home.directory, "engine_did")}
-    assert counted["engine-0"] >= 1, "what it did is in the ledger"
+    assert counted(home.directory, "engine-0", "generated_tokens") > 0, "what it did is in the ledger"
     assert kept.alive
 
     async def asked() -> None:

@@ -19,7 +19,7 @@ from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine, as_object
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
-__all__ = ["PROBE", "VllmEngine"]
+__all__ = ["KEEPALIVE_S", "PROBE", "VllmEngine"]
 
 ABORT_S, ABORTS = 0.25, 8
 """Seconds that an aborted request may take to answer before it is aborted again, and how often. vLLM reports success
