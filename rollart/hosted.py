@@ -7,7 +7,23 @@ from typing import Protocol
 
 from rollart.model import Observation, Step
 
-__all__ = ["EnvironmentHost", "HostHealth"]
+__all__ = ["ENVIRONMENTS_MADE", "EnvironmentHost", "HostHealth", "Made", "Making"]
+
+
+ENVIRONMENTS_MADE = "environments_made"
+"""The event that tells what a host made for a domain so far (`Making`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How an episode came to its environment: `cold`, made in its reset; `ahead`, before it; `reused`, another episode
+    had it; `again`, its own. `make_s` seconds it took to make, ahead or now."""
+
+    how: str
+    make_s: float
+
+    def values(self) -> list[str | float]:
+        return [self.how, self.make_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +37,30 @@ class HostHealth:
     left: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class Making:
+    """What a domain's environments cost a host to make. `cold_s` was waited for in resets, `ahead_s` was not."""
+
+    cold: int = 0
+    ahead: int = 0
+    reused: int = 0
+    cold_s: float = 0.0
+    ahead_s: float = 0.0
+
+    @property
+    def episodes(self) -> int:
+        return self.cold + self.ahead + self.reused
+
+    def add(self, made: Made) -> None:
+        match made.how:
+            case "cold":
+                self.cold, self.cold_s = self.cold + 1, self.cold_s + made.make_s
+            case "ahead":
+                self.ahead, self.ahead_s = self.ahead + 1, self.ahead_s + made.make_s
+            case "reused":
+                self.reused += 1
+
+
 class EnvironmentHost(Protocol):
     """A host's client. Calls of one episode come one after the other; `EnvironmentFault`, which names the host, for
     whatever goes wrong with one. A call that is cancelled is cancelled there."""
@@ -32,8 +72,9 @@ class EnvironmentHost(Protocol):
     def alive(self) -> bool:
         """Whether it can be asked at all, as far as is known."""
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[Observation, float]:
-        """What the episode shows first, and the seconds that its environment took. Made when it is reset first."""
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
+        """What the episode shows first and how its environment was made, which it is at its first reset or before; and
+        the seconds that the call took there."""
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]: ...
 

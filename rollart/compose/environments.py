@@ -87,7 +87,7 @@ def host_actor(resolved: Resolved, directory: Path, name: str, domains: Path, to
         args=(
             name,
             HOST,
-            ["--domains", str(domains), "--path", resolved.base],
+            ["--domains", str(domains), "--path", resolved.base, *_ahead(resolved)],
             str(directory / "logs" / f"{name}.log"),
         ),
         kwargs={
@@ -137,6 +137,11 @@ class HostProgram:
 
     async def close(self) -> None:
         await self._program.kill()
+
+
+def _ahead(resolved: Resolved) -> list[str]:
+    spec = resolved.cluster.environments
+    return ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
 
 
 def _pool(resolved: Resolved) -> PoolSpec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from rollart.hosted import ENVIRONMENTS_MADE
 from rollart.ledger.clock import ENGINE_DID
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
@@ -106,6 +107,7 @@ class RunRows:
     concurrency: Sequence[RunEvent] = ()
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
     updates: Sequence[RunEvent] = ()
+    making: Sequence[RunEvent] = ()
     """Engines that loaded a version by themselves, and how many they had left out."""
     engines: Sequence[RunEvent] = ()
     """What engines did by their own counters, an event per engine and interval."""
@@ -135,6 +137,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         shares=reader.events(DOMAIN_SHARE),
         concurrency=reader.events(CONCURRENCY),
         updates=reader.events(ENGINE_UPDATED),
+        making=reader.events(ENVIRONMENTS_MADE),
         engines=reader.events(ENGINE_DID),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )

@@ -20,7 +20,8 @@ __all__ = ["utilization"]
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _down(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
-              _filtered(rows), engines(rows), shares(rows), _concurrency(rows), _updates(rows))  # fmt: skip
+              _filtered(rows), engines(rows), shares(rows), _concurrency(rows), _updates(rows),
+              _making(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -132,6 +133,17 @@ def _updates(rows: RunRows) -> Table:
         found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
     lines = tuple((name, int(a), b, c, int(d), e) for name, (a, b, c, d, e) in sorted(found.items()))
     return Table("updates", "Weights that engines loaded one by one", columns, lines, people=bool(lines))
+
+
+def _making(rows: RunRows) -> Table:
+    """How episodes came to their environments on each host: made in their reset, which waited for it, made ahead, or
+    reset after another episode."""
+    columns = (Column("host"), Column("domain"), Column("cold", "count"), Column("cold_s", "seconds"),
+               Column("ahead", "count"), Column("ahead_s", "seconds"), Column("reused", "count"))  # fmt: skip
+    last = {(event.subject, str(event.fields.get("domain"))): event.fields for event in rows.making}
+    names = ("cold", "cold_s", "ahead", "ahead_s", "reused")
+    lines = tuple((*key, *(f.get(name) for name in names)) for key, f in sorted(last.items()))
+    return Table("environments", "Environments made, seconds waited for and ahead", columns, lines, people=bool(lines))
 
 
 def _columns(what: str) -> tuple[Column, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, PartDied, RollartError
-from rollart.hosted import EnvironmentHost
+from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, Made, Making
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import Observation, Step
@@ -43,6 +44,8 @@ class _Host:
     faults: int = 0
     episodes: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    making: dict[str, Making] = field(default_factory=dict)
+    """By domain."""
 
     @property
     def id(self) -> str:
@@ -183,6 +186,16 @@ class HostFleet:
         self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
         return result
 
+    def made(self, host: _Host, domain: str, made: Made) -> None:
+        """An episode has its environment: told in sums, at the 1st, 2nd, 4th ... and when the host ends."""
+        making = host.making.setdefault(domain, Making())
+        making.add(made)
+        if made.how != "again" and not making.episodes & (making.episodes - 1):
+            self._tell_making(host, domain, making)
+
+    def _tell_making(self, host: _Host, domain: str, making: Making) -> None:
+        self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
+
     def hangs(self, began: float) -> bool:
         """Whether a call that is given up now was given up because it took too long."""
         return _now() - began >= self._limits.call_s * (1 - 1e-6)
@@ -253,6 +266,8 @@ class HostFleet:
         if self._hosts.pop(host.id, None) is None:
             return
         self._policy.leave(host.id, _now())
+        for domain, making in host.making.items():
+            self._tell_making(host, domain, making)
         link, host.link = host.link, None
         try:
             if link is not None:
@@ -290,7 +305,9 @@ class HostedEnvironment:
             self._host = await self._fleet.place()
             self._link = self._host.link
         assert self._link is not None
-        return await self._call(self._host, self._link.reset(self._episode, self._domain, seed))
+        shown, made = await self._call(self._host, self._link.reset(self._episode, self._domain, seed))
+        self._fleet.made(self._host, self._domain, made)
+        return shown
 
     async def step(self, action: str) -> Step:
         if self._host is None or self._link is None:

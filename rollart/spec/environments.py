@@ -32,6 +32,19 @@ class EnvironmentsSpec(Entry):
         description="Interpreter of the environment that the environments' packages, and rollart, are installed in; "
         "the controller's own if not given.",
     )
+    warm: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Environments of each domain that a host makes before they are needed, or keeps for reuse.",
+    )
+    reuse: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000,
+        description="Episodes that one environment plays, reset in between, if it says that it is `reusable`; 1: each "
+        "is made anew. No more than `warm` are kept.",
+    )
     health_s: float = Field(
         default=15.0,
         ge=0.5,

@@ -14,19 +14,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import hmac
-import importlib
 import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.adapters.envs.seats import Maker, Seat, forever, makers, on_loop, sound, timed
+from rollart.adapters.envs.warm import Kept, WarmPool, started
 from rollart.adapters.envs.wire import (
     Answer,
     Ask,
@@ -38,68 +39,18 @@ from rollart.adapters.envs.wire import (
     write_frame,
 )
 from rollart.border import checked_observation, checked_step
+from rollart.hosted import Made
 from rollart.ports import Environment
 
 __all__ = ["TOKEN", "Front", "Maker", "makers"]
 
 TOKEN = "ROLLART_HOST_TOKEN"
 
+AGAIN = Made("again", 0.0)
+MADE_FIRST = Made("cold", 0.0)
+
 CLOSE_S = 3.0
 """Seconds that a call under way may take to end once its episode is closed: less than a trajectory waits for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """What makes a domain's environments, or why nothing does."""
-
-    make: Callable[[], Environment] | None
-    blocking: bool = False
-    problem: str = ""
-
-
-def makers(domains: Mapping[str, Any]) -> dict[str, Maker]:
-    """Import each domain's environment and make one of it."""
-    return {name: _maker(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()}
-
-
-def _maker(path: str, arguments: dict[str, Any]) -> Maker:
-    module, _, name = path.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a user's module may do anything when it is imported
-        return Maker(None, problem=f"'{path}' cannot be imported: {_words(error)}")
-    try:
-        made = make(**arguments)
-    except Exception as error:
-        return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {_words(error)}")
-    return Maker(lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)))
-
-
-@dataclass(slots=True)
-class Seat:
-    """The loop that an episode's calls run on; `thread` if it has one of its own."""
-
-    loop: asyncio.AbstractEventLoop
-    thread: threading.Thread | None = None
-
-    @classmethod
-    def alone(cls, name: str) -> Seat:
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_forever, args=(loop,), name=name, daemon=True)
-        thread.start()
-        return cls(loop, thread)
-
-    def leave(self) -> None:
-        """Its thread ends, once it is in no call any more."""
-        if self.thread is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def _forever(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
 
 
 @dataclass(slots=True)
@@ -109,9 +60,18 @@ class Episode:
     name: str
     maker: Maker
     seat: Seat
+    pool: WarmPool
     environment: Environment | None = None
+    made: Made = MADE_FIRST
+    """How it came to its environment."""
+    counted: bool = False
+    """Whether its pool knows of it."""
+    well: bool = True
+    """No call of it failed or was given up."""
     running: asyncio.Future[Any] | None = None
     over: bool = False
+    played: int = 0
+    """Episodes that its environment played before."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Taken on its seat's loop: what was cancelled ends before the next begins."""
 
@@ -127,6 +87,11 @@ class Front:
     makers: Mapping[str, Maker]
     main: asyncio.AbstractEventLoop
     token: str = ""
+    size: int = 0
+    """Environments per domain that are made ahead."""
+    reuse: int = 1
+    """Episodes that one environment plays, where it may."""
+    pools: dict[str, WarmPool] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     left: list[tuple[str, threading.Thread]] = field(default_factory=list)
@@ -153,6 +118,7 @@ class Front:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._warm(tasks)
                 while True:
                     ask = Ask.from_json(await read_frame(reader))
                     tasks.create_task(self._answer(ask, writer))
@@ -163,8 +129,25 @@ class Front:
             self.taken = False
 
     async def close(self) -> None:
-        """Close every episode, in bounded time."""
+        """Close every episode, and what waits for one, in bounded time."""
+        pools = list(self.pools.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(pool.close() for pool in pools))
         await asyncio.gather(*(self._close(one) for one in list(self.episodes.values())))
+
+    def _warm(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to make environments ahead."""
+        self.pools = {
+            name: WarmPool(name, maker, functools.partial(self._seat, maker), self.size, self.reuse)
+            for name, maker in self.makers.items()
+            if maker.make is not None
+        }
+        for pool in self.pools.values():
+            pool.open(tasks)
+
+    def _seat(self, maker: Maker, name: str) -> Seat:
+        return Seat.alone(name) if maker.blocking else Seat(self.main)
 
     async def _answer(self, ask: Ask, writer: asyncio.StreamWriter) -> None:
         try:
@@ -208,18 +191,34 @@ class Front:
             if maker is None or maker.make is None:
                 why = f"no domain '{domain}' here" if maker is None else maker.problem
                 return Answer(ask.id, ask.episode, Told.REFUSED, why)
-            seat = Seat.alone(ask.episode) if maker.blocking else Seat(self.main)
-            episode = self.episodes[ask.episode] = Episode(ask.episode, maker, seat)
+            episode = self.episodes[ask.episode] = self._begun(ask.episode, maker, self.pools[domain])
+        elif episode.environment is not None:
+            episode.made = AGAIN
 
         async def reset() -> Any:
             assert episode.maker.make is not None
             if episode.environment is None:
-                episode.environment = episode.maker.make()
+                began = asyncio.get_running_loop().time()
+                episode.environment = await started(episode.maker.make)
+                episode.made = Made("cold", asyncio.get_running_loop().time() - began)
             shown = await episode.environment.reset(seed)
-            return _sound(lambda: packed_observation(checked_observation(shown)))
+            return [sound(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
 
         episode.over = False
-        return await self._call(ask, episode, reset)
+        try:
+            return await self._call(ask, episode, reset)
+        finally:
+            if episode.environment is not None and not episode.counted:
+                episode.counted = True
+                episode.pool.began(episode.environment)
+
+    def _begun(self, name: str, maker: Maker, pool: WarmPool) -> Episode:
+        """An episode, with an environment that waited for one if there is any."""
+        kept = pool.take()
+        if kept is None:
+            return Episode(name, maker, self._seat(maker, name), pool)
+        made = Made("reused" if kept.played else "ahead", 0.0 if kept.played else kept.make_s)
+        return Episode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
 
     async def _step(self, ask: Ask) -> Answer:
         episode = self.episodes.get(ask.episode)
@@ -231,7 +230,7 @@ class Front:
 
         async def step() -> Any:
             answered = await environment.step(ask.value)
-            packed = _sound(lambda: packed_step(checked_step(answered)))
+            packed = sound(lambda: packed_step(checked_step(answered)))
             episode.over = bool(packed[2])
             return packed
 
@@ -241,11 +240,13 @@ class Front:
         """The environment's answer, from the loop that it lives on."""
         if episode.running is not None:
             return Answer(ask.id, ask.episode, Told.REFUSED, "two calls of one episode at a time")
-        call = _on(episode.seat.loop, _timed(f"{ask.op} of {ask.episode}", episode.turn, work))
+        call = on_loop(episode.seat.loop, timed(f"{ask.op} of {ask.episode}", episode.turn, work))
         self.calls[ask.id] = episode.running = call
+        told = Told.REFUSED
         try:
             told, value, env_s = await call
         finally:
+            episode.well = episode.well and told is Told.OK
             self.calls.pop(ask.id, None)
             if call.done():
                 episode.running = None
@@ -254,6 +255,10 @@ class Front:
     async def _close(self, episode: Episode) -> str:
         """End its call, close its environment and give its thread up; what went wrong, in words."""
         self.episodes.pop(episode.name, None)
+        if episode.environment is not None and episode.counted:
+            kept = Kept(episode.seat, episode.environment, played=episode.played + 1)
+            if episode.pool.give_back(kept, well=episode.well and episode.running is None):
+                return ""
         if episode.running is not None:
             episode.running.cancel()
 
@@ -261,7 +266,7 @@ class Front:
             if episode.environment is not None:
                 await episode.environment.close()
 
-        closing = _on(episode.seat.loop, _timed(f"close of {episode.name}", episode.turn, close))
+        closing = on_loop(episode.seat.loop, timed(f"close of {episode.name}", episode.turn, close))
         try:
             async with asyncio.timeout(CLOSE_S):
                 told, value, _ = await closing
@@ -297,66 +302,25 @@ class Front:
         self.beat_since = None
 
 
-class _Lie(Exception):
-    """What the environment answered is no answer."""
-
-
-def _sound(packed: Callable[[], Any]) -> Any:
-    try:
-        return packed()
-    except (TypeError, ValueError) as error:
-        raise _Lie(str(error)) from None
-
-
-async def _timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[Told, Any, float]:
-    """Runs where the environment lives: how it ended, its result or the error in words, and its seconds."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    task.set_name(name)
-    began = loop.time()
-    try:
-        async with turn:
-            value = await work()
-    except _Lie as error:
-        return Told.LIED, str(error), loop.time() - began
-    except asyncio.CancelledError:
-        if task.cancelling():
-            raise
-        return Told.RAISED, "CancelledError of its own", loop.time() - began
-    except BaseException as error:  # SystemExit too: it is the episode's matter, not the host's
-        return Told.RAISED, _words(error), loop.time() - began
-    return Told.OK, value, loop.time() - began
-
-
-def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    """The work on another thread's loop; cancelling what this gives cancels it there."""
-    future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
-    return asyncio.wrap_future(future)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-
-
 async def _main(options: argparse.Namespace, said: int) -> None:
     """The environments' loop: everything else is on the front's thread."""
     main = asyncio.get_running_loop()
     stop = asyncio.Event()
     main.add_signal_handler(signal.SIGTERM, stop.set)
     domains = json.loads(Path(options.domains).read_text())
-    front = Front(makers(domains), main, os.environ.pop(TOKEN, ""))
+    front = Front(makers(domains), main, os.environ.pop(TOKEN, ""), options.warm, options.reuse)
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_forever, args=(loop,), name="front", daemon=True).start()
+    threading.Thread(target=forever, args=(loop,), name="front", daemon=True).start()
 
     async def listen() -> asyncio.Server:
         return await asyncio.start_server(front.serve, options.host, options.port)
 
-    server = await _on(loop, listen())
+    server = await on_loop(loop, listen())
     port = server.sockets[0].getsockname()[1]
     with os.fdopen(said, "w") as out:
         out.write(f"ready tcp://{options.host}:{port}\n")
     await stop.wait()
-    await _on(loop, front.close())
+    await on_loop(loop, front.close())
 
 
 def main() -> None:
@@ -365,6 +329,8 @@ def main() -> None:
     parser.add_argument("--path", action="append", default=[], help="where environments are imported from, beside")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--warm", type=int, default=0, help="environments of each domain that are made ahead")
+    parser.add_argument("--reuse", type=int, default=1, help="episodes that an environment plays, if it is reusable")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What environments print goes to the log: nobody reads the pipe that says ready.

@@ -11,7 +11,7 @@ from typing import Any
 from rollart.adapters.envs.wire import Answer, Ask, Op, Told, observation_of, read_frame, step_of, write_frame
 from rollart.border import checked_observation, checked_step
 from rollart.errors import EnvironmentFault
-from rollart.hosted import HostHealth
+from rollart.hosted import HostHealth, Made
 from rollart.model import Observation, Step
 
 __all__ = ["HostConnection"]
@@ -68,10 +68,14 @@ class HostConnection:
     def alive(self) -> bool:
         return not self._cause.done()
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[Observation, float]:
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
         answer = await self._ask(Op.RESET, episode, [domain, seed])
         try:
-            return checked_observation(observation_of(answer.value)), answer.env_s
+            match answer.value:
+                case [list(shown), str(how), int() | float() as make_s]:
+                    made = Made(how, float(make_s))
+                    return (checked_observation(observation_of(shown)), made), answer.env_s
+            raise ValueError("an answer that is no observation")
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, str(error)) from None
 

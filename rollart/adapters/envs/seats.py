@@ -1,0 +1,111 @@
+"""Where a host's environments live, the shared loop or one of their own on a thread, and how they are called there."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.adapters.envs.wire import Told
+from rollart.ports import Environment
+
+__all__ = ["Lie", "Maker", "Seat", "forever", "makers", "on_loop", "sound", "timed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What makes a domain's environments, or why nothing does."""
+
+    make: Callable[[], Environment] | None
+    blocking: bool = False
+    problem: str = ""
+
+
+def makers(domains: Mapping[str, Any]) -> dict[str, Maker]:
+    """Import each domain's environment and make one of it."""
+    return {name: _maker(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()}
+
+
+def _maker(path: str, arguments: dict[str, Any]) -> Maker:
+    module, _, name = path.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may do anything when it is imported
+        return Maker(None, problem=f"'{path}' cannot be imported: {_words(error)}")
+    try:
+        made = make(**arguments)
+    except Exception as error:
+        return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {_words(error)}")
+    return Maker(lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)))
+
+
+@dataclass(slots=True)
+class Seat:
+    """The loop that an episode's calls run on; `thread` if it has one of its own."""
+
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread | None = None
+
+    @classmethod
+    def alone(cls, name: str) -> Seat:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=forever, args=(loop,), name=name, daemon=True)
+        thread.start()
+        return cls(loop, thread)
+
+    def leave(self) -> None:
+        """Its thread ends, once it is in no call any more."""
+        if self.thread is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def forever(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+class Lie(Exception):
+    """What the environment answered is no answer."""
+
+
+def sound(packed: Callable[[], Any]) -> Any:
+    try:
+        return packed()
+    except (TypeError, ValueError) as error:
+        raise Lie(str(error)) from None
+
+
+async def timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[Told, Any, float]:
+    """Runs where the environment lives: how it ended, its result or the error in words, and its seconds."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    task.set_name(name)
+    began = loop.time()
+    try:
+        async with turn:
+            value = await work()
+    except Lie as error:
+        return Told.LIED, str(error), loop.time() - began
+    except asyncio.CancelledError:
+        if task.cancelling():
+            raise
+        return Told.RAISED, "CancelledError of its own", loop.time() - began
+    except BaseException as error:  # SystemExit too: it is the episode's matter, not the host's
+        return Told.RAISED, _words(error), loop.time() - began
+    return Told.OK, value, loop.time() - began
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """The work on another thread's loop; cancelling what this gives cancels it there."""
+    future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
+    return asyncio.wrap_future(future)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

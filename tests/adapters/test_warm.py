@@ -1,0 +1,131 @@
+"""What waits warm on a host: bounds, and that nothing which failed plays again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.adapters.envs.seats import Maker, Seat
+from rollart.adapters.envs.warm import Kept, WarmPool, started
+from tests.contracts.warm_worlds import Again, Once
+
+
+async def settled(pool: WarmPool) -> None:
+    """Everything that is being made is made. No clock: each making takes a few turns of the loop."""
+    while pool.making:
+        await asyncio.sleep(0)
+
+
+def pool_of(make: Callable[[], Once], *, size: int, reuse: int = 1) -> WarmPool:
+    loop = asyncio.get_running_loop()
+    return WarmPool("lake", Maker(make), lambda name: Seat(loop), size, reuse)
+
+
+@given(
+    st.integers(0, 4),
+    st.integers(1, 4),
+    st.booleans(),
+    st.lists(st.tuples(st.sampled_from(["begin", "end", "fail", "settle"]), st.integers(0, 5)), max_size=30),
+)
+def test_bounds_hold_whatever_happens(size: int, reuse: int, again: bool, moves: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        kind = Again if again else Once
+        playing: list[Kept] = []
+        failed: set[int] = set()
+        async with asyncio.TaskGroup() as tasks:
+            pool = pool_of(kind, size=size, reuse=reuse)
+            pool.open(tasks)
+            for move, which in moves:
+                if move == "begin":
+                    kept = pool.take()
+                    if kept is None:  # as a host does: the episode makes its own
+                        made = await started(kind)
+                        kept = Kept(Seat(asyncio.get_running_loop()), made)
+                        pool.began(made)
+                    assert kept.environment not in [other.environment for other in playing]
+                    assert id(kept.environment) not in failed
+                    assert kept.played < reuse
+                    playing.append(kept)
+                elif move == "settle":
+                    await settled(pool)
+                elif playing:
+                    kept = playing.pop(which % len(playing))
+                    if move == "fail":
+                        failed.add(id(kept.environment))
+                    kept = dataclasses.replace(kept, played=kept.played + 1)
+                    if pool.give_back(kept, well=move == "end"):
+                        assert again
+                        assert move == "end"
+                        assert kept.played < reuse
+                assert len(pool.kept) + pool.making <= size
+                assert pool.out == (len(playing) if again and reuse > 1 and size else 0)
+            await settled(pool)
+            waiting = [kept.environment for kept in pool.kept]
+            await pool.close()
+            assert all(isinstance(one, Once) and one.closed for one in waiting)
+            assert not pool.kept
+
+    asyncio.run(play())
+
+
+def test_as_many_as_wanted_are_made_ahead_and_made_again() -> None:
+    async def play() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            pool = pool_of(Once, size=3)
+            pool.open(tasks)
+            await settled(pool)
+            assert len(pool.kept) == 3
+            kept = pool.take()
+            assert kept is not None
+            assert isinstance(kept.environment, Once)
+            assert kept.environment.began
+            assert pool.making == 1
+            assert not pool.give_back(kept, well=True)  # it does not say that it may be used again
+            await settled(pool)
+            assert len(pool.kept) == 3
+            await pool.close()
+
+    asyncio.run(play())
+
+
+def test_what_cannot_be_made_is_not_tried_for_ever() -> None:
+    tries: list[int] = []
+
+    def broken() -> Once:
+        tries.append(1)
+        if len(tries) < 4:
+            raise OSError("no room")
+        return Once()
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            pool = pool_of(broken, size=3)
+            pool.open(tasks)
+            await settled(pool)
+            assert (len(tries), len(pool.kept), pool.failing) == (3, 0, True)
+            assert pool.take() is None
+            made = await started(broken)  # an episode's own try, which goes well
+            pool.began(made)
+            await settled(pool)
+            assert (len(tries), len(pool.kept)) == (7, 3)
+            await pool.close()
+
+    asyncio.run(play())
+
+
+def test_what_fails_half_way_is_closed() -> None:
+    class Half(Once):
+        made: list[Half] = []  # noqa: RUF012
+
+        async def start(self) -> None:
+            self.made.append(self)
+            raise OSError("no container")
+
+    with pytest.raises(OSError, match="no container"):
+        asyncio.run(started(Half))
+    assert [one.closed for one in Half.made] == [True]
