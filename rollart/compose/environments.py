@@ -8,13 +8,15 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from placement.types import Assignment, Role
 from rollart.adapters.envs.host import TOKEN
 from rollart.adapters.envs.hosts import HostConnection
-from rollart.compose.actors import resource, selector
+from rollart.compose.actors import part_room, resource, selector
 from rollart.compose.clusters import placed
 from rollart.errors import PartDied, SpecError
 from rollart.hosted import EnvironmentHost
 from rollart.ledger.clock import ResourceClock
+from rollart.policy.hosting import BUSY, hosts_for
 from rollart.ports import ActorSpec, EnvironmentFactory, Handle, Recorder, Runtime
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
@@ -23,7 +25,15 @@ from rollart.spec.cluster import PoolSpec
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import DomainSpec
 
-__all__ = ["HOST", "ROLE", "HostProgram", "environment_fleet", "hosted", "host_actor", "write_domains"]
+__all__ = [
+    "HostProgram",
+    "environment_fleet",
+    "host_actor",
+    "host_count",
+    "hosted",
+    "on_hosts",
+    "write_domains",
+]
 
 ROLE = "environment"
 HOST = "rollart.adapters.envs.host"
@@ -37,27 +47,58 @@ def environment_fleet(
 ) -> HostFleet | None:
     """The run's environment hosts, not started; None where environments live in the controller. `used`: names of parts
     of earlier lives of the run, which no host gets."""
-    spec, waits = resolved.cluster.environments, resolved.run.leases
-    if not spec.workers:
+    spec, waits, count = resolved.cluster.environments, resolved.run.leases, host_count(resolved)
+    if not count:
         return None
     domains = write_domains(resolved, directory)
     token = secrets.token_hex(16)
 
     async def make(name: str) -> HostProgram:
-        actor = host_actor(resolved, directory, name, domains, token)
-        program = await placed(resolved, runtime, actor)
-        return HostProgram(name, program, _clock(name, recorder), token)
+        program = await placed(resolved, runtime, host_actor(resolved, directory, name, domains, token))
+        return HostProgram(name, program, runtime, _clock(resolved, name, recorder), token)
 
     numbers = [int(n.rpartition("-")[2]) for n in used if n.startswith(f"{ROLE}-") and n.rpartition("-")[2].isdecimal()]
     return HostFleet(
         make,
-        spec.workers,
+        count,
         leases=leases,
         recorder=recorder,
         limits=HostLimits(
             per_host=spec.per_worker, health_s=spec.health_s, start_s=spec.start_s, call_s=waits.env_step_s
         ),
-        first=max(numbers, default=-1) + 1,
+        later=max([*numbers, *(a.replica for a in resolved.plan.of(Role.ENVIRONMENT))], default=-1) + 1,
+    )
+
+
+def host_count(resolved: Resolved) -> int:
+    """Hosts at the start of a run; 0 where environments live in the controller."""
+    spec, run = resolved.cluster.environments, resolved.run
+    if spec.workers != "auto":
+        return spec.workers
+    given = len(resolved.plan.of(Role.ENVIRONMENT))
+    return hosts_for(
+        cores=given * BUSY if given else _cores(resolved),
+        most=given or _pool(resolved).count,
+        episodes=(run.staleness + 1) * run.batch.trajectories,
+        per_host=spec.per_worker,
+    )
+
+
+def on_hosts(resolved: Resolved) -> frozenset[str]:
+    """The plan's parts that are environment hosts, whose time these account for."""
+    count = host_count(resolved)
+    return frozenset(a.name for a in resolved.plan.of(Role.ENVIRONMENT) if a.replica < count)
+
+
+def _cores(resolved: Resolved) -> float:
+    """Cores that environments keep busy at the rate that is predicted; 0 where nothing says so."""
+    rate = (resolved.plan.rates or {}).get("trajectories", 0.0)
+    if resolved.problem is None:
+        return 0.0
+    batch = resolved.run.batch.trajectories
+    return sum(
+        rate * resolved.quotas.get(d.name, 0) / batch * d.turns.mean * d.environment.core_s
+        for d in resolved.problem.domains
     )
 
 
@@ -79,8 +120,10 @@ def write_domains(resolved: Resolved, directory: Path) -> Path:
 
 
 def host_actor(resolved: Resolved, directory: Path, name: str, domains: Path, token: str) -> ActorSpec:
+    """In the room that the plan gave to environments, as long as there is some; else beside what others hold."""
     on_ray = resolved.cluster.runtime.backend == "ray"
-    module = "rollart.adapters.clusters"
+    module, given = "rollart.adapters.clusters", _given(resolved, name)
+    room = ({}, selector(resolved, _pool(resolved))) if given is None else part_room(resolved, given)
     return ActorSpec(
         name=name,
         factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
@@ -94,7 +137,8 @@ def host_actor(resolved: Resolved, directory: Path, name: str, domains: Path, to
             "env": {TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             "python": resolved.cluster.environments.python,
         },
-        labels=selector(resolved, _pool(resolved)),
+        resources=room[0],
+        labels=room[1],
         max_restarts=-1 if on_ray else 0,
         max_concurrency=PROGRAM_CALLS if on_ray else 1000,
     )
@@ -103,9 +147,10 @@ def host_actor(resolved: Resolved, directory: Path, name: str, domains: Path, to
 class HostProgram:
     """Implements `hosting.HostPart` over a `Program` actor."""
 
-    def __init__(self, name: str, program: Handle, clock: ResourceClock, token: str) -> None:
+    def __init__(self, name: str, program: Handle, runtime: Runtime, clock: ResourceClock, token: str) -> None:
         self._name = name
         self._program = program
+        self._runtime = runtime
         self._clock = clock
         self._token = token
 
@@ -119,7 +164,11 @@ class HostProgram:
 
     async def start(self) -> EnvironmentHost:
         await self._program.call("kill")  # at once: one that is left from before hangs
-        address = str(await self._program.call("start", []))
+        try:
+            address = str(await self._program.call("start", []))
+        except OSError as error:
+            why = f"{error.strerror or error}: {error.filename}"
+            raise SpecError(f"environments.python: {why}", remedy="name an interpreter that is there") from None
         connection = await HostConnection.open(self._name, address, self._token)
         for domain, problem in connection.problems.items():
             await connection.aclose()
@@ -137,6 +186,7 @@ class HostProgram:
 
     async def close(self) -> None:
         await self._program.kill()
+        await self._runtime.release(self._name)
 
 
 def _ahead(resolved: Resolved) -> list[str]:
@@ -145,19 +195,23 @@ def _ahead(resolved: Resolved) -> list[str]:
 
 
 def _pool(resolved: Resolved) -> PoolSpec:
-    """SpecError if there is none."""
+    """Where hosts run beside others."""
     pools, wanted = resolved.cluster.pools, resolved.cluster.environments.pool
-    if wanted is None:
-        cores = [pool for pool in pools if resource(resolved, pool) == "CPU"]
-        return next((pool for pool in cores if pool.device == "cpu"), (cores or pools)[0])
-    found = next((pool for pool in pools if pool.name == wanted), None)
-    if found is None:
-        raise SpecError(
-            f"environments.pool is '{wanted}' (rule: a pool of the cluster: {', '.join(p.name for p in pools)})"
-        )
-    return found
+    if wanted is not None:
+        return next(pool for pool in pools if pool.name == wanted)
+    cores = [pool for pool in pools if resource(resolved, pool) == "CPU"]
+    return next((pool for pool in cores if pool.device == "cpu"), (cores or pools)[0])
 
 
-def _clock(name: str, recorder: Recorder) -> ResourceClock:
-    """Of a host, which shares its machine's cores with what holds them: its seconds are told, and cost nothing more."""
-    return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=asyncio.get_running_loop().time)
+def _given(resolved: Resolved, name: str) -> Assignment | None:
+    return next((a for a in resolved.plan.of(Role.ENVIRONMENT) if a.name == name), None)
+
+
+def _clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:
+    """A host that has a core of the plan pays for it; one that shares its machine's with what holds them costs nothing
+    more."""
+    given, now = _given(resolved, name), asyncio.get_running_loop().time
+    if given is None:
+        return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now)
+    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
+    return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd)

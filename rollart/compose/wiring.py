@@ -16,7 +16,7 @@ from rollart.compose.actors import part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
 from rollart.compose.clusters import opened, placed
-from rollart.compose.environments import environment_fleet, hosted
+from rollart.compose.environments import environment_fleet, hosted, on_hosts
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parallelism import lending_settings, served_settings
@@ -351,7 +351,8 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         if stored is not None:
             stack.push_async_callback(stored.aclose)
         runtime = await stack.enter_async_context(opened(resolved, directory))
-        others = [a for a in resolved.plan.assignments if a.role not in SERVING]
+        elsewhere = on_hosts(resolved)
+        others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in elsewhere]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
         for clock in by_part.values():
             stack.callback(clock.close)

@@ -7,11 +7,21 @@ environments or the machine, and leaving one out would help nobody. Pure: `now` 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["HostRules", "Hosting", "Standing"]
+__all__ = ["BUSY", "HostRules", "Hosting", "Standing", "hosts_for"]
+
+BUSY = 0.7
+"""Share of its core that a host's environments may take on average: beyond it, a turn waits for others' turns."""
+
+
+def hosts_for(*, cores: float, most: int, episodes: int, per_host: int) -> int:
+    """Hosts for environments that keep `cores` busy, on a pool with `most` of them, and for so many episodes at a time.
+    A host is a process of one interpreter, so that it uses about one core; room for all episodes goes before cores."""
+    return max(1, min(math.ceil(cores / BUSY), most), math.ceil(episodes / per_host))
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,10 @@ class HostFleet:
         recorder: Recorder,
         limits: HostLimits,
         rules: HostRules | None = None,
-        first: int = 0,
+        later: int = 0,
     ) -> None:
-        """`make`: the part of a name. `first`: number of the first host; earlier lives of the run had the others."""
+        """`make`: the part of a name. The first hosts are numbered from 0, as in the run's earlier lives; those that
+        come later from `later` on, which none had."""
         self._make = make
         self._count = count
         self._leases = leases
@@ -93,7 +94,7 @@ class HostFleet:
         self._limits = limits
         self._policy = Hosting(rules or HostRules())
         self._hosts: dict[str, _Host] = {}
-        self._numbers = itertools.count(first)
+        self._numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         self._episodes = itertools.count()
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from rollart.spec.base import Entry, Name
@@ -12,16 +14,16 @@ __all__ = ["EnvironmentsSpec"]
 class EnvironmentsSpec(Entry):
     """Where environments live: in the controller's process, or on hosts of their own. See docs/environments.md."""
 
-    workers: int = Field(
+    workers: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
         default=0,
-        ge=0,
-        le=100_000,
         description="Environment hosts: processes that hold many environments each. 0: environments live in the "
-        "controller's process.",
+        "controller's process; auto: as many as the plan gives them cores, or as the profiles say that they need "
+        "(`core_s`), and enough for all trajectories under way.",
     )
     pool: Name | None = Field(
         default=None,
-        description="Pool whose machines they run on, beside what the plan put there; the first of cores if not given.",
+        description="Pool whose machines they run on, beside what the plan put there; the first of cores if not given. "
+        "Cores that the plan gave to environments go to hosts first, whatever their pool.",
     )
     per_worker: int = Field(
         default=512, ge=1, le=1_000_000, description="Environments of one host at a time; more wait for a place."
@@ -29,8 +31,8 @@ class EnvironmentsSpec(Entry):
     python: str | None = Field(
         default=None,
         min_length=1,
-        description="Interpreter of the environment that the environments' packages, and rollart, are installed in; "
-        "the controller's own if not given.",
+        description="Interpreter of the environment that the environments' packages, and rollart, are installed in, "
+        "relative to the cluster file; the controller's own if not given.",
     )
     warm: int = Field(
         default=0,

@@ -5,6 +5,7 @@ Nothing is started here. Without numbers of engines the plan is computed; with t
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,7 +154,12 @@ def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple
     runtime = cluster_spec.runtime
     if runtime.token is not None:
         runtime = runtime.model_copy(update={"token": str((cluster_path.parent / runtime.token).resolve())})
-    return cluster_spec.model_copy(update={"calibration": measured, "runtime": runtime}), prices
+    environments = cluster_spec.environments
+    if environments.python is not None and os.sep in environments.python:  # its links are what makes it one
+        python = os.path.abspath(cluster_path.parent / environments.python)
+        environments = environments.model_copy(update={"python": python})
+    changed = {"calibration": measured, "runtime": runtime, "environments": environments}
+    return cluster_spec.model_copy(update=changed), prices
 
 
 def forecast(specs: Specs) -> Resolved:

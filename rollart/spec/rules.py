@@ -48,7 +48,7 @@ def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     return [
         *_unique("devices", cluster.devices), *_unique("pools", cluster.pools), *_bases(cluster),
         *_device_types(cluster), *_links(cluster), *_engines(cluster), *_ranks(cluster),
-        *_wanted_devices(cluster),
+        *_wanted_devices(cluster), *_environments(cluster),
     ]  # fmt: skip
 
 
@@ -364,6 +364,13 @@ def _wanted_devices(cluster: ClusterSpec) -> Iterable[Problem]:
         if wanted is not None and wanted not in devices:
             hint = did_you_mean(wanted, devices)
             yield Problem((role, "device"), f"{role}.device is '{wanted}' (rule: the device of a pool{hint})")
+
+
+def _environments(cluster: ClusterSpec) -> Iterable[Problem]:
+    pools, wanted = [pool.name for pool in cluster.pools], cluster.environments.pool
+    if wanted is not None and wanted not in pools:
+        hint = did_you_mean(wanted, pools)
+        yield Problem(("environments", "pool"), f"environments.pool is '{wanted}' (rule: a pool of the cluster{hint})")
 
 
 def known_device(name: str) -> bool:

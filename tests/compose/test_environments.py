@@ -1,0 +1,101 @@
+"""How many environment hosts a run has, where they may run, and who pays for them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from placement.types import Assignment, Role
+from rollart.adapters.clusters.local import LocalRuntime
+from rollart.compose.actors import nodes
+from rollart.compose.environments import environment_fleet, host_actor, host_count, on_hosts
+from rollart.errors import SpecError
+from rollart.ledger.memory import MemoryRecorder
+from rollart.policy.hosting import BUSY, hosts_for
+from rollart.runtime.leases import Leases
+from rollart.sim import loop as virtual
+from rollart.spec.resolve import Resolved, resolve_files
+
+FAKE = Path(__file__).parents[2] / "configs/clusters/ray-fake.yaml"
+
+
+def resolved(*overrides: str, cluster: Path | None = None) -> Resolved:
+    return resolve_files(None, cluster, [f"cluster.environments.{one}" for one in overrides])
+
+
+def with_cores(run: Resolved, count: int) -> Resolved:
+    """The plan gave so many cores to environments."""
+    given = tuple(Assignment(Role.ENVIRONMENT, n, "here", (2 + n,)) for n in range(count))
+    pools = [pool.model_copy(update={"count": 2 + count}) for pool in run.cluster.pools]
+    cluster = run.cluster.model_copy(update={"pools": pools})
+    return replace(run, cluster=cluster, plan=replace(run.plan, assignments=(*run.plan.assignments, *given)))
+
+
+def test_without_workers_there_are_no_hosts(tmp_path: Path) -> None:
+    run = resolved()
+    assert (host_count(run), on_hosts(run)) == (0, frozenset())
+
+    async def main() -> None:
+        recorder = MemoryRecorder()
+        runtime = LocalRuntime(nodes(run))
+        assert environment_fleet(run, tmp_path, runtime, Leases(recorder), recorder, used=frozenset()) is None
+
+    virtual.run(main())
+
+
+def test_hosts_run_beside_what_the_plan_placed_on_the_pool_of_cores(tmp_path: Path) -> None:
+    run = resolved("workers=3", cluster=FAKE)
+    assert host_count(run) == 3
+    actor = host_actor(run, tmp_path, "environment-0", tmp_path / "environments.json", "secret")
+    assert (dict(actor.resources), dict(actor.labels)) == ({}, {"gpu": "none"})
+    assert actor.factory.endswith(":NodeProgram")
+    assert "secret" not in str(actor.args), "arguments are there for every user of the machine to read"
+    elsewhere = resolved("workers=3", "pool=h20", cluster=FAKE)
+    actor = host_actor(elsewhere, tmp_path, "environment-0", tmp_path / "environments.json", "secret")
+    assert dict(actor.labels) == {"gpu": "H20"}
+
+
+def test_cores_of_the_plan_go_to_hosts_first_and_are_paid_by_them(tmp_path: Path) -> None:
+    run = with_cores(resolved("workers=auto"), 2)
+    assert host_count(run) == 2
+    assert on_hosts(run) == {"environment-0", "environment-1"}
+    three = with_cores(resolved("workers=3"), 2)
+    file = tmp_path / "environments.json"
+    taken = [dict(host_actor(three, tmp_path, f"environment-{n}", file, "").resources) for n in range(3)]
+    assert taken == [{"CPU": 1.0}, {"CPU": 1.0}, {}]
+    one = with_cores(resolved("workers=1"), 2)
+    assert on_hosts(one) == {"environment-0"}
+
+
+def test_auto_is_what_profiles_ask_for_and_room_for_every_trajectory() -> None:
+    assert host_count(resolved("workers=auto")) == 1
+    assert host_count(resolved("workers=auto", "per_worker=100")) == 4, "2 x 192 trajectories"
+    assert hosts_for(cores=3.5, most=64, episodes=10, per_host=512) == 5
+    assert hosts_for(cores=80.0, most=64, episodes=10, per_host=512) == 64
+    assert hosts_for(cores=7 * BUSY, most=64, episodes=10, per_host=512) == 7
+    assert hosts_for(cores=0.0, most=1, episodes=5000, per_host=512) == 10
+
+
+def test_a_pool_that_is_not_there_is_a_spec_error() -> None:
+    with pytest.raises(SpecError, match=r"environments.pool is 'heer' .*did you mean 'here'"):
+        resolved("pool=heer")
+
+
+def test_hosts_that_come_later_have_names_that_nobody_had(tmp_path: Path) -> None:
+    run = with_cores(resolved("workers=1"), 2)
+
+    async def main() -> None:
+        recorder = MemoryRecorder()
+        leases = Leases(recorder)
+        runtime = LocalRuntime(nodes(run))
+        fleet = environment_fleet(
+            run, tmp_path, runtime, leases, recorder, used=frozenset({"environment-4", "engine-9"})
+        )
+        assert fleet is not None
+        assert [next(fleet._numbers) for _ in range(3)] == [0, 5, 6]
+        await asyncio.sleep(0)
+
+    virtual.run(main())
