@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.errors import EnvironmentFault, FaultRateExceeded, PartDied
-from rollart.hosted import HostHealth
+from rollart.hosted import HostHealth, Made
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import tears
 from rollart.ledger.memory import MemoryRecorder
@@ -47,10 +47,10 @@ class Place:
     def alive(self) -> bool:
         return not self._gone.is_set()
 
-    async def reset(self, episode: str, domain: str, seed: int) -> tuple[Observation, float]:
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
         await self._take()
         self.episodes.add(episode)
-        return Observation(self.id), 1.0
+        return (Observation(self.id), Made("cold", 0.0)), 1.0
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
         assert episode in self.episodes
