@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from rollart.model import EngineId
+
 __all__ = [
     "ActorSpec",
     "Bundle",
@@ -95,7 +97,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeEvent:
-    kind: Literal["node_up", "node_down", "actor_started", "actor_died", "actor_restarted"]
+    kind: Literal["node_up", "node_leaving", "node_down", "actor_started", "actor_died", "actor_restarted"]
     subject: str
     detail: str = ""
 
@@ -202,13 +204,15 @@ class KindLoad:
 @dataclass(frozen=True, slots=True)
 class Observed:
     """What a planner is told: work by domain, load by kind, the measured rate of finished trajectories over `seconds`
-    (0 while nothing is known), and whether instances can be drained and started."""
+    (0 while nothing is known), and whether instances can be drained and started. `devices` that are there by pool,
+    where nodes come and go; None: all that the pools are said to have."""
 
     work: Mapping[str, DomainWork]
     load: Mapping[EngineKind, KindLoad]
     rate: float
     seconds: float
     movable: bool = False
+    devices: Mapping[str, int] | None = None
 
 
 class MoveKind(enum.StrEnum):
@@ -220,7 +224,7 @@ class MoveKind(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Move:
     """`replicas` engines of `tp` devices in `pool` go from role `before` (None: they are started) to `after` (None:
-    they are drained and stopped). A flip is the router's alone and free."""
+    they are drained and stopped). A flip is the router's alone and free. `engine`: a drain of this one."""
 
     kind: MoveKind
     pool: str
@@ -228,10 +232,11 @@ class Move:
     replicas: int
     before: EngineRole | None = None
     after: EngineRole | None = None
+    engine: EngineId | None = None
 
     def __str__(self) -> str:
         roles = " → ".join(str(r) for r in (self.before, self.after) if r is not None)
-        return f"{self.kind} {self.replicas} × tp {self.tp} on {self.pool}: {roles}"
+        return f"{self.kind} {self.replicas} × tp {self.tp} on {self.pool}: {self.engine or roles}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,6 +324,10 @@ class Fleet(Protocol):
     def free(self) -> Mapping[str, int]:
         """Devices by pool that an engine could be started on."""
 
+    async def resize(self, devices: Mapping[str, int]) -> None:
+        """The pools have so many devices from now on. Engines that serve no more, and whose devices are not there any
+        more, are given up as long as another one serves."""
+
 
 class Handle(Protocol):
     """A running actor. `PartDied` if it is gone and may not come back."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,6 +47,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         rows, config = collect(reader, directory.resolve().name), reader.config()
         engines = _parts(reader, ENGINE_ROLES) if owner else []
         hosts = _parts(reader, ("environment",)) if owner else []
+        plan = _plan(reader, engines, config)
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
@@ -55,6 +57,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("host", (owner.host or None) if owner else None),
         ("directory", str(directory)),
         ("engines", " ".join(engines) or None),
+        ("plan", plan or None),
         ("environment_hosts", " ".join(hosts) or None),
         ("step", rows.facts.step),
         ("steps", steps),
@@ -167,6 +170,24 @@ def _parts(reader: Reader, roles: Collection[str]) -> list[str]:
     closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
     opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
     return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
+
+
+def _plan(reader: Reader, engines: list[str], config: Mapping[str, Any]) -> str:
+    """The plan in force, by pool: `h20: 2 x decode of 4, 1 x prefill`."""
+    from collections import Counter
+
+    from rollart.runtime.rebalance import ADOPTED
+
+    seats = {}
+    for part in config.get("plan", {}).get("assignments", ()):
+        seats[part["part"]] = (part["pool"], part["role"], len(part["devices"]))
+    for event in reader.events(ADOPTED):
+        seats |= {name: (pool, role, tp) for name, pool, role, tp in json.loads(str(event.fields["engines"]))}
+    counts = Counter(seats[name] for name in engines if name in seats)
+    pools: dict[str, list[str]] = {}
+    for (pool, role, tp), count in sorted(counts.items()):
+        pools.setdefault(pool, []).append(f"{count} x {role}" + (f" of {tp}" if tp > 1 else ""))
+    return "; ".join(f"{pool}: {', '.join(parts)}" for pool, parts in pools.items())
 
 
 def _ended(process: int, wait_s: float) -> bool:

@@ -57,11 +57,13 @@ def nodes(resolved: Resolved) -> list[Node]:
 
 
 def hosts(resolved: Resolved) -> list[Node]:
-    """Every host of each pool is a node; a pool that knows no hosts is one. Those of plain cores come first."""
+    """Every host of each pool that the run begins with is a node; a pool that knows no hosts is one. Those of plain
+    cores come first."""
     found = []
     for pool in sorted(resolved.cluster.pools, key=lambda pool: pool.device != "cpu"):
         size = min(pool.devices_per_host or pool.count, pool.count)
-        for number, start in enumerate(range(0, pool.count, size)):
+        first = pool.count if pool.min is None else pool.min
+        for number, start in enumerate(range(0, first, size)):
             total = {resource(resolved, pool): float(min(size, pool.count - start))}
             found.append(Node(f"{pool.name}-{number}", pool_labels(pool), total, {}))
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose.actors import attached, hosts, nodes, part_room, resource, selector
+from rollart.compose.elastic import present
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import ActorSpec, Handle, Runtime
@@ -26,6 +27,7 @@ PLACE_S = 60.0
 
 TOLD = {
     "node_up": "node_joined",
+    "node_leaving": "node_leaving",
     "node_down": "node_lost",
     "actor_started": "actor_placed",
     "actor_restarted": "actor_placed",
@@ -34,8 +36,9 @@ TOLD = {
 
 
 @contextlib.asynccontextmanager
-async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[Runtime]:
-    """The cluster's runtime, started, with room for every part of the plan reserved; at the end all of it stops."""
+async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[tuple[Runtime, Resolved]]:
+    """The cluster's runtime, started, and the run as it can begin on the nodes that are there, with room for every part
+    of its plan reserved; at the end all of it stops."""
     async with contextlib.AsyncExitStack() as stack:
         spec = resolved.cluster.runtime
         runtime: Runtime
@@ -47,8 +50,9 @@ async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[Runtime]:
         stack.push_async_callback(runtime.close)
         if spec.backend == "ray":
             await _joined(resolved, runtime)
-        await runtime.reserve(gang(resolved), wait_s=spec.wait_s + PLACE_S)
-        yield runtime
+        begun = present(resolved, runtime)
+        await runtime.reserve(gang(begun), wait_s=spec.wait_s + PLACE_S)
+        yield runtime, begun
 
 
 def gang(resolved: Resolved) -> list[BundleGroup]:
@@ -130,6 +134,7 @@ def _lacking(resolved: Resolved, runtime: Runtime) -> list[str]:
     for pool in resolved.cluster.pools:
         kind, labels = resource(resolved, pool), selector(resolved, pool)
         wanted = sum(len(a.devices) for a in resolved.plan.assignments if a.pool == pool.name)
+        wanted = wanted if pool.min is None else pool.min
         there = sum(n.total.get(kind, 0.0) for n in runtime.nodes() if matches(labels, n.labels))
         if there < wanted:
             found.append(f"pool '{pool.name}' needs {wanted} {kind} on nodes with {labels}, there are {there:g}")

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.types import Assignment, Role
@@ -62,6 +62,9 @@ class LocalSite:
         self._ledger = ledger
         self._runtime = runtime
         self._pools = {pool.name: pool for pool in pools_of(resolved.cluster, resolved.prices)}
+        self._sizes = {name: pool.count for name, pool in self._pools.items()}
+        """Devices that are there, by pool."""
+        self._resized = False
         self._held = {a.name: a for a in resolved.plan.assignments}
         self._engines: dict[EngineId, _Engine] = {}
         self._unused: dict[str, ResourceClock] = {}
@@ -91,13 +94,26 @@ class LocalSite:
         return [*(engine.clock for engine in self._engines.values()), *self._unused.values()]
 
     def free(self) -> Mapping[str, int]:
-        return {name: pool.count - len(self._taken(name)) for name, pool in self._pools.items()}
+        return {name: size - len(self._taken(name)) for name, size in self._sizes.items()}
+
+    def where(self) -> Mapping[EngineId, str]:
+        """The node of each engine, '' of those that have none."""
+        return {e: "" if engine.program is None else engine.program.node for e, engine in self._engines.items()}
+
+    def resize(self, devices: Mapping[str, int]) -> None:
+        self._settle()
+        self._resized = True
+        self._sizes = {name: min(pool.count, devices.get(name, 0)) for name, pool in self._pools.items()}
+        for pool in self._pools:
+            self._rebill(pool)
 
     async def place(self, kind: EngineKind) -> Placed:
         taken = self._taken(kind.pool)
-        devices = free_devices(self._pools[kind.pool], taken, kind.tp)
+        pool, free = self._pools[kind.pool], self.free()[kind.pool]
+        if self._resized:  # the pool is not whole: which nodes have room is for the runtime to say
+            pool = replace(pool, device=replace(pool.device, devices_per_host=None))
+        devices = free_devices(pool, taken, kind.tp) if kind.tp <= free else None
         if devices is None:
-            free = self._pools[kind.pool].count - len(taken)
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices, and no {kind.tp} of them in one host")
         role = Role(kind.role)
         assignment = Assignment(role, self._next[role], kind.pool, devices)
@@ -170,8 +186,9 @@ class LocalSite:
 
     def _usd_per_hour(self) -> float:
         return sum(
-            (len(self._taken(name)) if pool.rented else pool.count) * pool.usd_per_device_hour
+            (taken if pool.rented else max(taken, self._sizes[name])) * pool.usd_per_device_hour
             for name, pool in self._pools.items()
+            if (taken := len(self._taken(name))) is not None
         )
 
     def _rebill(self, pool: str) -> None:
@@ -179,6 +196,6 @@ class LocalSite:
         old = self._unused.pop(pool, None)
         if old is not None:
             old.close()
-        unused = self._pools[pool].count - len(self._taken(pool))
-        if unused and not self._pools[pool].rented:
+        unused = self.free()[pool]
+        if unused > 0 and not self._pools[pool].rented:
             self._unused[pool] = unused_clock(self._resolved, self._ledger, pool, unused)

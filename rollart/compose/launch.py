@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
+from rollart.compose.elastic import follow
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
@@ -116,6 +117,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 step = recovered.step
                 parts.say("resumed", "run", step=step, version=weights.version, samples=len(recovered.samples))
             parts.begin(weights)
+            if parts.nodes is not None:
+                watchers.append(background.create_task(follow(parts.runtime, resolved, parts.nodes), name="nodes"))
             # Together: neither waits for the other, and credentials that fail do so before engines have cost much.
             engines = background.create_task(_engines(parts), name="engines")
             async with parts.open_functions(rewards(resolved, await artefacts)):

@@ -19,7 +19,7 @@ from rollart.runtime.rebalance import RebalanceSettings
 from rollart.spec.placement import RebalanceSpec
 from rollart.spec.resolve import Resolved
 
-__all__ = ["PlacementPlanner", "measured", "movable", "planner", "rebalance_settings"]
+__all__ = ["PlacementPlanner", "fleet_move", "measured", "movable", "planner", "rebalance_settings"]
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -36,15 +36,18 @@ STOP_S = 30.0
 def planner(resolved: Resolved) -> PlacementPlanner | None:
     """None where there is nothing to plan with, or the spec turned rebalancing off."""
     settings = resolved.run.placement.rebalance
-    if resolved.plan.placement is None or resolved.problem is None or not (settings.reprice_s or settings.flows_s):
+    follows = bool(settings.reprice_s or settings.flows_s) or resolved.cluster.runtime.elastic is not None
+    if resolved.plan.placement is None or resolved.problem is None or not follows:
         return None
     return PlacementPlanner(resolved.problem, resolved.plan.placement, settings)
 
 
 def movable(resolved: Resolved) -> bool:
     """Whether the rebalancer may drain and start engines: their numbers were computed, the spec did not turn it off,
-    and does not let them follow preemptions."""
+    and does not let them follow preemptions. Where they follow nodes it may anyway."""
     run = resolved.run
+    if resolved.cluster.runtime.elastic is not None:
+        return True
     return not resolved.cluster.engines.fixed and run.placement.rebalance.moves and run.rollout.parallelism is None
 
 
@@ -131,8 +134,9 @@ class PlacementPlanner:
     def _replan(self, observed: Observed) -> tuple[Proposal, Placement, Routes] | None:
         """The best plan that is reachable: where the caller cannot start engines, other roles for those that serve.
         None if that is what runs; `RunFailed` if there is none at all."""
-        serving = self._serving(observed)
         problem = self._updated(observed)
+        here = {pool.name for pool in problem.pools}
+        serving = tuple(d for d in self._serving(observed) if d.pool in here)
         now = _solve(replace(problem, fixed=serving))
         running = Running(
             serving,
@@ -153,7 +157,7 @@ class PlacementPlanner:
         routes = routes_of(problem, best)
         fast = problem.objective is Objective.MAX_THROUGHPUT
         proposal = Proposal(
-            moves=tuple(map(_move, placed)),
+            moves=tuple(map(fleet_move, placed)),
             routes=routes,
             rate_now=rate_now,
             rate_after=best.rate,
@@ -178,7 +182,23 @@ class PlacementPlanner:
         train = problem.train
         if train is not None and trainer is not None:
             train = replace(train, pool=trainer.pool, devices=trainer.devices)
-        return replace(problem, domains=measured(problem.domains, observed.work), train=train)
+        problem = replace(problem, domains=measured(problem.domains, observed.work), train=train)
+        return problem if observed.devices is None else _on(problem, observed.devices)
+
+
+def _on(problem: Problem, devices: Mapping[str, int]) -> Problem:
+    """The problem on the devices that are there. A domain whose pools are all gone may go to any."""
+    sizes = {p.name: min(p.count, devices.get(p.name, 0)) for p in problem.pools}
+    here = {name for name, size in sizes.items() if size > 0}
+    if not here:
+        raise RunFailed("no node is there")
+    affinity = {domain: tuple(p for p in pools if p in here) for domain, pools in problem.affinity.items()}
+    return replace(
+        problem,
+        pools=tuple(replace(p, count=sizes[p.name]) for p in problem.pools if p.name in here),
+        links=tuple(link for link in problem.links if {link.a, link.b} <= here),
+        affinity={domain: pools for domain, pools in affinity.items() if pools},
+    )
 
 
 def _solve(problem: Problem) -> Placement | Infeasible:
@@ -222,7 +242,8 @@ def _rollout(deployments: Sequence[Deployment]) -> list[Deployment]:
     return [d for d in deployments if d.role in SERVING]
 
 
-def _move(placed: PlacedMove) -> Move:
+def fleet_move(placed: PlacedMove) -> Move:
+    """A move between plans in the fleet's terms."""
     return Move(
         MoveKind(placed.kind),
         placed.pool,

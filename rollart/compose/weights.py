@@ -1,11 +1,15 @@
-"""How engines follow a version: the run spec's words as a policy."""
+"""How engines follow a version, and how long that and all else may take: the run spec's words as a policy."""
 
 from __future__ import annotations
 
 from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.spec.resolve import Resolved
+from rollart.spec.run_parts import LeasesSpec
 
-__all__ = ["patience_s", "update_policy"]
+__all__ = ["patience_s", "stall_seconds", "update_policy"]
+
+STALL_S = 600.0
+"""Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
 
 LONGEST_S = 120.0
 """As long as a turn's generation may take by default: most iterations end by themselves."""
@@ -30,3 +34,15 @@ def patience_s(resolved: Resolved) -> float:
     """How much longer a turn may have to wait for an engine than a restart and an update take, seconds."""
     policy = update_policy(resolved)
     return policy.longest_s if isinstance(policy, Delayed) else 0.0
+
+
+def stall_seconds(leases: LeasesSpec) -> float:
+    """Longer than any wait that ends by itself: no lease expires after it."""
+    longest = max(
+        leases.generate_s,
+        leases.engine_start_s + leases.publish_s,
+        leases.env_step_s,
+        1.5 * leases.reward_s,
+        leases.train_s,
+    )
+    return max(STALL_S, 2.0 * longest)

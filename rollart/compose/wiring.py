@@ -16,12 +16,13 @@ from rollart.compose.actors import part_clock, trainer_actor
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
 from rollart.compose.clusters import opened, placed
+from rollart.compose.elastic import elastic_planner, nodes_of
 from rollart.compose.environments import environment_fleet, hosted, on_hosts
 from rollart.compose.fleet import LocalSite
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parallelism import lending_settings, served_settings
 from rollart.compose.parts import TrainerProgram
-from rollart.compose.planner import movable, planner, rebalance_settings
+from rollart.compose.planner import movable, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import SHOWN, Announcer, evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, ready, translated
@@ -31,7 +32,7 @@ from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import SERVING, concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
 from rollart.compose.stored import StoredWeights, weight_store
-from rollart.compose.weights import patience_s, update_policy
+from rollart.compose.weights import patience_s, stall_seconds, update_policy
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
@@ -48,6 +49,7 @@ from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.leases import Leases
+from rollart.runtime.nodes import Nodes
 from rollart.runtime.prefetch import PrefetchSettings
 from rollart.runtime.scheduler import SchedulerSettings
 from rollart.runtime.session import EvaluationPlan, Session
@@ -56,21 +58,19 @@ from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
 from rollart.spec.rollout import RolloutSpec
-from rollart.spec.run_parts import BatchSpec, LeasesSpec
+from rollart.spec.run_parts import BatchSpec
 from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
 
 __all__ = ["Parts", "wire"]
-
-STALL_S = 600.0
-"""Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
 
 
 @dataclass(slots=True)
 class Parts:
     """Everything of one run, made but not started. `begin` and `open_functions` complete it in this order."""
 
-    resolved: Resolved
+    resolved: Resolved  # what of `wanted`, which the specs ask for, fits on the nodes that there were at the start
+    wanted: Resolved
     roles: Mapping[str, EngineRole]
     directory: Path
     progress: Callable[[RunEvent], None]
@@ -91,6 +91,7 @@ class Parts:
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     fleet: EngineFleet = field(init=False)
+    nodes: Nodes | None = None
     rewarder: OffloadRewarder = field(init=False)
 
     def say(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
@@ -115,7 +116,7 @@ class Parts:
             trainer_clock=self.trainer_clock,
             version=weights.version,
             settings=control_settings(self.resolved, self.roles),
-            planner=planner(self.resolved),
+            planner=elastic_planner(self.wanted, self.resolved),
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
                 suspect=lambda engine: self.supervisor.suspect(engine),
@@ -134,11 +135,13 @@ class Parts:
             start_s=self.resolved.run.leases.engine_start_s,
             on_gone=self._gone,
         )
-        drain_s = self.resolved.run.leases.generate_s
-        self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self, drain_s=drain_s)
+        self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self,
+                                 drain_s=self.resolved.run.leases.generate_s)  # fmt: skip
         if movable(self.resolved):
             self.control.move_by(self.fleet)
         self.control.reshard_by(self.fleet)
+        self.nodes = nodes_of(self.resolved, self.site.where)
+        self.control.follow(self.nodes)
 
     @contextlib.asynccontextmanager
     async def open_functions(self, rewards: Rewards) -> AsyncIterator[None]:
@@ -321,18 +324,6 @@ def prefetching(rollout: RolloutSpec) -> PrefetchSettings | None:
     return PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch)
 
 
-def stall_seconds(leases: LeasesSpec) -> float:
-    """Longer than any wait that ends by itself: no lease expires after it."""
-    longest = max(
-        leases.generate_s,
-        leases.engine_start_s + leases.publish_s,
-        leases.env_step_s,
-        1.5 * leases.reward_s,
-        leases.train_s,
-    )
-    return max(STALL_S, 2.0 * longest)
-
-
 @contextlib.asynccontextmanager
 async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
     """Make every part of the run; at the end stop what was started, in reverse order."""
@@ -350,7 +341,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         stored = weights if isinstance(weights, StoredWeights) else None
         if stored is not None:
             stack.push_async_callback(stored.aclose)
-        runtime = await stack.enter_async_context(opened(resolved, directory))
+        runtime, resolved = await stack.enter_async_context(opened(resolved, directory))
         elsewhere = on_hosts(resolved)
         others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in elsewhere]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
@@ -374,6 +365,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         fleet = environment_fleet(resolved, directory, runtime, leases, Announcer(ledger, progress), used=start.names)
         parts = Parts(
             resolved,
+            start.resolved,
             start.roles,
             directory,
             progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -111,6 +112,8 @@ class RunRows:
     """Engines that loaded a version by themselves, and how many they had left out."""
     engines: Sequence[RunEvent] = ()
     """What engines did by their own counters, an event per engine and interval."""
+    nodes: Sequence[RunEvent] = ()
+    """Nodes that joined, were to leave or were lost, and what the plan did about it, by time."""
     fault_threshold: float | None = None
     """Share of platform faults above which the run ends."""
 
@@ -139,8 +142,23 @@ def collect(reader: Reader, run: str) -> RunRows:
         updates=reader.events(ENGINE_UPDATED),
         making=reader.events(ENVIRONMENTS_MADE),
         engines=reader.events(ENGINE_DID),
+        nodes=_nodes(reader),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
+
+
+NODES = ("node_joined", "node_leaving", "node_lost")
+
+FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
+
+
+def _nodes(reader: Reader) -> list[RunEvent]:
+    """From the first change of nodes on that came after the engines; nothing where there was none."""
+    serving = min((event.t for event in reader.events("engine_started")), default=math.inf)
+    changes = [event for kind in NODES for event in reader.events(kind) if event.t > serving]
+    first = min((event.t for event in changes), default=math.inf)
+    changes += [event for kind in FOLLOWED for event in reader.events(kind) if event.t >= first]
+    return sorted(changes, key=lambda event: event.t)
 
 
 def _unmetered(reader: Reader, config: Mapping[str, Any]) -> list[WorkerSum]:

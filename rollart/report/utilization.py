@@ -19,9 +19,9 @@ __all__ = ["utilization"]
 
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
-    tables = (_resources(rows), _down(rows), _rates(rows), _domains(rows), functions.health(rows), _cancelled(rows),
-              _filtered(rows), engines(rows), shares(rows), _concurrency(rows), _updates(rows),
-              _making(rows))  # fmt: skip
+    tables = (_resources(rows), _down(rows), _nodes(rows), _rates(rows), _domains(rows), functions.health(rows),
+              _cancelled(rows), _filtered(rows), engines(rows), shares(rows), _concurrency(rows),
+              _updates(rows), _making(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -50,6 +50,16 @@ def _down(rows: RunRows) -> Table:
             lost[i.cause, i.resource] += i.seconds
     columns = (Column("cause"), Column("resource"), Column("seconds", "seconds"))
     return Table("down", "Lost seconds by cause", columns, tuple((*key, s) for key, s in sorted(lost.items())))
+
+
+def _nodes(rows: RunRows) -> Table:
+    """Nodes that came and went, and what the plan did about it."""
+    columns = (Column("t", "seconds"), Column("what"), Column("subject"), Column("moves"), Column("why"))
+    found = tuple(
+        (e.t, e.kind, e.subject, e.fields.get("moves"), e.fields.get("why") or e.fields.get("cause"))
+        for e in rows.nodes
+    )  # fmt: skip
+    return Table("nodes", "Nodes that came and went", columns, found, people=bool(found))
 
 
 def _rates(rows: RunRows) -> Table:

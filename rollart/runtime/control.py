@@ -26,6 +26,7 @@ from rollart.runtime.evaluation import Evaluation, EvaluationResult
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.lending import Lender, LendingSettings
+from rollart.runtime.nodes import Nodes
 from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
@@ -212,6 +213,11 @@ class ControlPlane:
         """Engines can come and go: the fleet was made over this control plane's gateway."""
         if self.rebalancer is not None:
             self.rebalancer.move_by(fleet)
+
+    def follow(self, nodes: Nodes | None) -> None:
+        """Nodes come and go: the plan is one for those that are there. None: they do not."""
+        if self.rebalancer is not None and nodes is not None:
+            self.rebalancer.follow(nodes)
 
     def reshard_by(self, fleet: Fleet) -> None:
         """The same for changes of tensor parallelism, which one of the two may make."""

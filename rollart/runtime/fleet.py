@@ -29,7 +29,10 @@ class EngineSite(Protocol):
     """The devices that engines run on. It bills them: an engine's from `place` on, until `clear` has ended it."""
 
     def free(self) -> Mapping[str, int]:
-        """Devices by pool that nothing holds."""
+        """Devices by pool that nothing holds; below 0 where more are held than are there."""
+
+    def resize(self, devices: Mapping[str, int]) -> None:
+        """So many devices are there now, by pool (absent: none), and are billed."""
 
     async def place(self, kind: EngineKind) -> Placed:
         """Take free devices and a name that no engine of the run ever had. `RollartError` if there are none."""
@@ -72,13 +75,26 @@ class EngineFleet:
                 await self._site.clear(self._gone.pop())
             if move.kind is MoveKind.DRAIN:
                 assert move.before is not None, "a drain has a role before"
-                await self._drain(EngineKind(move.pool, move.before, move.tp))
+                await self._drain(EngineKind(move.pool, move.before, move.tp), move.engine)
             else:
                 assert move.after is not None, "a start has a role after"
                 await self._start(EngineKind(move.pool, move.after, move.tp))
 
     def free(self) -> Mapping[str, int]:
         return self._site.free()
+
+    async def resize(self, devices: Mapping[str, int]) -> None:
+        async with self._moving:
+            while self._gone:
+                await self._site.clear(self._gone.pop())
+            self._site.resize(devices)
+            seats, stable = self._gateway.seats(), self._gateway.stable()
+            for engine_id in [e for e in seats if e not in stable]:
+                pool = seats[engine_id].pool
+                if self._site.free().get(pool, 0) < 0:
+                    cause = f"pool '{pool}' has {devices.get(pool, 0)} devices left"
+                    if await self._supervisor.give_up(engine_id, cause):
+                        await self._site.clear(engine_id)
 
     def gone(self, engine_id: EngineId) -> None:
         """Supervision gave it up. Its devices are taken back when the next move is made."""
@@ -99,10 +115,11 @@ class EngineFleet:
                 raise RunFailed(f"{engine_id} did not start: {type(error).__name__}: {error}") from None
             raise
 
-    async def _drain(self, kind: EngineKind) -> None:
+    async def _drain(self, kind: EngineKind, wanted: EngineId | None) -> None:
+        """`wanted`: this one, which may have been retired already."""
         async with self._gateway.still():
-            stable = self._gateway.stable()
-            engine_id = next((e for e in self._gateway.at(kind) if e in stable), None)
+            may = self._gateway.stable() if wanted is None else {wanted}
+            engine_id = next((e for e in self._gateway.at(kind) if e in may), None)
             if engine_id is None:
                 raise RunFailed(f"no {kind.role} of tp {kind.tp} on {kind.pool} serves: none can be drained")
             self._gateway.retire(engine_id)

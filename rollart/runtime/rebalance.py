@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Awaitable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from rollart.errors import RollartError
@@ -22,6 +22,7 @@ from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.leases import Leases
+from rollart.runtime.nodes import Nodes
 
 __all__ = ["ADOPTED", "RebalanceSettings", "Rebalancer"]
 
@@ -97,6 +98,7 @@ class Rebalancer:
         self._meter = meter
         self._settings = settings
         self._fleet = fleet
+        self._nodes: Nodes | None = None
         self._baseline = dict(settings.baseline)
         self._reasons: list[str] = []
         self._woken = asyncio.Event()
@@ -113,6 +115,11 @@ class Rebalancer:
         """From now on drains and starts are made, by this fleet."""
         self._fleet = fleet
 
+    def follow(self, nodes: Nodes) -> None:
+        """Where nodes come and go the plan is one for those that are there."""
+        self._nodes = nodes
+        nodes.wake = self._woken.set
+
     def notify(self, reason: str) -> None:
         """Something happened that the plan did not count on: an engine gone for good, another price. In words."""
         self._reasons.append(reason)
@@ -125,14 +132,16 @@ class Rebalancer:
         self._samples.append((loop.time(), self._meter.finished))
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(period):
+                async with asyncio.timeout(period if self._nodes is None else min(period, self._nodes.wait())):
                     await self._woken.wait()
             now = loop.time()
             self._sample(now)
             self._measure(now)
             reason = self._reason(now)
+            await self._vacate()
             if reason:
                 await self._replan(reason)
+                await self._vacate()
             elif settings.flows_s and (now >= flows_due or self._joined()):
                 flows_due = now + settings.flows_s
                 self._flowed = self._serving()
@@ -145,6 +154,8 @@ class Rebalancer:
         self._woken.clear()
         reasons, self._reasons = self._reasons, []
         reasons += self._pools(now)
+        if self._nodes is not None and (other_nodes := self._nodes.reason()):
+            reasons.append(other_nodes)
         if reasons:
             return "; ".join(reasons)
         work = self._meter.work()
@@ -191,12 +202,13 @@ class Rebalancer:
             self._event("repriced", what, change=said)
 
     async def _replan(self, trigger: str) -> None:
-        observed = self._observed()
+        observed = await self._there()
         # Decided on this work, whatever comes of it: the same drift does not ask twice.
         self._baseline.update(observed.work)
         try:
             proposal = await self._ask("a plan", self._planner.replan(observed, trigger))
         except _NoAnswer:
+            self._again()
             return
         if proposal is None:
             self._event("rebalance_rejected", trigger, why="the plan that runs is the best one")
@@ -223,6 +235,7 @@ class Rebalancer:
             self._event("rebalance_rejected", trigger, why=f"the fleet changed: {short}", **_figures(proposal))
             return
         if not proposal.router_only and not await self._move(trigger, proposal):
+            self._again()
             return
         self._planner.adopt(proposal)
         self._adopted(work)
@@ -266,6 +279,27 @@ class Rebalancer:
                 return await self._step(undone(drained))
             await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
         await self._step(undone(drained))
+
+    async def _there(self) -> Observed:
+        """What is observed, on the devices that are there."""
+        if self._nodes is None:
+            return self._observed()
+        devices = self._nodes.devices()
+        if self._fleet is not None:
+            await self._fleet.resize(devices)
+        return replace(self._observed(), devices=devices, load=self._nodes.load(self._gateway))
+
+    async def _vacate(self) -> None:
+        """Engines leave nodes that are to go."""
+        for move in () if self._nodes is None or self._fleet is None else self._nodes.departures(self._gateway):
+            try:
+                await self._step(move)
+            except RollartError as error:
+                self._event("rebalance_failed", "a node is to go", move=str(move), cause=str(error))
+
+    def _again(self) -> None:
+        if self._nodes is not None:
+            self._nodes.retry()
 
     async def _step(self, move: Move) -> None:
         assert self._fleet is not None

@@ -104,6 +104,15 @@ class EngineSupervisor:
         self._suspicion.pop(engine_id, None)
         self._engines.pop(engine_id, None)
 
+    async def give_up(self, engine_id: EngineId, cause: str) -> bool:
+        """Nobody brings it back any more. False, and nothing has changed, where no other engine serves."""
+        if not self._gateway.spare(engine_id):
+            return False
+        await self.release(engine_id)
+        self._gateway.leave(engine_id)
+        self._event("engine_given_up", engine_id, cause=cause)
+        return True
+
     def suspect(self, engine_id: EngineId) -> None:
         event = self._suspicion.get(engine_id)
         if event is not None:

@@ -110,6 +110,11 @@ class ModelledSite:
             free[place.seat.pool] -= place.seat.tp
         return free
 
+    def resize(self, devices: Mapping[str, int]) -> None:
+        self._devices = {pool: devices.get(pool, 0) for pool in self._devices}
+        for pool in self._devices:
+            self._rebill(pool)
+
     async def place(self, kind: EngineKind) -> Placed:
         free = self.free().get(kind.pool, 0)
         if free < kind.tp:
@@ -145,6 +150,6 @@ class ModelledSite:
         if old is not None:
             old.close()
         unused = self.free()[pool]
-        if unused and pool in self._prices:
+        if unused > 0 and pool in self._prices:
             billed = Billed("unused", f"unused-{pool}", float(unused), self._prices[pool])
             self._unused[pool] = billed.clock(self._ledger, cause="not_in_plan")

@@ -86,6 +86,9 @@ class SimulatedSite:
             free[kind.pool] -= kind.tp
         return free
 
+    def resize(self, devices: Mapping[str, int]) -> None:
+        self._devices = {pool: devices.get(pool, 0) for pool in self._devices}
+
     async def place(self, kind: EngineKind) -> Placed:
         free = self.free().get(kind.pool, 0)
         if free < kind.tp:

@@ -66,6 +66,13 @@ class PoolSpec(Entry):
     name: Name = Field(description="Name of the pool.")
     device: str = Field(default="cpu", min_length=1, description="`cpu` (a device is a core) or a GPU type like H800.")
     count: int = Field(ge=1, le=1_000_000, description="Devices in the pool: cores for `cpu`, GPUs otherwise.")
+    min: int | None = Field(
+        default=None,
+        ge=0,
+        le=1_000_000,
+        description="With `runtime.elastic`: devices that must be there for the run to begin, instead of all that its "
+        "plan uses. `count` is the most that are used.",
+    )
     labels: dict[str, str] = Field(default_factory=dict, description="Labels of the pool.")
     memory_gb: float | None = Field(
         default=None,
@@ -86,6 +93,12 @@ class PoolSpec(Entry):
         default=False,
         description="true: only devices that the plan uses are paid; false: all of them, used or not.",
     )
+
+    @model_validator(mode="after")
+    def _within(self) -> PoolSpec:
+        if self.min is not None and self.min > self.count:
+            raise ValueError(f"min {self.min} is more than count {self.count}")
+        return self
 
 
 class LinkSpec(Entry):
@@ -312,3 +325,12 @@ class ClusterSpec(Entry):
     price_list: list[PriceEntry] = Field(
         default_factory=list, description="Prices that add to or replace those of the list, by `name`."
     )
+
+    @model_validator(mode="after")
+    def _elastic(self) -> ClusterSpec:
+        bounded = [pool.name for pool in self.pools if pool.min is not None]
+        if bounded and self.runtime.elastic is None:
+            raise ValueError(f"pool '{bounded[0]}' has min, which is for runtime.elastic")
+        if self.engines.attach and self.runtime.elastic is not None:
+            raise ValueError("engines.attach names servers, which no node brings: leave out runtime.elastic")
+        return self

@@ -226,6 +226,11 @@ def _served(run: RunSpec, cluster: ClusterSpec) -> None:
             "after the cut; those that losses take are before it)",
             remedy="leave top_p out, or use embedded engines",
         )
+    if cluster.runtime.elastic is not None and run.rollout.parallelism is not None:
+        raise SpecError(
+            "rollout.parallelism and runtime.elastic are given (rule: one of them starts and stops engines)",
+            remedy="leave one of them out",
+        )
     if cluster.engines.attach and run.weights.store is not None:
         raise SpecError(
             "weights.store is given, and engines.attach names servers that run already (rule: one of them; nothing of "

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollart.spec.base import Entry
 
-__all__ = ["RuntimeSpec"]
+__all__ = ["ElasticSpec", "RuntimeSpec"]
+
+
+class ElasticSpec(Entry):
+    """Nodes may come and go: the plan is computed again for those that are there. `true` alone: with the defaults. What
+    a move must gain, and over which time, is `placement.rebalance`'s."""
+
+    settle_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=86400,
+        description="Seconds that a node must stay before the plan counts on it (twice as long for every short life of "
+        "one of its pool just before), and that pass after a loss before the plan follows it.",
+    )
 
 
 class RuntimeSpec(Entry):
@@ -31,6 +44,11 @@ class RuntimeSpec(Entry):
     wait_s: float = Field(
         default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs and that are not there."
     )
+    elastic: ElasticSpec | None = Field(
+        default=None,
+        description="Whether the plan follows nodes that join or leave: engines are started on those that come, and "
+        "drained on those that are to go. Pools then have between `min` and `count` devices.",
+    )
     health_s: float = Field(
         default=10.0,
         ge=0.5,
@@ -39,6 +57,11 @@ class RuntimeSpec(Entry):
         "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; others were "
         "started with settings of their own.",
     )
+
+    @field_validator("elastic", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _only_ray_has_an_address(self) -> RuntimeSpec:

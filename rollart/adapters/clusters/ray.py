@@ -55,6 +55,7 @@ class RayRuntime:
         self.groups = RayGroups(self._take)
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
+        self._leaving: set[str] = set()
         self._objects: dict[str, Any] = {}
         self._ids = itertools.count()
         self._events = EventLog()
@@ -185,6 +186,7 @@ class RayRuntime:
         self._names = {row["NodeID"]: name for name, row in alive.items()}
         for name in [name for name in self._nodes if name not in alive]:
             del self._nodes[name]
+            self._leaving.discard(name)
             self.emit(RuntimeEvent("node_down", name))
         for name in sorted(alive):
             if name in self._nodes:
@@ -199,12 +201,27 @@ class RayRuntime:
         for name, amount in resources.items() if there is not None else ():
             there.free[name] -= sign * amount  # type: ignore[index, union-attr]
 
+    async def _warned(self) -> None:
+        """Nodes that are to go: preempted, or drained by whoever runs the cluster."""
+        draining = await asyncio.to_thread(_draining)
+        for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
+            if name not in self._leaving:
+                self._leaving.add(name)
+                self.emit(RuntimeEvent("node_leaving", name))
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             with contextlib.suppress(Exception):  # the head is busy, or gone: look again
                 await self.look()
                 await self.groups.follow(self._nodes, lambda ray_id: self._names.get(ray_id))
+                await self._warned()
+
+
+def _draining() -> set[str]:
+    """Ray's ids of nodes that it was told to drain; no public interface of Ray's says it."""
+    private: Any = importlib.import_module("ray._private.state")
+    return set(private.state.get_draining_nodes())
 
 
 async def _answers(address: str) -> None:

@@ -1,8 +1,9 @@
 """A private Ray cluster on this machine, one raylet per node: `python -m rollart.adapters.clusters.ray_cluster DIR`.
 
 DIR/nodes.json says which nodes; the program says `ready ADDRESS` on stdout once all have joined, and DIR/raylets.json
-then holds the process id of each one's raylet. SIGTERM and the death of the parent end every process of it. Nothing
-else on the machine is touched: `ray stop` would end every Ray there is.
+then holds the process id of each one's raylet. Nodes that are added to the file later are started too. SIGTERM and the
+death of the parent end every process of it. Nothing else on the machine is touched: `ray stop` would end every Ray
+there is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rollart.adapters.clusters.pdeathsig import die_with_parent
 from rollart.adapters.clusters.program import Program
 from rollart.ports import Node
 
-__all__ = ["MODULE", "TOKEN", "PrivateCluster", "auth", "health_settings", "prepare", "raylet"]
+__all__ = ["MODULE", "TOKEN", "PrivateCluster", "add_node", "auth", "health_settings", "prepare", "raylet"]
 
 MODULE = "rollart.adapters.clusters.ray_cluster"
 
@@ -97,9 +98,7 @@ def prepare(directory: Path, nodes: Sequence[Node], *, health_s: float, temporar
     token = directory / TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    told = [{"name": n.id, "labels": dict(n.labels), "total": dict(n.total)} for n in nodes]
-    config = {"nodes": told, "system": health_settings(health_s)}
-    (directory / NODES).write_text(json.dumps(config, indent=2) + "\n")
+    _write(directory / NODES, {"nodes": [_told(n) for n in nodes], "system": health_settings(health_s)})
     (directory / TEMPORARY).write_text(temporary)
     return {**auth(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -109,28 +108,55 @@ def raylet(directory: Path, node: str) -> int:
     return int(json.loads((directory / RAYLETS).read_text())[node])
 
 
+def add_node(directory: Path, node: Node) -> None:
+    """A host joins the cluster that runs; `raylet` knows it once it has. One caller at a time."""
+    config = json.loads((directory / NODES).read_text())
+    config["nodes"].append(_told(node))
+    _write(directory / NODES, config)
+
+
 def main(directory: Path) -> None:
     """Start the nodes and keep them until SIGTERM."""
-    config = json.loads((directory / NODES).read_text())
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
-    nodes: dict[str, Any] = {}
-    for node in config["nodes"]:
-        nodes[node["name"]] = cluster.add_node(**_arguments(node, config["system"] if not nodes else None))
+    cluster, raylets = Cluster(), dict[str, Any]()
+    seen = _start(cluster, directory, raylets)
     cluster.wait_for_nodes()
-    raylets = {name: node.all_processes["raylet"][0].process for name, node in nodes.items()}
-    (directory / RAYLETS).write_text(json.dumps({name: p.pid for name, p in raylets.items()}))
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())  # in place of Ray's handlers, which drain node after node
     print(f"ready {cluster.address}", flush=True)
     die_with_parent(os.getppid(), signal.SIGTERM)  # no longer SIGKILL: some of Ray's would live on for a minute
     while not stop.wait(LOOK_S):
+        if (directory / NODES).stat().st_mtime_ns != seen:
+            seen = _start(cluster, directory, raylets)
         for process in raylets.values():
             process.poll()
     end_descendants()
     os._exit(0)  # Ray's own shutdown would look for what is gone
+
+
+def _start(cluster: Any, directory: Path, raylets: dict[str, Any]) -> int:
+    """Start the nodes of the file that were not; when the file was changed last."""
+    changed = (directory / NODES).stat().st_mtime_ns
+    config = json.loads((directory / NODES).read_text())
+    for node in config["nodes"]:
+        if node["name"] not in raylets:
+            made = cluster.add_node(**_arguments(node, None if raylets else config["system"]))
+            raylets[node["name"]] = made.all_processes["raylet"][0].process
+    _write(directory / RAYLETS, {name: process.pid for name, process in raylets.items()})
+    return changed
+
+
+def _write(path: Path, value: Any) -> None:
+    """Whoever reads it meanwhile has the old text or the new one."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(value, indent=2) + "\n")
+    beside.rename(path)
+
+
+def _told(node: Node) -> dict[str, Any]:
+    return {"name": node.id, "labels": dict(node.labels), "total": dict(node.total)}
 
 
 def end_descendants() -> None:

@@ -1,0 +1,196 @@
+"""A plan that follows nodes: what there is of each pool, what fits at the start, and given engines as nodes come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from placement.diff import MoveCosts, diff
+from placement.problem import Running
+from placement.types import Assignment, Deployment, Plan, Role
+from rollart.adapters.clusters.labels import matches
+from rollart.compose.actors import resource, selector
+from rollart.compose.planner import PlacementPlanner, fleet_move, planner
+from rollart.compose.routing import SERVING
+from rollart.errors import UsageError
+from rollart.fleet import EngineKind, EngineRole, Node, Observed, Proposal, Routes
+from rollart.model import EngineId
+from rollart.policy.presence import PresenceSettings
+from rollart.ports import Planner, Runtime
+from rollart.runtime.nodes import Nodes
+from rollart.spec.fleet import pools_of
+from rollart.spec.resolve import Resolved
+
+__all__ = ["GivenPlanner", "elastic_planner", "fitting", "follow", "nodes_of", "on_node", "present", "there"]
+
+
+def nodes_of(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> Nodes | None:
+    """None where the plan does not follow nodes."""
+    spec = resolved.cluster.runtime.elastic
+    if spec is None:
+        return None
+    return Nodes(PresenceSettings(settle_s=spec.settle_s), where, {p.name: p.count for p in resolved.cluster.pools})
+
+
+def on_node(resolved: Resolved, node: Node) -> dict[str, int]:
+    """Devices that a node has, by pool."""
+    found = {
+        pool.name: int(node.total.get(resource(resolved, pool), 0.0))
+        for pool in resolved.cluster.pools
+        if matches(selector(resolved, pool), node.labels)
+    }
+    return {pool: devices for pool, devices in found.items() if devices}
+
+
+def there(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]:
+    """Devices by pool, at most as many as the spec gives it."""
+    total: Counter[str] = Counter()
+    for node in nodes:
+        total.update(on_node(resolved, node))
+    return {pool.name: min(pool.count, total[pool.name]) for pool in resolved.cluster.pools}
+
+
+async def follow(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
+    """Tell what happens to nodes, for as long as the runtime runs."""
+    nodes.found((n.id, on_node(resolved, n)) for n in runtime.nodes())
+    async for event in runtime.events():
+        here = {node.id: node for node in runtime.nodes()}
+        if event.kind == "node_up" and event.subject in here:
+            nodes.joined(event.subject, on_node(resolved, here[event.subject]))
+        elif event.kind == "node_leaving":
+            nodes.leaving(event.subject)
+        elif event.kind == "node_down" and event.subject not in here:
+            nodes.lost(event.subject)
+        await asyncio.sleep(0)  # a backlog of events must not keep the loop
+
+
+def present(resolved: Resolved, runtime: Runtime) -> Resolved:
+    """The run as it can begin on the nodes that are there."""
+    if resolved.cluster.runtime.elastic is None or resolved.cluster.runtime.backend == "local":
+        return resolved
+    return fitting(resolved, there(resolved, runtime.nodes()))
+
+
+def fitting(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
+    """The run with those parts of its plan that so many devices hold: all but engines, then engines in their order.
+    `UsageError` if none of these fits."""
+    left, kept = dict(devices), list[Assignment]()
+    parts = sorted(resolved.plan.assignments, key=lambda a: a.role in SERVING)  # stable: engines last
+    for part in parts:
+        if part.role not in SERVING or len(part.devices) <= left.get(part.pool, 0):
+            left[part.pool] = left.get(part.pool, 0) - len(part.devices)
+            kept.append(part)
+    if len(kept) == len(parts):
+        return resolved
+    if not any(part.role in SERVING for part in kept):
+        raise UsageError(
+            f"no engine of the plan fits on the nodes that are there ({dict(devices)} devices by pool)",
+            remedy="start more nodes, or set a pool's min so that the run waits for them",
+        )
+    names = {part.name for part in kept}
+    assignments = tuple(a for a in resolved.plan.assignments if a.name in names)
+    return replace(resolved, plan=_shrunk(resolved, assignments))
+
+
+def _shrunk(resolved: Resolved, assignments: tuple[Assignment, ...]) -> Plan:
+    used = Counter(a.pool for a in assignments for _ in a.devices)
+    pools = pools_of(resolved.cluster, resolved.prices)
+    return replace(
+        resolved.plan,
+        assignments=assignments,
+        idle={pool.name: pool.count - used[pool.name] for pool in pools},
+        usd_per_hour=sum((used[p.name] if p.rented else p.count) * p.usd_per_device_hour for p in pools),
+    )
+
+
+def elastic_planner(wanted: Resolved, running: Resolved) -> Planner | None:
+    """Who plans for a run: `wanted` is what its specs ask for, `running` what of it fits on the nodes at the start."""
+    inner = planner(running)
+    if wanted.cluster.runtime.elastic is None or not wanted.cluster.engines.fixed:
+        return inner
+    return GivenPlanner(wanted, inner)
+
+
+class GivenPlanner:
+    """Implements `Planner` where the spec gives the numbers of engines: as many of them as the nodes hold. Those that
+    serve stay where they are, missing ones go to the pools with the most free devices (ties: the first named). Prices
+    and flows are `inner`'s, if there is one. One caller at a time: the rebalancer."""
+
+    def __init__(self, wanted: Resolved, inner: PlacementPlanner | None) -> None:
+        self._inner = inner
+        self._pools = pools_of(wanted.cluster, wanted.prices)
+        self._settings = wanted.run.placement.rebalance
+        parts = wanted.plan.assignments
+        self._wanted = Counter(a.role for a in parts if a.role in SERVING)
+        self._sizes = {a.role: len(a.devices) for a in parts if a.role in SERVING}
+        self._others = Counter(a.pool for a in parts if a.role not in SERVING for _ in a.devices)
+        device = {p.name: p.device for p in wanted.cluster.pools}
+        types = {device[a.pool] for a in parts if a.role in SERVING}
+        self._serve = [p.name for p in self._pools if device[p.name] in types]
+        """Pools of the device types that the spec's plan puts engines on."""
+
+    async def reprice(self, observed: Observed) -> Routes:
+        return Routes() if self._inner is None else await self._inner.reprice(observed)
+
+    async def reflow(self, observed: Observed) -> Routes:
+        return Routes() if self._inner is None else await self._inner.reflow(observed)
+
+    def adopt(self, proposal: Proposal) -> None:
+        if self._inner is not None:
+            self._inner.adopt(proposal)
+
+    async def replan(self, observed: Observed, reason: str) -> Proposal | None:
+        have = Counter({kind: load.healthy for kind, load in observed.load.items() if load.healthy})
+        want = self._filled(have, self._devices(observed))
+        costs = MoveCosts.of(self._pools, Running((), restart_s=self._settings.restart_s))
+        moves = diff(_deployments(have), _deployments(want), costs=costs)
+        if moves:
+            now, after = self._rate(have), self._rate(want)
+            lost = sum(move.device_seconds for move in moves) / max(1, sum(k.tp * n for k, n in want.items()))
+            routes = await self.reprice(observed)
+            return Proposal(tuple(map(fleet_move, moves)), routes, now, after, cost=now * lost)
+        if self._inner is None:
+            return None
+        return await self._inner.replan(replace(observed, movable=False), reason)
+
+    def _devices(self, observed: Observed) -> dict[str, int]:
+        there = {p.name: p.count for p in self._pools} if observed.devices is None else observed.devices
+        return {p.name: min(p.count, there.get(p.name, 0)) - self._others[p.name] for p in self._pools}
+
+    def _filled(self, have: Counter[EngineKind], devices: Mapping[str, int]) -> Counter[EngineKind]:
+        """What serves, a role that nobody has taken over from the one that has most, and then what is missing."""
+        want, left = Counter(have), dict(devices)
+        for kind, count in have.items():
+            left[kind.pool] = left.get(kind.pool, 0) - kind.tp * count
+        for role, number in self._wanted.items():
+            size, engine_role = self._sizes[role], EngineRole(role)
+            while sum(n for kind, n in want.items() if kind.role is engine_role) < number:
+                pool = max(self._serve, key=lambda name: left.get(name, 0))
+                if left.get(pool, 0) < size:
+                    break
+                left[pool] -= size
+                want[EngineKind(pool, engine_role, size)] += 1
+        for role in self._wanted:
+            if not any(n for kind, n in want.items() if kind.role == EngineRole(role)):
+                _take_over(want, EngineRole(role))
+        return +want
+
+    def _rate(self, engines: Counter[EngineKind]) -> float:
+        """Nothing is known of rates: engines count alike, and without one of each role nothing is done."""
+        if any(not any(n for kind, n in engines.items() if kind.role == EngineRole(role)) for role in self._wanted):
+            return 0.0
+        return float(sum(engines.values()))
+
+
+def _take_over(engines: Counter[EngineKind], role: EngineRole) -> None:
+    """One engine of the role that has the most, if it has two."""
+    most = max(engines, key=lambda kind: (engines[kind], kind), default=None)
+    if most is not None and sum(n for kind, n in engines.items() if kind.role is most.role) > 1:
+        engines[most] -= 1
+        engines[most._replace(role=role)] += 1
+
+
+def _deployments(engines: Counter[EngineKind]) -> list[Deployment]:
+    return [Deployment(kind.pool, Role(kind.role), kind.tp, count) for kind, count in sorted(engines.items())]

@@ -1,0 +1,126 @@
+"""Which devices a plan may count on while nodes come and go.
+
+A node that came counts once it has stayed: for `settle_s`, and twice as long for every short life of a node of its pool
+in an unbroken series, up to `2**MOST` times. One that went, or is to go, counts no more at once; but the plan is looked
+at only when `settle_s` have passed without another loss (at most `PATIENCE` times that): its engines may be back by
+then, on another node, without any plan.
+
+Bound: of a pool whose nodes live shorter than `settle_s * 2**MOST`, one after the other with gaps of at most
+`memory_s`, nodes begin to count at most `MOST + 1` times, however long it goes on: every such life doubles what the
+next one must last, and only calm for `memory_s` forgets them. Whatever happens, no more is counted than is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["MOST", "PATIENCE", "Presence", "PresenceSettings"]
+
+MOST = 5
+"""Doublings of `settle_s`: with 30 s, a node of a pool that flaps must stay for 16 minutes."""
+
+PATIENCE = 4
+"""A plan waits at most so many times `settle_s` for losses to end: something always goes on a large fleet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceSettings:
+    """Seconds. A life is short, and a series unbroken, below `memory_s`."""
+
+    settle_s: float = 30.0
+    memory_s: float = 3600.0
+
+
+@dataclass(slots=True)
+class _Node:
+    devices: Mapping[str, int]
+    """By pool: labels may put a node into several."""
+    came: float
+    counts: float
+    leaves: bool = False
+
+
+@dataclass(slots=True)
+class _Series:
+    """Short lives of a pool's nodes, one after the other."""
+
+    lives: int = 0
+    last: float = -math.inf
+
+
+class Presence:
+    """Values and `now` in, seconds; `now` never falls. Ties: what counts at an instant counts from it on."""
+
+    def __init__(self, settings: PresenceSettings | None = None) -> None:
+        self._settings = settings or PresenceSettings()
+        self._nodes: dict[str, _Node] = {}
+        self._series: dict[str, _Series] = {}
+        self._quiet = -math.inf
+        self._first_loss = math.inf
+
+    def come(self, node: str, devices: Mapping[str, int], now: float, *, trusted: bool = False) -> None:
+        """A node with so many devices of each pool; `trusted`: it counts at once. One that is there stays as it is."""
+        if node in self._nodes:
+            return
+        held = [s.lives for pool in devices if (s := self._series.get(pool)) and now - s.last <= self._memory]
+        stays = 0.0 if trusted else self._settings.settle_s * 2 ** min(max(held, default=0), MOST)
+        self._nodes[node] = _Node(dict(devices), now, now + stays)
+
+    def warn(self, node: str) -> None:
+        """It is to go: its devices count no more, and there is no time to lose."""
+        if node in self._nodes:
+            self._nodes[node].leaves = True
+
+    def go(self, node: str, now: float) -> None:
+        gone = self._nodes.pop(node, None)
+        if gone is None:
+            return
+        if now - gone.came < self._memory:
+            for pool in gone.devices:
+                series = self._series.setdefault(pool, _Series())
+                series.lives = series.lives + 1 if gone.came - series.last <= self._memory else 1
+                series.last = now
+        self._first_loss = min(self._first_loss, now)
+        self._quiet = min(now + self._settings.settle_s, self._first_loss + PATIENCE * self._settings.settle_s)
+
+    def there(self) -> Mapping[str, int]:
+        """Devices by pool of all nodes that are there, whether they count or not."""
+        return _sum(self._nodes.values())
+
+    def counted(self, now: float, used: Collection[str] = ()) -> Mapping[str, int]:
+        """Devices by pool that a plan may use. Nodes in `used` have something running on them, so that they count."""
+        return _sum(n for name, n in self._nodes.items() if not n.leaves and (n.counts <= now or name in used))
+
+    def leaving(self) -> frozenset[str]:
+        """Nodes that are there and are to go."""
+        return frozenset(name for name, node in self._nodes.items() if node.leaves)
+
+    def ready(self, now: float) -> bool:
+        """Whether losses have come to rest, so that a plan may follow what is counted."""
+        if now < self._quiet:
+            return False
+        self._first_loss = math.inf
+        return True
+
+    def rest(self, now: float) -> None:
+        """The plan could not follow: not ready again for as long as losses may last."""
+        self._quiet = now + PATIENCE * self._settings.settle_s
+
+    def wait(self, now: float) -> float:
+        """Seconds until `counted` or `ready` may answer otherwise though nothing happens; infinite if they will not."""
+        times = [n.counts for n in self._nodes.values() if not n.leaves]
+        return min((t - now for t in (*times, self._quiet) if t > now), default=math.inf)
+
+    @property
+    def _memory(self) -> float:
+        return self._settings.memory_s
+
+
+def _sum(nodes: Iterable[_Node]) -> Mapping[str, int]:
+    total: dict[str, int] = {}
+    for node in nodes:
+        for pool, devices in node.devices.items():
+            total[pool] = total.get(pool, 0) + devices
+    return total

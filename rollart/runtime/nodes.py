@@ -1,0 +1,108 @@
+"""The nodes under a run's engines, as the rebalancer follows them: what a plan may count on, and who has to leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from rollart.fleet import EngineKind, KindLoad, Move, MoveKind
+from rollart.model import EngineId
+from rollart.policy.presence import Presence, PresenceSettings
+from rollart.runtime.gateway import Gateway
+
+__all__ = ["Nodes"]
+
+
+class Nodes:
+    """Told of nodes by whoever watches the cluster, on the loop; read by the rebalancer alone, which `wake` wakes.
+    `where` says which node each engine is on, '' if on none; `most` devices are used of each pool, for which the first
+    plan was made."""
+
+    def __init__(
+        self, settings: PresenceSettings, where: Callable[[], Mapping[EngineId, str]], most: Mapping[str, int]
+    ) -> None:
+        self._presence = Presence(settings)
+        self._where = where
+        self._most = most
+        self._planned = dict(most)
+        self._warned: frozenset[str] = frozenset()
+        self._failed = False
+        self.wake: Callable[[], None] = lambda: None
+
+    def found(self, nodes: Iterable[tuple[str, Mapping[str, int]]]) -> None:
+        """The nodes that the run begins with, which count at once, and the devices by pool of each."""
+        for node, devices in nodes:
+            self._presence.come(node, devices, _now(), trusted=True)
+        self.wake()
+
+    def joined(self, node: str, devices: Mapping[str, int]) -> None:
+        """A node with so many devices of each pool; nothing for one of no pool."""
+        if devices:
+            self._presence.come(node, devices, _now())
+            self.wake()
+
+    def leaving(self, node: str) -> None:
+        """The node is to go: preempted, or drained by whoever runs the cluster."""
+        self._presence.warn(node)
+        self.wake()
+
+    def lost(self, node: str) -> None:
+        self._presence.go(node, _now())
+        self.wake()
+
+    def devices(self) -> dict[str, int]:
+        """By pool, what a plan may count on now."""
+        counted = self._presence.counted(_now(), frozenset(self._where().values()))
+        return {pool: min(most, counted.get(pool, 0)) for pool, most in self._most.items()}
+
+    def wait(self) -> float:
+        """Seconds until there may be a reason though nothing happens."""
+        return self._presence.wait(_now())
+
+    def reason(self) -> str:
+        """Why the plan must be looked at, once for each change; '' if it need not."""
+        leaving, counted = self._presence.leaving(), self.devices()
+        told = sorted(f"{node} is to go" for node in leaving - self._warned)
+        self._warned = leaving
+        if not told and not self._presence.ready(_now()):
+            return ""
+        if self._failed:
+            told.append("the last change of nodes is still to be followed")
+        before, self._planned, self._failed = self._planned, counted, False
+        told += [f"{pool} has {n} devices after {before[pool]}" for pool, n in counted.items() if n != before[pool]]
+        return ", ".join(told)
+
+    def retry(self) -> None:
+        """What the last reason asked for could not be done: it is one again after a while."""
+        self._failed = True
+        self._presence.rest(_now())
+
+    def load(self, gateway: Gateway) -> Mapping[EngineKind, KindLoad]:
+        """Engines to plan with, by kind: those that are on their way back serve as well, those that have to leave do
+        not."""
+        found = {kind: replace(load, healthy=load.engines) for kind, load in gateway.load().items()}
+        for engine in self._doomed(gateway):
+            seat = gateway.seat_of(engine)
+            if seat is not None and seat.kind in found:
+                load = found[seat.kind]
+                found[seat.kind] = replace(load, engines=load.engines - 1, healthy=load.healthy - 1)
+        return found
+
+    def departures(self, gateway: Gateway) -> list[Move]:
+        """Drains of engines on nodes that are to go, but for the last that serves: it stays as long as its node."""
+        moves = []
+        for engine in self._doomed(gateway):
+            seat = gateway.seat_of(engine)
+            if seat is not None and gateway.spare(engine):
+                gateway.retire(engine)
+                moves.append(Move(MoveKind.DRAIN, seat.pool, seat.tp, 1, seat.role, engine=engine))
+        return moves
+
+    def _doomed(self, gateway: Gateway) -> list[EngineId]:
+        leaving, stable = self._presence.leaving(), gateway.stable()
+        return [engine for engine, node in self._where().items() if node in leaving and engine in stable]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
