@@ -6,6 +6,7 @@ The calls are AsyncFlow's (arXiv:2507.01663, §6): prompts in, experience in and
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -36,6 +37,8 @@ class Experience:
     group: str
     version: int | None
     columns: Mapping[str, Any]
+    lease: str = ""
+    """What it was lent under, if it was."""
 
     def __getitem__(self, column: str) -> Any:
         return self.columns[column]
@@ -65,11 +68,11 @@ class Service:
         self._call("PUT", "/v1/setup", body)
 
     def put_prompts(
-        self, prompts: Sequence[Mapping[str, Any]], *, group_size: int = 1, timeout_s: float = 30.0
+        self, prompts: Sequence[Mapping[str, Any]], *, group_size: int = 1, timeout_s: float = 30.0, key: str = ""
     ) -> list[str]:
         """A group of rows per prompt, with the prompt's columns; their ids. Waits until they fit; ServiceError (503)
-        after `timeout_s`."""
-        body = {"prompts": [dict(p) for p in prompts], "group_size": group_size, "timeout_s": timeout_s}
+        after `timeout_s`. With a `key`, a call that is made again (its answer was lost) is the first one."""
+        body = {"prompts": [dict(p) for p in prompts], "group_size": group_size, "timeout_s": timeout_s, "key": key}
         return list(self._call("POST", "/v1/prompts", body, timeout_s)["ids"])
 
     def put_experience(self, row: str, *, version: int | None = None, **columns: Any) -> bool:
@@ -79,13 +82,34 @@ class Service:
 
     def get_experience(
         self, task: str, count: int = 1, *, at_least: int | None = None, columns: Sequence[str] | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = 30.0, lease_s: float | None = None, key: str = "",
     ) -> list[Experience]:  # fmt: skip
         """`count` rows (groups, for a task that takes them whole) whose columns are all there, which no other call for
-        this task is given. None of them after `timeout_s`; with `at_least`, fewer will do."""
-        body = {"task": task, "count": count, "at_least": at_least, "columns": columns and list(columns)}
-        batches = self._call("POST", "/v1/experience/take", {**body, "timeout_s": timeout_s}, timeout_s)["batches"]
-        return [Experience(r["id"], r["group"], r["version"], r["columns"]) for batch in batches for r in batch]
+        this task is given. None of them after `timeout_s`; with `at_least`, fewer will do.
+
+        With `lease_s` they are lent: who does not say `done` within that time loses them to the next caller. With a
+        `key` too, a call that is made again is given the same ones while they are lent."""
+        body = {"task": task, "count": count, "at_least": at_least, "columns": columns and list(columns),
+                "timeout_s": timeout_s, "lease_s": lease_s, "key": key}  # fmt: skip
+        got = self._call("POST", "/v1/experience/take", body, timeout_s)
+        return [
+            Experience(r["id"], r["group"], r["version"], r["columns"], got["lease"])
+            for batch in got["batches"]
+            for r in batch
+        ]
+
+    def done(self, rows: Sequence[Experience]) -> bool:
+        """The rows of one lease are dealt with: nobody is given them for this task again. False: too late, others may
+        have been. To say it again changes nothing."""
+        return self._lease(rows, "done")
+
+    def renew(self, rows: Sequence[Experience], lease_s: float) -> bool:
+        """They are lent for so long from now on. False: they are not any more."""
+        return self._lease(rows, "renew", lease_s=lease_s)
+
+    def give_back(self, rows: Sequence[Experience]) -> bool:
+        """Others may have them at once. False: they may already."""
+        return self._lease(rows, "return")
 
     def stream(self, task: str, count: int = 1, *, timeout_s: float = 30.0) -> Iterator[list[Experience]]:
         """Batches as they become ready, until none does for `timeout_s`."""
@@ -109,6 +133,12 @@ class Service:
         """Rows held, ready by task, room, the version, and what became of the rest."""
         return self._call("GET", "/v1/status", None)
 
+    def _lease(self, rows: Sequence[Experience], what: str, **body: float) -> bool:
+        leases = {row.lease for row in rows}
+        if leases == {""} or len(leases) != 1:
+            raise ValueError(f"rows of {len(leases)} leases (rule: those of one call with lease_s)")
+        return bool(self._call("POST", f"/v1/leases/{leases.pop()}/{what}", body)["kept"])
+
     def _call(self, method: str, path: str, body: object, wait_s: float = 0.0) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
         if self._token:
@@ -121,7 +151,7 @@ class Service:
                 return value
         except urllib.error.HTTPError as error:
             raise ServiceError(_reason(error), error.code) from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # it ended in the middle of an answer, too
             raise ServiceError(f"{self._url}{path} does not answer: {error}") from None
 
 

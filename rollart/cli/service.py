@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from rollart.cli.context import json_option
@@ -13,8 +15,14 @@ __all__ = ["service"]
 @click.command()
 @listen_option
 @token_option("bearer token")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Directory that keeps what the service holds; without it, a service that ends loses it.",
+)
 @json_option
-def service(listen: str, token_env: str | None, as_json: bool) -> None:
+def service(listen: str, token_env: str | None, data: Path | None, as_json: bool) -> None:
     """Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.
 
     For trainers, engines and rewards that are not ours; `rollart.service` is the Python client.
@@ -22,5 +30,5 @@ def service(listen: str, token_env: str | None, as_json: bool) -> None:
     from rollart.compose.service import offering
 
     host, port = address(listen)
-    server = offering(host=host, port=port, token=key(token_env, host))
+    server = offering(host=host, port=port, token=key(token_env, host), data=data)
     serve_until_stopped(server, as_json=as_json, hint='from rollart.service import Service; Service("{url}")')

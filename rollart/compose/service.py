@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+from rollart.adapters.service.desk import Desk
 from rollart.adapters.service.server import Service
+from rollart.adapters.service.store import Store
 from rollart.compose.proxy import listening
 
 __all__ = ["offering"]
 
 
 @contextlib.asynccontextmanager
-async def offering(*, host: str, port: int, token: str) -> AsyncIterator[str]:
-    """The service's URL while the body runs. UsageError: the address is taken."""
-    async with listening(Service(token=token).app(), host=host, port=port) as url:
-        yield url
+async def offering(*, host: str, port: int, token: str, data: Path | None = None) -> AsyncIterator[str]:
+    """The service's URL while the body runs. With `data` it goes on from what lies there, and keeps it. UsageError: the
+    address is taken, or the directory."""
+    store = None if data is None else Store(data)
+    try:
+        desk = None if store is None else Desk.recovered(store)
+        app = Service(token=token, desk=desk, store=store).app()
+        async with listening(app, host=host, port=port) as url:
+            yield url
+    finally:
+        if store is not None:
+            store.close()

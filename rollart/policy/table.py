@@ -89,6 +89,8 @@ class _Task:
     need: int
     whole_groups: bool
     ready: OrderedDict[str, Row] = field(default_factory=OrderedDict)
+    held: dict[str, Row] = field(default_factory=dict)
+    """Taken, and not settled."""
     counts: dict[str, int] = field(default_factory=dict)
     """Rows per group whose columns are written, consumed ones included."""
 
@@ -193,24 +195,42 @@ class SampleTable:
 
         return Ready(mine.ready, missing)
 
-    def take(self, task: str, sampler: Sampler) -> Taken | None:
-        """Let the sampler choose among the task's ready rows and mark its choice consumed, at once. None: it chose to
-        wait. A selection that breaks a rule of the table is the sampler's error: ValueError, and nothing is
-        consumed."""
+    def take(self, task: str, sampler: Sampler, *, hold: bool = False) -> Taken | None:
+        """Let the sampler choose among the task's ready rows and mark its choice consumed, at once; with `hold` only
+        when it is settled. None: it chose to wait. A selection that breaks a rule of the table is the sampler's error:
+        ValueError, and nothing is consumed."""
         mine = self._task(task)
         selection = sampler(self.ready(task))
         if selection is None:
             return None
         self._check(task, mine, selection)
-        freed = []
         for row in selection.consumed:
-            del mine.ready[row]
-            entry = self._rows[row]
-            entry.left -= 1
-            if not entry.left:
-                self._free(entry.row)
-                freed.append(row)
-        return Taken(selection.batches, selection.consumed, tuple(freed))
+            mine.held[row] = mine.ready.pop(row)
+        freed = () if hold else self.settle(task, selection.consumed)
+        return Taken(selection.batches, selection.consumed, freed)
+
+    def settle(self, task: str, rows: Iterable[str]) -> tuple[str, ...]:
+        """Rows that a task took are consumed by it; those that no task needs any more. What was dropped meanwhile is
+        passed over."""
+        mine, freed = self._task(task), []
+        for row in rows:
+            if mine.held.pop(row, None) is not None:
+                entry = self._rows[row]
+                entry.left -= 1
+                if not entry.left:
+                    self._free(entry.row)
+                    freed.append(row)
+        return tuple(freed)
+
+    def restore(self, task: str, rows: Sequence[str]) -> None:
+        """Rows that a task took are ready for it again, before all others. What was dropped meanwhile is passed
+        over."""
+        mine = self._task(task)
+        for row in reversed(rows):
+            held = mine.held.pop(row, None)
+            if held is not None:
+                mine.ready[row] = held
+                mine.ready.move_to_end(row, last=False)
 
     def drop(self, group: str) -> tuple[str, ...]:
         """Give a group up for all tasks that have not consumed it; the rows that were still held. What comes for it
@@ -224,6 +244,7 @@ class SampleTable:
             task.counts.pop(group, None)
             for row in held:
                 task.ready.pop(row, None)
+                task.held.pop(row, None)
         return held
 
     def stale(self, version: int, bound: StalenessBound) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.service.desk import Desk, Refused, Setup, Task, Wish
+from rollart.adapters.service.desk import Desk
+from rollart.adapters.service.terms import Refused, Setup, Task, Wish
 from rollart.sim import loop
 
 COLUMNS = ("prompt", "response", "reward")

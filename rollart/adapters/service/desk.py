@@ -6,73 +6,42 @@ No await but for waiting: `get`, `room` and `weights` wait for a change, everyth
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import contextlib
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollart.policy.samplers import Balanced, Fifo, WholeGroups
+from rollart.adapters.service.loans import REMEMBERED, Loans
+from rollart.adapters.service.store import Kept, KeptRow, Store
+from rollart.adapters.service.terms import (
+    Given,
+    Refused,
+    Setup,
+    Wish,
+    rules,
+    sampler_of,
+    setup_body,
+    setup_of,
+)
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.table import Row, Sampler, SampleTable, Taken
+from rollart.policy.table import Row, Sampler, SampleTable, Selection, Taken
 
 __all__ = ["Desk", "Given", "Refused", "Setup", "Wish"]
 
 T = TypeVar("T")
 
-
-class Refused(Exception):
-    """A call that breaks a rule, in words. `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A consumer's work: the columns it reads, and whether it takes groups whole."""
-
-    columns: tuple[str, ...]
-    whole_groups: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What all who share a service agree on. `staleness`: publishes that a sample may live through; None: any."""
-
-    columns: tuple[str, ...]
-    tasks: Mapping[str, Task]
-    capacity: int = 4096
-    staleness: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A request for experience: `count` rows, or groups where the task takes them whole, for each of `consumers`."""
-
-    task: str
-    count: int
-    at_least: int | None = None
-    consumers: int = 1
-    columns: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A row on its way out."""
-
-    id: str
-    group: str
-    version: int | None
-    values: Mapping[str, Any]
+DONE = "lease "
+"""Before the ids of leases among the requests that were answered."""
 
 
 class Desk:
     """Any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held exactly while
     its row is; no row is given out that was sampled more than `staleness` publishes ago."""
 
-    def __init__(self, setup: Setup) -> None:
-        """Refused for a setup that breaks a rule."""
+    def __init__(self, setup: Setup, store: Store | None = None) -> None:
+        """Refused for a setup that breaks a rule. With a `store`, what it holds is here again (`recovered`)."""
         self.setup = setup
         self.version, self.path = 0, ""
         self.counts: Counter[str] = Counter()
@@ -83,14 +52,66 @@ class Desk:
         """Version by row, of those that were sampled."""
         self._groups = 0
         self._changed = asyncio.Condition()
-        with _rules():
+        self._store = store
+        self._loans = Loans()
+        self._answered: OrderedDict[str, list[str]] = OrderedDict()
+        """Ids of prompts by the name of the request that put them."""
+        with rules():
             self.table = SampleTable(setup.columns, capacity=setup.capacity)
             for name, task in setup.tasks.items():
                 self.table.declare(name, task.columns, whole_groups=task.whole_groups)
 
-    async def put_prompts(self, prompts: Sequence[Mapping[str, Any]], size: int, *, tokens: int = 0) -> list[str]:
+    @classmethod
+    def recovered(cls, store: Store) -> Desk | None:
+        """As it was when the last call was answered; loans begin anew. None: nobody set it up yet."""
+        kept = store.load()
+        if "setup" not in kept.meta:
+            return None
+        desk = cls(setup_of(kept.meta["setup"]), store)
+        desk.version, desk.path = kept.meta.get("weights", (0, ""))
+        desk._groups = kept.meta.get("groups", 0)
+        desk.counts.update(kept.meta.get("counts", {}))
+        now = asyncio.get_running_loop().time()
+        for loan in kept.loans:
+            desk._loans.put(replace(loan, until=now + loan.seconds))
+        # Group by group, as they came: there is room for each once the ones before are as far as they were.
+        for _, group in itertools.groupby(kept.rows, key=lambda held: held.row.group):
+            desk._recover(list(group), kept)
+        for name, answer in kept.keys.items():
+            if name.startswith(DONE):
+                desk._loans.was_done(name.removeprefix(DONE))
+            else:
+                desk._answered[name] = answer
+        return desk
+
+    def _recover(self, group: Sequence[KeptRow], kept: Kept) -> None:
+        for held in group:
+            values = dict(kept.cells.get(held.row.id, {}))
+            self.table.add(held.row, *(self.setup.columns if held.freed else values))
+            if not held.freed:
+                self._rows[held.row.id], self._values[held.row.id] = held.row, values
+                if held.sampled is not None:
+                    self._sampled[held.row.id] = held.sampled
+        for task, rows in kept.consumed.items():
+            self.table.take(task, _these([h.row.id for h in group if h.row.id in rows]))
+        for loan in kept.loans:
+            mine = set(loan.consumed)
+            self.table.take(loan.task, _these([h.row.id for h in group if h.row.id in mine]), hold=True)
+
+    async def begin(self) -> None:
+        """The setup is on disk."""
+        if self._store is not None:
+            self._store.meta(setup=setup_body(self.setup))
+        await self._flush()
+
+    async def put_prompts(
+        self, prompts: Sequence[Mapping[str, Any]], size: int, *, tokens: int = 0, key: str = ""
+    ) -> list[str]:
         """New groups, one per prompt, of `size` rows each, with these columns written. Their ids, in order. All or
-        none: Refused (503) if they do not fit."""
+        none: Refused (503) if they do not fit. A request with the `key` of an earlier one is that one."""
+        if key and key in self._answered:
+            await self._flush()
+            return self._answered[key]
         if size < 1:
             raise Refused(f"group_size {size} (rule: at least 1)")
         if size * len(prompts) > self.table.room():
@@ -102,26 +123,48 @@ class Desk:
             group, self._groups = f"g{self._groups}", self._groups + 1
             for member in range(size):
                 row = Row(f"{group}.{member}", group, size, tokens, self.version)
-                with _rules():
+                with rules():
                     self.table.add(row, *values)
                 self._rows[row.id], self._values[row.id] = row, dict(values)
                 ids.append(row.id)
+                if self._store is not None:
+                    self._store.row(row, values)
         self.counts["put"] += len(ids)
+        if key:
+            self._answered[key] = ids
+            if len(self._answered) > REMEMBERED:
+                self._answered.popitem(last=False)
+        if self._store is not None:
+            self._store.meta(groups=self._groups)
+            if key:
+                self._store.key(key, ids)
         await self._tell()
         return ids
 
+    def answered(self, key: str) -> bool:
+        """Whether prompts with this key are here already, or were."""
+        return key in self._answered
+
     async def put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
-        """Columns of a row, and the version it was sampled with. False: the row is gone, and the work with it."""
+        """Columns of a row, and the version it was sampled with. False: the row is gone, and the work with it. Saying
+        the same again changes nothing."""
         self._known(values)
+        held = self._values.get(row, {})
+        if row in self._values and values and all(c in held and held[c] == v for c, v in values.items()):
+            await self._flush()
+            return True
         if version is not None and version > self.version:
             raise Refused(f"row {row} was sampled with version {version}, the service knows {self.version}")
-        with _rules():
+        with rules():
             if not self.table.put(row, *values):
                 self.counts["late"] += 1
                 return False
         self._values[row].update(values)
         if version is not None:
             self._sampled[row] = min(version, self._sampled.get(row, version))
+        if self._store is not None:
+            self._store.cells(row, values, self._sampled.get(row))
+        if version is not None:
             await self._drop_stale()
         await self._tell()
         return row in self._values
@@ -129,20 +172,74 @@ class Desk:
     async def get(self, wish: Wish, seconds: float) -> list[list[Given]]:
         """Rows that are ready for the task, marked as consumed by it, for each consumer: about equal in tokens. Nothing
         after `seconds` without enough."""
+        taken, columns = await self._take(wish, seconds, hold=False)
+        if taken is None:
+            return []
+        given = [[self._given(p.row.id, columns) for p in batch] for batch in taken.batches]
+        self.counts[f"taken.{wish.task}"] += len(taken.consumed)
+        await self._settled(wish.task, taken.consumed, taken.freed)
+        return given
+
+    async def lend(self, wish: Wish, seconds: float, *, lease_s: float, key: str = "") -> tuple[str, list[list[Given]]]:
+        """As `get`, but the rows are the consumer's only once it says `done`: after `lease_s` without they are ready
+        for the task again. The lease's id, and a request with the `key` of an open lease is given that one again."""
+        if lease_s <= 0:
+            raise Refused(f"lease_s {lease_s} (rule: above 0)")
+        now = asyncio.get_running_loop().time
+        loan = self._loans.of(key) if key else None
+        if loan is None:
+            taken, _ = await self._take(wish, seconds, hold=True)
+            if taken is None:
+                return "", []
+            batches = [[p.row.id for p in batch] for batch in taken.batches]
+            loan = self._loans.give(wish.task, batches, taken.consumed, lease_s, now(), key)
+            if self._store is not None:
+                self._store.loan(loan)
+        columns = self._columns(wish)
+        await self._flush()
+        rows = [[self._given(row, columns) for row in batch if row in self._values] for batch in loan.batches]
+        return loan.id, rows
+
+    async def done(self, lease: str) -> bool:
+        """The consumer is done with a lease's rows: its task is given them no more. False: it was too late, and others
+        may have them."""
+        self._expire()
+        loan = self._loans.end(lease, done=True)
+        if loan is None:
+            await self._flush()
+            return self._loans.done(lease)
+        held = [row for row in loan.consumed if row in self._values]
+        self.counts[f"taken.{loan.task}"] += len(held)
+        if self._store is not None:
+            self._store.loan_over(lease)
+            self._store.key(DONE + lease, True)
+        await self._settled(loan.task, held, self.table.settle(loan.task, held))
+        return True
+
+    async def renew(self, lease: str, seconds: float) -> bool:
+        """False: it is over."""
+        self._expire()
+        return self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
+
+    async def give_back(self, lease: str) -> bool:
+        """The rows of a lease are ready for its task again. False: it is over."""
+        found = self._return(lease)
+        await self._tell()
+        return found
+
+    async def _take(self, wish: Wish, seconds: float, *, hold: bool) -> tuple[Taken | None, Sequence[str]]:
+        columns = self._columns(wish)
+        sampler = sampler_of(wish, self.setup.tasks[wish.task])
+        with rules():
+            return await self._until(lambda: self.table.take(wish.task, sampler, hold=hold), seconds), columns
+
+    def _columns(self, wish: Wish) -> Sequence[str]:
         task = self.setup.tasks.get(wish.task)
         if task is None:
             raise Refused(f"unknown task {wish.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
         columns = task.columns if wish.columns is None else wish.columns
         self._known(columns)
-        sampler = _sampler(wish, task)
-        with _rules():
-            taken = await self._until(lambda: self.table.take(wish.task, sampler), seconds)
-        if taken is None:
-            return []
-        given = [[self._given(p.row.id, columns) for p in batch] for batch in taken.batches]
-        self.counts[f"taken.{wish.task}"] += len(taken.consumed)
-        await self._freed(taken)
-        return given
+        return columns
 
     async def room(self, rows: int, seconds: float) -> int:
         """Rows of new groups that fit, once `rows` do or after `seconds`. Refused (400) for more than ever do."""
@@ -157,17 +254,24 @@ class Desk:
         for row in held:
             self._forget(row)
         self.counts[f"dropped.{reason}"] += len(held)
-        if held:
-            await self._tell()
+        if self._store is not None:
+            self._store.group_gone(group)
+        await (self._tell() if held else self._flush())
         return list(held)
 
     async def notify(self, version: int, path: str) -> None:
-        """New weights are published. What is too old for them is dropped, group by group."""
+        """New weights are published. What is too old for them is dropped, group by group. Saying it again changes
+        nothing."""
+        if (version, path) == (self.version, self.path):
+            return await self._flush()
         if version <= self.version:
             raise Refused(f"version {version} after {self.version} (rule: versions grow)", 409)
         self.version, self.path = version, path
+        if self._store is not None:
+            self._store.meta(weights=[version, path])
         await self._drop_stale()
         await self._tell()
+        return None
 
     async def weights(self, after: int, seconds: float) -> tuple[int, str]:
         """The current version and where it lies, once it is beyond `after`, or after `seconds`."""
@@ -176,8 +280,10 @@ class Desk:
 
     def status(self) -> dict[str, Any]:
         ready = {name: len(self.table.ready(name).rows) for name in self.setup.tasks}
-        return {"version": self.version, "path": self.path, "rows": len(self.table), "room": self.table.room(),
-                "ready": ready, "counts": dict(sorted(self.counts.items()))}  # fmt: skip
+        return {
+            "version": self.version, "path": self.path, "rows": len(self.table), "room": self.table.room(),
+            "ready": ready, "leases": len(self._loans.open), "counts": dict(sorted(self.counts.items())),
+        }  # fmt: skip
 
     async def _drop_stale(self) -> None:
         if self._bound is not None:
@@ -185,11 +291,39 @@ class Desk:
             for group in dict.fromkeys(self._rows[r].group for r in old):
                 await self.drop(group, "stale")
 
-    async def _freed(self, taken: Taken) -> None:
-        for row in taken.freed:
+    async def _settled(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
+        groups = dict.fromkeys(self._rows[row].group for row in freed)
+        for row in freed:
             self._forget(row)
-        if taken.freed:
-            await self._tell()
+        if self._store is not None:
+            self._store.consumed(task, consumed)
+            self._store.freed(freed)
+            left = {r.group for r in self._rows.values()} if groups else set()
+            for group in groups:
+                if group not in left:
+                    self._store.group_gone(group)
+        await (self._tell() if freed else self._flush())
+
+    def _return(self, lease: str) -> bool:
+        loan = self._loans.end(lease, done=False)
+        if loan is None:
+            return False
+        self.table.restore(loan.task, loan.consumed)
+        self.counts[f"returned.{loan.task}"] += len(loan.consumed)
+        if self._store is not None:
+            self._store.loan_over(lease)
+        return True
+
+    def _expire(self) -> None:
+        """Leases whose time is over."""
+        for loan in self._loans.due(asyncio.get_running_loop().time()):
+            self._return(loan.id)
+
+    async def _flush(self) -> None:
+        if self._store is not None:
+            if self._store.changed:
+                self._store.meta(counts=dict(self.counts))
+            await self._store.flush()
 
     def _forget(self, row: str) -> None:
         del self._values[row], self._rows[row]
@@ -205,42 +339,25 @@ class Desk:
             raise Refused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
 
     async def _tell(self) -> None:
+        await self._flush()
         async with self._changed:
             self._changed.notify_all()
 
     async def _until(self, look: Callable[[], T | None], seconds: float) -> T | None:
-        """What `look` finds, looked for again at every change; None after `seconds`."""
-        found = look()
-        if found is not None or seconds <= 0:
-            return found
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                while (found := look()) is None:
-                    await self._changed.wait()
-        except TimeoutError:
-            return None
-        return found
+        """What `look` finds, looked for again at every change and at the end of every lease; None after `seconds`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        async with self._changed:
+            while True:
+                self._expire()
+                found = look()
+                if found is not None or loop.time() >= end:
+                    return found
+                due = self._loans.next_due()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(end if due is None else min(end, due)):
+                        await self._changed.wait()
 
 
-def _sampler(wish: Wish, task: Task) -> Sampler:
-    if wish.count < 1 or wish.consumers < 1:
-        raise Refused(f"count {wish.count}, consumers {wish.consumers} (rule: at least 1)")
-    sampler: Sampler
-    if task.whole_groups:
-        if wish.at_least is not None:
-            raise Refused("at_least is for tasks that take single rows")
-        sampler = WholeGroups(wish.count)
-    else:
-        sampler = Fifo(wish.count, wish.at_least)
-    return Balanced(sampler, wish.consumers) if wish.consumers > 1 else sampler
-
-
-class _rules:
-    """The table's ValueErrors are the caller's."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError):
-            raise Refused(str(error)) from None
+def _these(rows: Sequence[str]) -> Sampler:
+    return lambda ready: Selection.of(ready.rows[row] for row in rows)

@@ -11,7 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rollart.adapters.service.desk import Desk, Given, Refused, Setup, Task, Wish
+from rollart.adapters.service.desk import Desk
+from rollart.adapters.service.store import Store
+from rollart.adapters.service.terms import Given, Refused, Setup, Task, Wish
+from rollart.errors import StorageFailed
 
 __all__ = ["Service"]
 
@@ -27,9 +30,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The routes. The first `setup` makes the desk; an equal one afterwards is welcome, another is refused."""
 
-    def __init__(self, *, token: str = "") -> None:
+    def __init__(self, *, token: str = "", desk: Desk | None = None, store: Store | None = None) -> None:
+        """`desk`: what was set up before, on this `store`; one that is set up from now on lives there too."""
         self._token = token
-        self._desk: Desk | None = None
+        self._desk = desk
+        self._store = store
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
@@ -40,6 +45,7 @@ class Service:
                 web.post("/v1/experience", self._put),
                 web.post("/v1/experience/take", self._get),
                 web.post("/v1/groups/{group}/drop", self._drop),
+                web.post("/v1/leases/{lease}/{what}", self._lease),
                 web.post("/v1/weights", self._notify),
                 web.get("/v1/weights", self._weights),
                 web.get("/v1/status", self._status),
@@ -51,7 +57,8 @@ class Service:
     async def _set_up(self, request: web.Request) -> web.Response:
         setup = _setup(await _body(request))
         if self._desk is None:
-            self._desk = Desk(setup)
+            self._desk = Desk(setup, self._store)
+            await self._desk.begin()
         elif self._desk.setup != setup:
             raise Refused("the service is set up otherwise (rule: one setup for all who share it)", 409)
         return _json(self._desk.status())
@@ -60,8 +67,10 @@ class Service:
         body, desk = await _body(request), self._at()
         prompts = [_object(p, "prompts") for p in _list(body, "prompts")]
         size = _whole(body, "group_size", 1)
-        await desk.room(size * len(prompts), _seconds(body))
-        return _json({"ids": await desk.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0))})
+        key = str(body.get("key") or "")
+        if not desk.answered(key):
+            await desk.room(size * len(prompts), _seconds(body))
+        return _json({"ids": await desk.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
 
     async def _put(self, request: web.Request) -> web.Response:
         body, desk = await _body(request), self._at()
@@ -79,8 +88,28 @@ class Service:
         columns = None if body.get("columns") is None else tuple(map(str, _list(body, "columns")))
         least = None if body.get("at_least") is None else _whole(body, "at_least", 1)
         wish = Wish(str(body.get("task")), _whole(body, "count", 1), least, _whole(body, "consumers", 1), columns)
-        batches = await desk.get(wish, _seconds(body))
-        return _json({"batches": [[_row(g) for g in batch] for batch in batches], "version": desk.version})
+        lease = ""
+        if body.get("lease_s") is None:
+            batches = await desk.get(wish, _seconds(body))
+        else:
+            lease, batches = await desk.lend(
+                wish, _seconds(body), lease_s=_number(body["lease_s"]), key=str(body.get("key") or "")
+            )
+        rows = [[_row(g) for g in batch] for batch in batches]
+        return _json({"batches": rows, "version": desk.version, "lease": lease})
+
+    async def _lease(self, request: web.Request) -> web.Response:
+        body, desk, lease = await _body(request), self._at(), request.match_info["lease"]
+        match request.match_info["what"]:
+            case "done":
+                kept = await desk.done(lease)
+            case "renew":
+                kept = await desk.renew(lease, _number(body.get("lease_s")))
+            case "return":
+                kept = await desk.give_back(lease)
+            case other:
+                raise Refused(f"a lease has no {other!r} (rule: done, renew, return)", 404)
+        return _json({"kept": kept})
 
     async def _drop(self, request: web.Request) -> web.Response:
         body = await _body(request)
@@ -118,6 +147,8 @@ class Service:
         except Refused as error:
             headers = {"Retry-After": "1"} if error.status == 503 else {}
             return _json({"error": str(error)}, status=error.status, headers=headers)
+        except StorageFailed as error:
+            return _json({"error": str(error)}, status=500)
         except web.HTTPException as error:
             return _json({"error": error.reason}, status=error.status)
 

@@ -1,0 +1,200 @@
+"""What a service holds, on its disk: SQLite, and large values in segments beside it, as a run's ledger has it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.service.loans import REMEMBERED, Loan
+from rollart.errors import StorageFailed, UsageError
+from rollart.ledger.segments import INLINE_LIMIT, Segments
+from rollart.policy.table import Row
+
+__all__ = ["Kept", "KeptRow", "Store"]
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS rows (
+    id TEXT PRIMARY KEY, seq INTEGER NOT NULL, grp TEXT NOT NULL, size INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    version INTEGER NOT NULL, sampled INTEGER, freed INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS rows_grp ON rows (grp);
+CREATE TABLE IF NOT EXISTS cells (
+    row TEXT NOT NULL, col TEXT NOT NULL, value TEXT, segment INTEGER, place INTEGER, PRIMARY KEY (row, col));
+CREATE TABLE IF NOT EXISTS consumed (task TEXT NOT NULL, row TEXT NOT NULL, PRIMARY KEY (task, row));
+CREATE TABLE IF NOT EXISTS loans (id TEXT PRIMARY KEY, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, answer TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRow:
+    """`freed`: nobody needs it any more, and its values are gone; others of its group are needed."""
+
+    row: Row
+    sampled: int | None
+    freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What was on disk. Rows in the order in which they were put; `cells` by row, `consumed` by task."""
+
+    meta: Mapping[str, Any]
+    rows: Sequence[KeptRow]
+    cells: Mapping[str, Mapping[str, Any]]
+    consumed: Mapping[str, set[str]]
+    loans: Sequence[Loan]
+    keys: Mapping[str, Any]
+
+
+class Store:
+    """One service's directory; one process at a time (a file lock says so), one loop.
+
+    Changes are collected in order, and are on disk when `flush` returns: who answers a call after it never told of
+    anything that a kill -9, or the machine's end, may undo. `StorageFailed`: the disk refused, now or before; what is
+    in memory is then ahead of it, and nothing may be answered any more.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """UsageError: another process has the directory, or it cannot be written."""
+        try:
+            (directory / "segments").mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(directory / "service.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(f"cannot write {directory}: {error.strerror}", remedy="choose another --data") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise UsageError(f"another service uses {directory}", remedy="stop it, or choose another --data") from None
+        try:
+            self._base = sqlite3.connect(directory / "service.sqlite", isolation_level=None, check_same_thread=False)
+            self._base.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {SCHEMA}")
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise StorageFailed(f"{directory}: {error}") from None
+        self._segments = Segments(directory / "segments")
+        self._pending: list[tuple[str, tuple[Any, ...]]] = []
+        self._turn = asyncio.Lock()
+        self._broken: StorageFailed | None = None
+
+    def load(self) -> Kept:
+        ask = self._base.execute
+        cells: dict[str, dict[str, Any]] = {}
+        for row, column, value, segment, place in ask("SELECT row, col, value, segment, place FROM cells"):
+            text = value if segment is None else self._segments.read(segment, place).decode()
+            cells.setdefault(row, {})[column] = json.loads(text)
+        consumed: dict[str, set[str]] = {}
+        for task, row in ask("SELECT task, row FROM consumed"):
+            consumed.setdefault(task, set()).add(row)
+        rows = ask("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
+        return Kept(
+            {name: json.loads(value) for name, value in ask("SELECT name, value FROM meta")},
+            [KeptRow(Row(*row), sampled, bool(freed)) for *row, sampled, freed in rows],
+            cells,
+            consumed,
+            [_loan(json.loads(body)) for (body,) in ask("SELECT body FROM loans ORDER BY id")],
+            {name: json.loads(answer) for name, answer in ask("SELECT name, answer FROM keys ORDER BY seq")},
+        )
+
+    def meta(self, **values: Any) -> None:
+        for name, value in values.items():
+            self._do("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
+
+    def row(self, row: Row, values: Mapping[str, Any]) -> None:
+        self._do(
+            "INSERT INTO rows SELECT ?, COALESCE(MAX(seq), 0) + 1, ?, ?, ?, ?, NULL, 0 FROM rows",
+            row.id, row.group, row.group_size, row.tokens, row.version,
+        )  # fmt: skip
+        self.cells(row.id, values)
+
+    def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
+        for column, value in values.items():
+            self._do("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, json.dumps(value))
+        if sampled is not None:
+            self._do("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
+
+    def consumed(self, task: str, rows: Iterable[str]) -> None:
+        for row in rows:
+            self._do("INSERT INTO consumed VALUES (?, ?)", task, row)
+
+    def freed(self, rows: Iterable[str]) -> None:
+        """Nobody needs them any more. Of what group they were is known until all of it is gone."""
+        for row in rows:
+            self._do("UPDATE rows SET freed = 1 WHERE id = ?", row)
+            self._do("DELETE FROM cells WHERE row = ?", row)
+
+    def group_gone(self, group: str) -> None:
+        for table, column in (("cells", "row"), ("consumed", "row")):
+            self._do(f"DELETE FROM {table} WHERE {column} IN (SELECT id FROM rows WHERE grp = ?)", group)
+        self._do("DELETE FROM rows WHERE grp = ?", group)
+
+    def loan(self, loan: Loan) -> None:
+        body = [loan.id, loan.task, loan.batches, loan.consumed, loan.seconds, loan.key]
+        self._do("INSERT OR REPLACE INTO loans VALUES (?, ?)", loan.id, json.dumps(body))
+
+    def loan_over(self, id: str) -> None:
+        self._do("DELETE FROM loans WHERE id = ?", id)
+
+    def key(self, name: str, answer: Any) -> None:
+        """What a request of this name was answered; the oldest are forgotten."""
+        self._do("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
+        self._do("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", REMEMBERED)
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is anything to flush."""
+        return bool(self._pending)
+
+    async def flush(self) -> None:
+        """Returns when every change so far is on disk; those of several callers in one transaction."""
+        async with self._turn:
+            batch, self._pending = self._pending, []
+            if self._broken is None and batch:
+                try:
+                    await asyncio.to_thread(self._write, batch)
+                except (sqlite3.Error, OSError) as error:
+                    self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
+            if self._broken is not None:
+                raise self._broken
+
+    def close(self) -> None:
+        self._base.close()
+        os.close(self._lock)
+
+    def _do(self, statement: str, *values: Any) -> None:
+        self._pending.append((statement, values))
+
+    def _write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        placed = [self._placed(statement, values) for statement, values in batch]
+        self._segments.sync()
+        self._base.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, values in placed:
+                self._base.execute(statement, values)
+            self._base.execute("COMMIT")
+        except sqlite3.Error:
+            self._base.execute("ROLLBACK")
+            raise
+        if self._segments.rolled:
+            used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
+            self._segments.keep({segment for (segment,) in used})
+
+    def _placed(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+        """Large values go into a segment first."""
+        if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
+            row, column, text = values
+            return "INSERT INTO cells VALUES (?, ?, NULL, ?, ?)", (row, column, *self._segments.append(text.encode()))
+        return statement, values
+
+
+def _loan(body: list[Any]) -> Loan:
+    id, task, batches, consumed, seconds, key = body
+    return Loan(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)

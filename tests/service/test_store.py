@@ -1,0 +1,195 @@
+"""A service that keeps what it holds: whatever dies, every row is done once per task, and groups stay whole."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.adapters.service.desk import Desk
+from rollart.adapters.service.loans import Loans
+from rollart.adapters.service.store import Store
+from rollart.adapters.service.terms import Refused, Setup, Task, Wish
+from rollart.errors import UsageError
+from rollart.sim import loop
+
+COLUMNS = ("prompt", "response")
+TASKS = {"rollout": Task(("prompt",)), "train": Task(COLUMNS, whole_groups=True)}
+
+
+def virtual(main: Callable[[], Awaitable[None]]) -> None:
+    loop.run(main(), seed=1)
+
+
+class Life:
+    """A desk on a directory, which may die at any time: what was not flushed is gone."""
+
+    def __init__(self, root: Path, **setup: Any) -> None:
+        self.root, self.setup = root, Setup(COLUMNS, TASKS, **setup)
+
+    async def begin(self) -> Desk:
+        self.store = Store(self.root)
+        found = Desk.recovered(self.store)
+        self.desk = found or Desk(self.setup, self.store)
+        if found is None:
+            await self.desk.begin()
+        return self.desk
+
+    async def die(self) -> Desk:
+        self.store.close()
+        return await self.begin()
+
+
+def test_what_was_answered_is_there_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        life = Life(tmp_path, staleness=1)
+        desk = await life.begin()
+        ids = await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first")
+        lease, ((row, *_),) = await desk.lend(Wish("rollout", 3), 0.0, lease_s=60.0, key="mine")
+        assert await desk.put(row.id, {"response": [1, 2]}, 0)
+        await desk.notify(1, "/v1")
+        desk = await life.die()
+        assert await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first") == ids
+        assert (desk.version, desk.path, desk.status()["rows"]) == (1, "/v1", 4)
+        again, ((same, *_),) = await desk.lend(Wish("rollout", 3), 0.0, lease_s=60.0, key="mine")
+        assert (again, same.id, same.values["prompt"]) == (lease, row.id, "a" * 70_000)
+        assert await desk.put(row.id, {"response": [1, 2]}, 0), "said again"
+        assert await desk.done(lease)
+        desk = await life.die()
+        assert await desk.done(lease), "said again"
+        ((left,),) = await desk.get(Wish("rollout", 1), 0.0)
+        assert left.id == ids[3]
+        assert desk.status()["counts"]["taken.rollout"] == 4
+        await desk.notify(1, "/v1")
+        await desk.notify(2, "/v2")
+        assert desk.status()["rows"] == 2, "its group was sampled two publishes ago"
+        life.store.close()
+
+    virtual(main)
+
+
+def test_rows_of_a_consumer_that_dies_return_at_the_deadline(tmp_path: Path) -> None:
+    async def main() -> None:
+        desk = await Life(tmp_path).begin()
+        ids = await desk.put_prompts([{"prompt": 1}], 2)
+        for row in ids:
+            await desk.put(row, {"response": 1}, None)
+        clock = asyncio.get_running_loop()
+        dead, ((one, other),) = await desk.lend(Wish("train", 1), 0.0, lease_s=30.0)
+        assert await desk.get(Wish("train", 1), 0.0) == []
+        assert await desk.renew(dead, 40.0)
+        lease, (rows,) = await desk.lend(Wish("train", 1), 100.0, lease_s=30.0)
+        assert clock.time() == 40.0
+        assert [r.id for r in rows] == [one.id, other.id], "whole"
+        assert not await desk.done(dead)
+        assert not await desk.renew(dead, 9.0)
+        assert await desk.give_back(lease)
+        assert not await desk.give_back(lease)
+        lease, _ = await desk.lend(Wish("train", 1), 0.0, lease_s=30.0)
+        assert await desk.done(lease)
+        assert await desk.get(Wish("train", 1), 0.0) == []
+        with pytest.raises(Refused, match="lease_s 0"):
+            await desk.lend(Wish("train", 1), 0.0, lease_s=0)
+
+    virtual(main)
+
+
+def test_a_directory_is_one_services(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(tmp_path)
+        with pytest.raises(UsageError, match="another service uses"):
+            Store(tmp_path)
+        store.close()
+        Store(tmp_path).close()
+        (tmp_path / "file").touch()
+        with pytest.raises(UsageError, match="cannot write"):
+            Store(tmp_path / "file")
+
+    virtual(main)
+
+
+class Busy:
+    """Prompts that are put until they are in, and consumers that die with what they were lent."""
+
+    def __init__(self, life: Life, chance: random.Random, groups: int, size: int, deaths: int) -> None:
+        self.life, self.chance, self.size, self.deaths = life, chance, size, deaths
+        self.waiting = list(range(groups))
+        self.done = {task: Counter[str]() for task in TASKS}
+
+    async def maybe_die(self, share: float) -> None:
+        if self.deaths and self.chance.random() < share:
+            self.deaths -= 1
+            await self.life.die()
+
+    async def put(self) -> None:
+        if self.waiting and self.life.desk.table.room() >= self.size:
+            for _ in range(self.chance.choice((1, 2))):  # an answer that was lost: it is asked again
+                await self.life.desk.put_prompts([{"prompt": 1}], self.size, key=f"p{self.waiting[0]}")
+            self.waiting.pop(0)
+
+    async def consume(self, task: str) -> None:
+        lease, batches = await self.life.desk.lend(Wish(task, 1), 0.0, lease_s=5.0)
+        rows = [row for batch in batches for row in batch]
+        if task == "train":
+            assert len(rows) in (0, self.size)
+            assert len({r.group for r in rows}) <= 1
+        for row in rows if task == "rollout" else ():
+            assert await self.life.desk.put(row.id, {"response": row.id}, None)
+        if not rows or self.chance.random() < 0.3:  # it dies, with what it has
+            await asyncio.sleep(self.chance.choice((0.0, 2.0, 6.0)))
+            return
+        await self.maybe_die(0.3)
+        if await self.life.desk.done(lease):
+            self.done[task].update(row.id for row in rows)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32), groups=st.integers(1, 4), size=st.integers(1, 3), deaths=st.integers(0, 4))
+def test_every_row_is_done_once_per_task(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, groups: int, size: int, deaths: int
+) -> None:
+    """Whoever dies: consumers with what they were lent, and the service between any two answers."""
+
+    async def main() -> None:
+        life = Life(tmp_path_factory.mktemp("service"), capacity=2 * size)
+        await life.begin()
+        busy = Busy(life, random.Random(seed), groups, size, deaths)
+        for _ in range(5000):
+            if all(sum(c.values()) == groups * size for c in busy.done.values()):
+                break
+            await busy.maybe_die(0.1)
+            await busy.put()
+            await busy.consume(busy.chance.choice(list(TASKS)))
+        for counter in busy.done.values():
+            assert set(counter.values()) == {1}
+            assert len(counter) == groups * size
+        assert (life.desk.status()["rows"], life.desk.table.room()) == (0, 2 * size)
+        await life.die()
+        assert life.desk.status()["rows"] == 0
+        assert life.store.load().rows == []
+        life.store.close()
+
+    virtual(main)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["give", "done", "return", "renew"]), st.integers(1, 6)), max_size=40))
+def test_a_loan_ends_once(steps: list[tuple[str, int]]) -> None:
+    loans, ended = Loans(), Counter[str]()
+    for at, (what, number) in enumerate(steps):
+        if what == "give":
+            loan = loans.give("t", [["r"]], ["r"], 5.0, float(at), f"k{number}")
+            assert loans.of(f"k{number}") == loan
+        elif what == "renew":
+            loans.renew(f"l{number}", 9.0, float(at))
+        elif loans.end(f"l{number}", done=what == "done") is not None:
+            ended[f"l{number}"] += 1
+            assert loans.done(f"l{number}") is (what == "done")
+    assert set(ended.values()) <= {1}
+    assert all(loan.until > 0 for loan in loans.open.values())
