@@ -26,6 +26,7 @@ from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import DomainSpec
 
 __all__ = [
+    "ROLE",
     "HostProgram",
     "environment_fleet",
     "host_actor",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from placement.types import Role
+from rollart.compose.environments import ROLE, host_count
 from rollart.compose.routing import SERVING
 from rollart.report.faults import TroubleSeen
 from rollart.sim.environments import Host, ResetFaults
@@ -16,12 +17,12 @@ from rollart.sim.modelled import ModelledRun
 from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Trouble", "TroubleSeen", "kv_pairs", "parts_of"]
+__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "parts_of"]
 
 
 def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
-    """What of a run can die, by name: each part is itself, a machine all parts that are on it. Hosts of environments
-    are the fault plan's own."""
+    """What of a run can die, by name: each part is itself, a machine all parts that are on it. Where the cluster has no
+    hosts of environments, they are the fault plan's own."""
     found: dict[str, tuple[str, ...]] = {}
     machines: dict[str, list[str]] = {}
     per_host = {pool.name: pool.devices_per_host for pool in resolved.cluster.pools}
@@ -36,9 +37,16 @@ def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     links += [f"{LINK}kv-{a}-{b}" for a, b in kv_pairs(resolved)]
     return {
         **found,
+        **{name: (name,) for name in (f"{ROLE}-{n}" for n in range(host_count(resolved)))},
         **{name: tuple(own) for name, own in sorted(machines.items())},
         **{name: (name,) for name in links},
     }
+
+
+def host_names(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
+    """Hosts of environments: as a launched run calls them where the cluster has some, else those of the fault plan."""
+    count = host_count(resolved)
+    return [f"{ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
 
 
 def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
@@ -57,7 +65,7 @@ class Trouble:
         self._plan, self._resolved = plan, resolved
         self._seed = hash_of(plan.seed, seed)
         self._faults = FaultPlan({})
-        self.hosts: Sequence[Host] = [Host(f"host-{n}") for n in range(plan.hosts)]
+        self.hosts: Sequence[Host] = [Host(name) for name in host_names(resolved, plan)]
         self.resets = None if plan.resets is None else _resets(plan.resets)
 
     @property

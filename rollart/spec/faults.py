@@ -30,7 +30,8 @@ class OutageSpec(Entry):
 
     parts: Patterns = Field(
         description="Names or patterns with `*`: `engine-0`, `trainer-0` and so on as in the plan, `machine-POOL-N` "
-        "(all on a host of a pool), `host-N` (environments), `link-weights`, `link-weights-ENGINE`, `link-kv-A-B`."
+        "(all on a host of a pool), `environment-N` (hosts of the cluster's `environments`; without them `host-N`), "
+        "`link-weights`, `link-weights-ENGINE`, `link-kv-A-B`."
     )
     at_s: float = Field(ge=0, description="Virtual seconds from the start.")
     seconds: float | None = Field(default=None, gt=0, description="How long; left out, for good.")
@@ -82,7 +83,11 @@ class FaultPlanSpec(Entry):
 
     seed: int = Field(default=0, ge=0, description="Of all that is drawn, with the simulation's own.")
     hosts: int = Field(
-        default=1, ge=1, le=100_000, description="Hosts that environments take in turn: `host-0` and so on."
+        default=1,
+        ge=1,
+        le=100_000,
+        description="Hosts that environments take in turn, `host-0` and so on, where the cluster has none of its own "
+        "(`environments.workers`).",
     )
     outages: list[OutageSpec] = Field(default_factory=list, description="What is down when.")
     rates: list[RateSpec] = Field(default_factory=list, description="What dies how often.")
@@ -101,7 +106,9 @@ def fault_problems(
     """What is wrong with a plan beyond its types; `parts` and `functions` are what there is, None where no run is
     known."""
     found: list[Problem] = []
-    known = None if parts is None else [*parts, *(f"host-{n}" for n in range(plan.hosts))]
+    known = None if parts is None else list(parts)
+    if known is not None and not matching("environment-*", known):
+        known += [f"host-{n}" for n in range(plan.hosts)]
     kinds: tuple[tuple[str, Sequence[OutageSpec | RateSpec]], ...] = (("outages", plan.outages), ("rates", plan.rates))
     for key, entries in kinds:
         for i, entry in enumerate(entries):

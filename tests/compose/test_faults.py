@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from rollart.cli.main import cli
 from rollart.compose.faults import parts_of
 from rollart.compose.simulate import simulate
 from rollart.compose.simulations import Task, found_in, simulate_all
-from rollart.errors import FaultRateExceeded, RollartError
+from rollart.errors import FaultRateExceeded, RollartError, SpecError
 from rollart.ledger.intervals import State, tears
 from rollart.ledger.reader import Reader
 from rollart.report.faults import FaultCost, TroubleSeen, faults_table
 from rollart.report.simulation import Finding
 from rollart.spec.faults import FaultPlanSpec
+from rollart.spec.load import load_faults
 from rollart.spec.resolve import Resolved, forecast, read_specs
 from tests.compose.test_simulate import CLUSTER, RUN
 
@@ -112,6 +114,21 @@ def test_hosts_take_their_environments_with_them(resolved: Resolved, tmp_path: P
     assert sum(found.lags.values()) == STEPS * 16, "what broke was begun again"
 
 
+def test_hosts_have_the_names_that_they_have_when_the_cluster_is_launched(resolved: Resolved, tmp_path: Path) -> None:
+    environments = resolved.cluster.environments.model_copy(update={"workers": 4})
+    hosted = replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
+    assert {f"environment-{n}" for n in range(4)} <= set(parts_of(hosted))
+    plan = planned(outages=[{"parts": ["environment-0", "environment-1"], "at_s": 3, "seconds": 4}])
+    found = played(hosted, tmp_path / "run", plan)
+    assert found.faults is not None
+    assert found.faults.trouble.outages == {"environment": 2}
+    assert any(cause.startswith("environment") for cause in found.faults.aborted)
+    assert sum(found.lags.values()) == STEPS * 16, "what broke was begun again"
+    (tmp_path / "faults.yaml").write_text("outages:\n  - {parts: [host-0], at_s: 1}\n")
+    with pytest.raises(SpecError, match=r"names 'host-0' .rule: a part of this run"):
+        load_faults(tmp_path / "faults.yaml", list(parts_of(hosted)))
+
+
 def test_a_run_ends_where_faults_pass_its_threshold(resolved: Resolved, tmp_path: Path) -> None:
     strict = forecast_with(resolved, max_rate=0.05, min_count=5)
     plan = planned(outages=[{"parts": ["host-0"], "at_s": 3, "seconds": 1000}])
@@ -120,8 +137,6 @@ def test_a_run_ends_where_faults_pass_its_threshold(resolved: Resolved, tmp_path
 
 
 def forecast_with(resolved: Resolved, **faults: float) -> Resolved:
-    from dataclasses import replace
-
     run = resolved.run
     return replace(resolved, run=run.model_copy(update={"faults": run.faults.model_copy(update=faults)}))
 
