@@ -1,0 +1,163 @@
+"""A host that lies on the wire is not listened to any more; the client that is told nothing new keeps its promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.adapters.envs.hosts import HostConnection
+from rollart.adapters.envs.wire import Answer, Ask, Op, Told, pack, read_frame, unpack, write_frame
+from rollart.errors import EnvironmentFault
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers() | st.just("$"), inner, max_size=3)
+        | st.sets(st.integers(), max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_plain_values_arrive_as_they_were(value: Any) -> None:
+    """Through JSON, types included."""
+    import json
+
+    arrived = unpack(json.loads(json.dumps(pack(value))))
+    assert arrived == value
+    assert repr(arrived) == repr(value) or isinstance(value, set | dict | list | tuple)
+
+
+@given(st.recursive(plain, lambda inner: st.dictionaries(st.sampled_from(["$", "of", "a"]), inner, max_size=3)))
+def test_whatever_a_frame_holds_it_is_a_value_or_a_value_error(frame: Any) -> None:
+    for read in (unpack, Answer.from_json, Ask.from_json):
+        try:
+            read(frame)
+        except ValueError:
+            pass
+
+
+class Liar:
+    """A host that answers each request but the greeting as it is told."""
+
+    def __init__(self, lie: Callable[[Ask], Any]) -> None:
+        self._lie = lie
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                ask = Ask.from_json(await read_frame(reader))
+                if ask.op is Op.HELLO:
+                    write_frame(writer, Answer(ask.id, "", Told.OK, [7, {}]).to_json())
+                    continue
+                said = self._lie(ask)
+                if isinstance(said, bytes):
+                    writer.write(said)
+                elif said is not None:
+                    write_frame(writer, said)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def lied(lie: Callable[[Ask], Any], scenario: Callable[[HostConnection], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server = await asyncio.start_server(Liar(lie).serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = await HostConnection.open("environment-0", f"tcp://127.0.0.1:{port}")
+        try:
+            async with asyncio.timeout(60):
+                await scenario(connection)
+        finally:
+            await connection.aclose()
+            server.close()
+
+    asyncio.run(main())
+
+
+STEP = [["text", None, None], 1.0, False, None, {}]
+
+
+@pytest.mark.slow  # sockets
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (lambda ask: Answer(99, ask.episode, Told.OK, STEP).to_json(), "an answer to a request that nobody made"),
+        (lambda ask: Answer(ask.id, "another", Told.OK, STEP).to_json(), "an answer of episode 'another'"),
+        (lambda ask: [1, 2], "a frame that is no answer"),
+        (lambda ask: b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
+        (lambda ask: b"\x00\x00\x00\x02{]", "it sent"),
+    ],
+)
+def test_a_host_that_lies_is_not_listened_to_any_more(lie: Callable[[Ask], Any], words: str) -> None:
+    """Its other calls end with the same cause, and so do those that come later."""
+
+    async def scenario(connection: HostConnection) -> None:
+        one, two = await asyncio.gather(
+            connection.step("e", "left"), connection.step("f", "left"), return_exceptions=True
+        )
+        assert isinstance(one, EnvironmentFault)
+        assert isinstance(two, EnvironmentFault)
+        assert words in str(one)
+        assert one.incident == two.incident == "environment-0 of process 7"
+        assert words in await connection.lost()
+        assert not connection.alive
+        with pytest.raises(EnvironmentFault, match="on environment-0"):
+            await connection.health()
+
+    lied(lie, scenario)
+
+
+@pytest.mark.slow  # sockets
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ([["text", None, None], float("nan"), False, None, {}], "reward is nan"),
+        ([["text", [], None], 1.0, False, None, {}], "no legal action"),
+        ([["text", None, 0], 1.0, False, None, {}], "max_tokens is 0"),
+        ("nothing", "an answer that is no step"),
+        ([["text", None, None], "1", False, None, {}], "an answer that is no step"),
+    ],
+)
+def test_an_answer_that_is_no_step_is_its_episodes_fault_alone(value: Any, words: str) -> None:
+    async def scenario(connection: HostConnection) -> None:
+        with pytest.raises(EnvironmentFault, match=words) as fault:
+            await connection.step("e", "left")
+        assert (fault.value.host, fault.value.incident) == ("environment-0", "")
+        assert connection.alive
+
+    lied(lambda ask: Answer(ask.id, ask.episode, Told.OK, value).to_json(), scenario)
+
+
+@pytest.mark.slow  # sockets
+def test_an_answer_that_comes_too_late_is_nobodys() -> None:
+    """A call that was cancelled may still be answered: that is no lie, and reaches no other call."""
+    late: list[Ask] = []
+
+    def lie(ask: Ask) -> Any:
+        if ask.op is Op.STEP and ask.value == "hang":
+            late.append(ask)
+            return None
+        if ask.op is Op.CANCEL:
+            return Answer(late[0].id, late[0].episode, Told.OK, STEP).to_json()
+        return Answer(ask.id, ask.episode, Told.OK, STEP).to_json()
+
+    async def scenario(connection: HostConnection) -> None:
+        hanging = asyncio.get_running_loop().create_task(connection.step("e", "hang"))
+        await connection.step("f", "left")  # the other is on its way
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        for _ in range(3):
+            assert (await connection.step("f", "left"))[0].reward == 1.0
+        assert connection.alive
+
+    lied(lie, scenario)
