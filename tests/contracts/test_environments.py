@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import venv
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,45 @@ def test_an_environment_that_cannot_be_made_is_a_spec_error(tmp_path: Path, monk
     errors = group.value.subgroup(SpecError)
     assert errors is not None
     assert "environment of domain 'tale': 'tests.contracts.worlds:Nobody' cannot" in str(errors.exceptions[0])
+
+
+@pytest.mark.slow
+def test_environments_in_an_interpreter_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has rollart's sources and the environment's, and nothing else that is installed here."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    venv.create(tmp_path / "envs", with_pip=False, symlinks=True)
+    (packages,) = (tmp_path / "envs" / "lib").glob("python*/site-packages")
+    (packages / "only_there.py").write_text(
+        "import sys\n"
+        "from rollart import Observation, Step\n"
+        "class World:\n"
+        "    async def reset(self, seed): return Observation(sys.prefix)\n"
+        "    async def step(self, action): return Step(Observation(str('pydantic' in sys.modules)), 1.0, True)\n"
+        "    async def close(self): pass\n"
+    )
+    monkeypatch.setitem(host_fixture.DOMAINS, "tale", "only_there:World")
+    monkeypatch.delitem(host_fixture.DOMAINS, "lake")  # needs a package that is installed here
+
+    async def scenario() -> None:
+        resolved = resolved_with(tmp_path, workers=1, python="envs/bin/python")
+        async with asyncio.timeout(LIMIT_S), hosts_of(resolved, tmp_path) as hosts:
+            world = hosts.make("tale")
+            assert (await world.reset(0)).text == str(tmp_path / "envs")
+            step = await world.step("look")
+            assert (step.observation.text, step.reward, step.done) == ("False", 1.0, True)
+            await world.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_is_not_there_is_a_spec_error(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with hosts_of(resolved_with(tmp_path, workers=1, python="nowhere/python"), tmp_path):
+            raise AssertionError("it started")
+
+    with pytest.raises(BaseExceptionGroup) as group:
+        asyncio.run(scenario())
+    errors = group.value.subgroup(SpecError)
+    assert errors is not None
+    assert "environments.python: No such file or directory" in str(errors.exceptions[0])
