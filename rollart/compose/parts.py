@@ -108,8 +108,9 @@ class AttachedEngine:
         return self._client
 
     async def wait(self) -> str:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable: its process is not ours")
+        assert self._client is not None, "it was started"
+        await self._client.silent.wait()  # its process is not ours
+        return f"nothing answers at {self._url}"
 
     async def close(self) -> None:
         if self._client is not None:

@@ -103,8 +103,9 @@ def ready(resolved: Resolved) -> None:
 
 
 def _answers(url: str) -> None:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run will ask
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/health", timeout=ANSWER_S):
+        with direct.open(url.rstrip("/") + "/health", timeout=ANSWER_S):
             return
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error

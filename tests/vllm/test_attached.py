@@ -170,7 +170,8 @@ def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: P
     finally:
         home.close()
     sound(home.directory, steps=STEPS)
-    assert [e["subject"] for e in events(home.directory, "engine_lost")] == ["engine-1"], run.said
+    lost = [(e["subject"], e["cause"]) for e in events(home.directory, "engine_lost")]
+    assert lost == [("engine-1", f"nothing answers at {urls[1]}")], run.said
     assert events(home.directory, "infra_fault") == []
     assert "engine lost: engine-1" in run.said
     assert counted(home.directory, "engine-0", "generated_tokens") > 0, "what it did is in the ledger"

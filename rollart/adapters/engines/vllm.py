@@ -59,6 +59,8 @@ class VllmEngine(HttpEngine):
         self._paused = False
         self._loaded = version
         self._tolerance = tolerance
+        self.silent = asyncio.Event()
+        """Set once it did not answer whether it is healthy."""
         self._unproven: str | None = None
         """Where the version lies that was loaded and not looked at yet."""
 
@@ -121,6 +123,12 @@ class VllmEngine(HttpEngine):
         await super().update_weights(weights)
         self._loaded = weights.version
         self._unproven = weights.path if self._tolerance else None
+
+    async def healthy(self) -> bool:
+        answers = await super().healthy()
+        if not answers:
+            self.silent.set()
+        return answers
 
     async def stats(self) -> EngineStats:
         seen = await super().stats()
