@@ -18,12 +18,23 @@ from rollart.errors import UsageError
 from rollart.fleet import EngineKind, EngineRole, Node, Observed, Proposal, Routes
 from rollart.model import EngineId
 from rollart.policy.presence import PresenceSettings
-from rollart.ports import Planner, Runtime
+from rollart.ports import Planner, Recorder, RunEvent, Runtime
 from rollart.runtime.nodes import Nodes
+from rollart.sim.machines import Machines
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
 
-__all__ = ["GivenPlanner", "elastic_planner", "fitting", "follow", "nodes_of", "on_node", "present", "there"]
+__all__ = [
+    "GivenPlanner",
+    "elastic_planner",
+    "fitting",
+    "follow",
+    "modelled_nodes",
+    "nodes_of",
+    "on_node",
+    "present",
+    "there",
+]
 
 
 def nodes_of(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) -> Nodes | None:
@@ -64,6 +75,16 @@ async def follow(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
         elif event.kind == "node_down" and event.subject not in here:
             nodes.lost(event.subject)
         await asyncio.sleep(0)  # a backlog of events must not keep the loop
+
+
+def modelled_nodes(resolved: Resolved, machines: Machines, recorder: Recorder) -> Nodes | None:
+    """The same over modelled machines, which tell the recorder too."""
+    now = asyncio.get_running_loop().time
+    machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
+    machines.nodes = nodes = nodes_of(resolved, machines.where)
+    if nodes is not None:
+        nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
+    return nodes
 
 
 def present(resolved: Resolved, runtime: Runtime) -> Resolved:

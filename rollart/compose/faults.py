@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -13,16 +14,18 @@ from rollart.report.faults import TroubleSeen
 from rollart.sim.environments import Host, ResetFaults
 from rollart.sim.faults import FaultPlan, Outage, Rate, Subject, engine, host, trainer
 from rollart.sim.links import SharedLink
+from rollart.sim.machines import Machine, Machines
 from rollart.sim.modelled import ModelledRun
 from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "parts_of"]
+__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machines_of", "parts_of"]
 
 
 def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     """What of a run can die, by name: each part is itself, a machine all parts that are on it. Where the cluster has no
-    hosts of environments, they are the fault plan's own."""
+    hosts of environments, they are the fault plan's own. Where the plan follows nodes, every machine is there, and
+    takes the trainer with it."""
     found: dict[str, tuple[str, ...]] = {}
     machines: dict[str, list[str]] = {}
     per_host = {pool.name: pool.devices_per_host for pool in resolved.cluster.pools}
@@ -32,7 +35,10 @@ def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
         found[a.name] = (a.name,)
         size = per_host[a.pool]
         for number in sorted({device // size for device in a.devices}) if size else ():
-            machines.setdefault(f"machine-{a.pool}-{number}", []).append(a.name)
+            if a.role is Role.TRAINER or resolved.cluster.runtime.elastic is None:
+                machines.setdefault(f"machine-{a.pool}-{number}", []).append(a.name)
+    if resolved.cluster.runtime.elastic is not None:
+        machines = {name: [name, *machines.get(name, [])] for name in machines_of(resolved)}
     links = [f"{LINK}weights", *(f"{LINK}weights-{a.name}" for a in resolved.plan.assignments if a.role in SERVING)]
     links += [f"{LINK}kv-{a}-{b}" for a, b in kv_pairs(resolved)]
     return {
@@ -57,6 +63,22 @@ def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
     })  # fmt: skip
 
 
+def machines_of(resolved: Resolved) -> dict[str, Machine]:
+    """Every machine of each pool, all up; a pool that knows no hosts is one."""
+    found = {}
+    for pool in resolved.cluster.pools:
+        size = min(pool.devices_per_host or pool.count, pool.count)
+        for number, start in enumerate(range(0, pool.count, size)):
+            found[f"machine-{pool.name}-{number}"] = Machine(pool.name, min(size, pool.count - start))
+    for a in resolved.plan.assignments:
+        if a.role not in SERVING:
+            pool = next(p for p in resolved.cluster.pools if p.name == a.pool)
+            size = min(pool.devices_per_host or pool.count, pool.count)
+            for device in a.devices:
+                found[f"machine-{a.pool}-{device // size}"].taken += 1
+    return found
+
+
 class Trouble:
     """The fault plan of one simulation. `hosts` and `resets` are for its environments; `begin` once the run is made;
     `seen` when it is over."""
@@ -66,6 +88,12 @@ class Trouble:
         self._seed = hash_of(plan.seed, seed)
         self._faults = FaultPlan({})
         self.hosts: Sequence[Host] = [Host(name) for name in host_names(resolved, plan)]
+        self.machines: Machines | None = None
+        if resolved.cluster.runtime.elastic is not None:
+            self.machines = Machines(machines_of(resolved))
+            late = [o for o in plan.outages if o.at_s == 0]
+            for name, machine in self.machines.machines.items():
+                machine.up = not any(matching(pattern, [name]) for o in late for pattern in o.parts)
         self.resets = None if plan.resets is None else _resets(plan.resets)
 
     @property
@@ -77,6 +105,11 @@ class Trouble:
         for place in run.places:
             subjects[str(place.engine.id)] = engine(place.engine, lambda: run.control.gateway.version)
         subjects[run.trained_by.name] = trainer(run.trainer)
+        machines = self.machines
+        for name in () if machines is None else machines.machines:
+            assert machines is not None
+            subjects[name] = Subject(functools.partial(machines.go, name), functools.partial(machines.come, name))
+            subjects[f"{name} to go"] = Subject(functools.partial(machines.warn, name), lambda: None)
         members = {**parts_of(self._resolved), **{h.name: (h.name,) for h in self.hosts}}
         narrow: dict[str, _Narrowed] = {name: _Narrowed(of) for name, of in links.items()}
 
@@ -99,6 +132,10 @@ class Trouble:
             Outage([n for names in named(o) for n in names], o.at_s, math.inf if o.seconds is None else o.seconds)
             for o in self._plan.outages
         ]
+        for outage, of in zip(self._plan.outages, list(outages), strict=True):
+            warned = [f"{name} to go" for name in of.subjects if f"{name} to go" in subjects]
+            if warned and outage.warning_s and outage.at_s:
+                outages.append(Outage(warned, max(0.0, outage.at_s - outage.warning_s), outage.warning_s))
         rates = [Rate(named(r), r.every_s, r.seconds) for r in self._plan.rates]
         self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
 
@@ -111,6 +148,8 @@ class Trouble:
         down_s: dict[str, float] = {}
         since: dict[str, float] = {}
         for what in self._faults.happened:
+            if what.subject.endswith(" to go"):
+                continue
             kind = _kind(what.subject)
             if not what.up:
                 outages[kind] = outages.get(kind, 0) + 1

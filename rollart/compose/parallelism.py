@@ -25,7 +25,7 @@ SIZES = (1, 2, 4, 8)
 
 def elastic(resolved: Resolved) -> bool:
     """Whether the run's engines may come and go by themselves."""
-    return resolved.run.rollout.parallelism is not None
+    return resolved.run.rollout.parallelism is not None or resolved.cluster.runtime.elastic is not None
 
 
 def reshard_settings(resolved: Resolved) -> ReshardSettings | None:

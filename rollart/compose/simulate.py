@@ -17,6 +17,7 @@ from placement.architecture import Shape as ModelShape
 from placement.roofline import Roofline
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity, log_normal
+from rollart.compose.elastic import elastic_planner, fitting, modelled_nodes
 from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
 from rollart.compose.parallelism import elastic, reshard_settings
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
@@ -37,6 +38,7 @@ from rollart.sim.elastic import Billed, ModelledSite, Place
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.environments import World
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
+from rollart.sim.machines import Machines
 from rollart.sim.mass import mass_of
 from rollart.sim.modelled import ModelledRun, StepSeen, Traced
 from rollart.sim.steps import StepModel
@@ -124,12 +126,14 @@ async def _main(
 ) -> Simulated:
     loop = asyncio.get_running_loop()
     recording = None if replay is None else replay.recording
+    trouble = Trouble(faults or FaultPlanSpec(), resolved, seed)
+    wanted, machines = resolved, trouble.machines
+    resolved = resolved if machines is None else fitting(resolved, machines.there())
     world = _Cluster(resolved, replay)
     config = {**resolved.to_dict(), SIMULATED: {"schedule": name, "seed": seed}}
     with Traced(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
         functions = troubled(behaviours(resolved, recording), faults)
         async with SimulatedFunctions(functions, resolved, ledger, seed) as rewarder:
-            trouble = Trouble(faults or FaultPlanSpec(), resolved, seed)
             run = ModelledRun(
                 [_domain(resolved, n, seed, replay, trouble) for n in range(len(resolved.run.domains))],
                 world.places(),
@@ -139,7 +143,9 @@ async def _main(
                 settings,
                 ledger,
                 unused=() if elastic(resolved) else world.unused(),
-                site=world.site(ledger) if elastic(resolved) else None,
+                site=world.site(ledger, machines) if elastic(resolved) else None,
+                planner=None if machines is None else elastic_planner(wanted, resolved),
+                nodes=None if machines is None else modelled_nodes(wanted, machines, ledger),
                 on_step=on_step,
                 help=world.help,
                 beside=trouble.beside,
@@ -199,7 +205,7 @@ class _Cluster:
     def places(self) -> list[Place]:
         return [self._place(a) for role in SERVING for a in self._resolved.plan.of(role)]
 
-    def site(self, ledger: Traced) -> ModelledSite:
+    def site(self, ledger: Traced, machines: Machines | None) -> ModelledSite:
         """The devices of the plan's engines and of nobody, for a run whose engines come and go."""
         resolved, devices = self._resolved, dict.fromkeys(self._devices, 0)
         for assignment in resolved.plan.assignments:
@@ -211,7 +217,8 @@ class _Cluster:
         prices = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
         return ModelledSite(
             devices, self._started, ledger, start_s=resolved.run.placement.rebalance.restart_s, prices=prices,
-            gone=self.transfer.unsubscribe,
+            gone=self.transfer.unsubscribe, machines=machines,
+            others={p.name: p.count - devices[p.name] for p in resolved.cluster.pools},
         )  # fmt: skip
 
     def _started(self, kind: EngineKind) -> Place:

@@ -119,6 +119,7 @@ class Rebalancer:
         """Where nodes come and go the plan is one for those that are there."""
         self._nodes = nodes
         nodes.wake = self._woken.set
+        nodes.wake()
 
     def notify(self, reason: str) -> None:
         """Something happened that the plan did not count on: an engine gone for good, another price. In words."""

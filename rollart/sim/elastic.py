@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollart.errors import RunFailed
+from rollart.errors import PartDied, RunFailed
 from rollart.fleet import EngineKind, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine, Recorder
 from rollart.runtime.fleet import Placed
 from rollart.sim.engines import ModelledEngine
+from rollart.sim.machines import Machines
 
 __all__ = ["Billed", "ModelledPart", "ModelledSite", "Place"]
 
@@ -45,12 +46,17 @@ class Place:
 
 class ModelledPart:
     """An engine's process. One of the plan is up when the run begins; every other start takes `start_s`, and then the
-    way of the weights to it."""
+    way of the weights to it. With `machines` it dies with its machine, and starts where there is room."""
 
-    def __init__(self, engine: ModelledEngine, *, start_s: float, up: bool) -> None:
+    def __init__(
+        self, engine: ModelledEngine, seat: Seat, *, start_s: float, up: bool, machines: Machines | None = None
+    ) -> None:
         self.engine = engine
+        self._seat = seat
         self._start_s = start_s
         self._up = up
+        self._machines = machines
+        self._ended = asyncio.Event()
 
     @property
     def id(self) -> EngineId:
@@ -60,20 +66,32 @@ class ModelledPart:
         if self._up and self.engine.version == weights.version:
             self._up = False
             return self.engine
+        machines = self._machines
+        if machines is not None and not machines.seat(self.id, self._seat.pool, self._seat.tp):
+            raise PartDied(self.id, f"no machine of pool '{self._seat.pool}' has room for it")
         await asyncio.sleep(self._start_s)
+        if machines is not None and not machines.holds(self.id):
+            raise PartDied(self.id, "its machine is gone")
+        self._ended = asyncio.Event()
         self.engine.restart(weights.version)
         await self.engine.update_weights(weights)
         return self.engine
 
     async def wait(self) -> str:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable: a modelled process ends by being cleared, and is not watched then")
+        await self._ended.wait()
+        return "its machine is gone"
+
+    def die(self) -> None:
+        """With its machine; one that is cleared is not watched any more."""
+        self.engine.fail = True
+        self._ended.set()
 
 
 class ModelledSite:
     """Implements `EngineSite` over the devices of the plan's engines and those that nothing runs on, by pool. `make`
     gives a new engine of a kind a name and a place; `gone` is told of each that was cleared; `prices` are of pools
     whose unused devices are paid. Invariant: what engines hold and what is billed as unused add up to `devices`.
+    With `machines` engines sit on these.
     """
 
     def __init__(
@@ -85,8 +103,16 @@ class ModelledSite:
         start_s: float,
         prices: Mapping[str, float],
         gone: Callable[[str], None] = lambda _: None,
+        others: Mapping[str, int] | None = None,
+        machines: Machines | None = None,
     ) -> None:
+        """`others`: devices of the pools that parts other than engines hold."""
         self._devices = dict(devices)
+        self._others = others or {}
+        self._machines = machines
+        self._parts: dict[EngineId, ModelledPart] = {}
+        if machines is not None:
+            machines.died = lambda engine: self._parts[engine].die()
         self._make = make
         self._ledger = ledger
         self._start_s = start_s
@@ -111,7 +137,7 @@ class ModelledSite:
         return free
 
     def resize(self, devices: Mapping[str, int]) -> None:
-        self._devices = {pool: devices.get(pool, 0) for pool in self._devices}
+        self._devices = {p: max(0, devices.get(p, 0) - self._others.get(p, 0)) for p in self._devices}
         for pool in self._devices:
             self._rebill(pool)
 
@@ -120,6 +146,8 @@ class ModelledSite:
         if free < kind.tp:
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices (rule: {kind.tp} for a start)")
         place = self._make(kind)
+        if self._machines is not None and not self._machines.seat(place.engine.id, kind.pool, kind.tp):
+            raise RunFailed(f"no machine of pool '{kind.pool}' has {kind.tp} free devices")
         part = self._hold(place, up=False)
         self._rebill(kind.pool)
         return Placed(part, place.seat)
@@ -129,6 +157,9 @@ class ModelledSite:
         if place is None:
             return
         place.engine.fail = True
+        self._parts.pop(engine_id)
+        if self._machines is not None:
+            self._machines.leave(engine_id)
         self._gone(engine_id)
         self._clocks.pop(engine_id).close()
         self._rebill(place.seat.pool)
@@ -143,7 +174,11 @@ class ModelledSite:
         clock = self._clocks[engine_id] = place.billed.clock(self._ledger)
         self.places[engine_id] = place
         self.shares[engine_id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
-        return ModelledPart(place.engine, start_s=self._start_s, up=up)
+        if self._machines is not None:
+            self._machines.seat(engine_id, place.seat.pool, place.seat.tp)
+        part = ModelledPart(place.engine, place.seat, start_s=self._start_s, up=up, machines=self._machines)
+        self._parts[engine_id] = part
+        return part
 
     def _rebill(self, pool: str) -> None:
         old = self._unused.pop(pool, None)

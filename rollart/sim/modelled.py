@@ -20,11 +20,12 @@ from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.lease import Expiry
-from rollart.ports import Clock, Rewarder
+from rollart.ports import Clock, Planner, Rewarder
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
 from rollart.runtime.leases import Leases
+from rollart.runtime.nodes import Nodes
 from rollart.runtime.supervise import EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.sim.elastic import Billed, ModelledPart, ModelledSite, Place
@@ -111,6 +112,9 @@ class ModelledRun:
     unused: Sequence[Billed] = ()
     site: ModelledSite | None = None
     """Where engines come and go, under supervision; it bills what is unused. None: the plan's stay as they are."""
+    planner: Planner | None = None
+    nodes: Nodes | None = None
+    """With a site and a planner: nodes that come and go, which the plan follows."""
     on_step: Callable[[StepSeen], None] = lambda _: None
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """What happens to the world while the run is on; ends with it."""
@@ -146,6 +150,7 @@ class ModelledRun:
             recorder=self.ledger,
             leases=self._leases,
             trainer_clock=clocks[0],
+            planner=self.planner,
             version=0,
             settings=self.settings,
             hooks=Hooks(
@@ -186,6 +191,9 @@ class ModelledRun:
             gateway, self.supervisor, self.site, self.ledger, drain_s=self.settings.gateway.generate_s
         )
         self.control.reshard_by(self.fleet)
+        if self.nodes is not None:
+            self.control.move_by(self.fleet)
+            self.control.follow(self.nodes)
         parts = self.site.open(list(self.places))
         for part, place in zip(parts, self.places, strict=True):
             await self.supervisor.start(part, place.seat)

@@ -35,6 +35,11 @@ class OutageSpec(Entry):
     )
     at_s: float = Field(ge=0, description="Virtual seconds from the start.")
     seconds: float | None = Field(default=None, gt=0, description="How long; left out, for good.")
+    warning_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds of notice that a `machine-POOL-N` gives, where `runtime.elastic` is set.",
+    )
     left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
 
 
@@ -120,6 +125,7 @@ def fault_problems(
                     found.append(
                         make((key, i, "left"), f"{key}.{i}.left is {entry.left:g} for '{pattern}' (rule: links alone)")
                     )
+    found += _notices(plan, make)
     for i, trouble in enumerate(plan.functions):
         total = trouble.throttled + trouble.crash + trouble.out_of_memory + trouble.timeout + trouble.unavailable
         if total > 1:
@@ -129,6 +135,18 @@ def fault_problems(
                 rule = f"a function of this run{did_you_mean(pattern, functions) or ''}"
                 found.append(make(("functions", i, "functions", j), f"functions.{i} names '{pattern}' (rule: {rule})"))
     return found
+
+
+def _notices(plan: FaultPlanSpec, make: Callable[[tuple[str | int, ...], str], Problem]) -> list[Problem]:
+    return [
+        make(
+            ("outages", i, "warning_s"),
+            f"outages.{i}.warning_s is {outage.warning_s:g} for '{pattern}' (rule: machines alone)",
+        )
+        for i, outage in enumerate(plan.outages)
+        for pattern in (outage.parts if outage.warning_s else ())
+        if not pattern.startswith("machine-")
+    ]
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
