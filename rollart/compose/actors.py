@@ -143,6 +143,9 @@ def trainer_ranks(resolved: Resolved) -> int:
 def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
     assignment = resolved.plan.of(Role.TRAINER)[0]
     arguments = ["--config", str(config)]
+    if resolved.cluster.trainer.external is not None:
+        arguments += ["--listen", resolved.cluster.trainer.external]
+        return _program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments)
     return _program(resolved, directory, assignment, "rollart.train", arguments, processes=trainer_ranks(resolved))
 
 

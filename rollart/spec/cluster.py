@@ -183,6 +183,20 @@ class TrainerSpec(Entry):
         description="Largest file of a version that several ranks write, MB of 1e6 bytes; a larger tensor is alone.",
     )
 
+    external: str | None = Field(
+        default=None,
+        description="HOST:PORT where a trainer of your own takes the run's batches and announces versions, in the "
+        "place of the embedded one (docs/service.md). This machine alone, 127.0.0.1.",
+    )
+
+    @field_validator("external")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        host, _, port = (value or "127.0.0.1:0").rpartition(":")
+        if host not in ("127.0.0.1", "localhost") or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{value!r} (rule: 127.0.0.1:PORT)")
+        return value
+
     @property
     def sharded(self) -> bool:
         """Whether the spec itself asks for FSDP2."""

@@ -187,6 +187,9 @@ class Desk:
             raise Refused(f"lease_s {lease_s} (rule: above 0)")
         now = asyncio.get_running_loop().time
         loan = self._loans.of(key) if key else None
+        if loan is not None and not any(row in self._values for row in loan.consumed):  # dropped meanwhile
+            self._return(loan.id)
+            loan = None
         if loan is None:
             taken, _ = await self._take(wish, seconds, hold=True)
             if taken is None:
@@ -272,6 +275,11 @@ class Desk:
         await self._drop_stale()
         await self._tell()
         return None
+
+    async def reset(self, version: int, path: str) -> None:
+        """Begin again at a version, whatever was published since."""
+        self.version, self.path = version, path
+        await self._tell()
 
     async def weights(self, after: int, seconds: float) -> tuple[int, str]:
         """The current version and where it lies, once it is beyond `after`, or after `seconds`."""

@@ -1,0 +1,208 @@
+"""A run's trainer that is not ours: `python -m rollart.adapters.service.bridge --config FILE --listen HOST:PORT`.
+
+To the run it is its trainer (the protocol of `rollart.train.server`). What the run would train it offers over the
+service interface, one batch as one group, and what the outside trainer announces there are the run's versions. So the
+run's own rules hold: which samples make a batch, how stale they may be, and that a batch is trained once.
+
+Prints `ready http://host:port` for the run, and writes the service's address to `service.json` beside the config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from aiohttp import web
+
+from rollart.adapters.service.desk import Desk
+from rollart.adapters.service.server import Service
+from rollart.adapters.service.terms import Setup, Task
+from rollart.errors import TrainerError, TrainerRefused
+
+__all__ = ["COLUMNS", "TASK", "Bridge"]
+
+TASK = "train"
+COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "score", "group", "domain", "batch")
+"""Per token but for `score`; `group` and `domain` are the run's, `batch` is the version that the batch is to make."""
+
+ROWS = 2**20
+MAX_BODY = 2**30
+"""As the embedded trainer's."""
+
+LOOK_S = 60.0
+
+NEEDED = "config.json"
+"""Without it no engine reads a directory."""
+
+
+class Bridge:
+    """One run and any number of outside processes, on one loop. The run calls one after the other; `train` waits until
+    its batch's version is announced, as long as the run's lease allows."""
+
+    def __init__(self, root: Path) -> None:
+        """`root`: where the run's versions lie."""
+        self._root = root
+        self.desk = Desk(Setup(COLUMNS, {TASK: Task(COLUMNS, whole_groups=True)}, ROWS))
+        self.desk.version = -1
+        self._groups: list[str] = []
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY)
+        for name in ("train", "stage", "publish", "restore"):
+            app.router.add_post(f"/{name}", _answering(getattr(self, name)))
+        for name in ("imitate", "logprobs", "reference", "advantages", "begin", "accumulate", "finish"):
+            app.router.add_post(f"/{name}", _answering(self._not_here(name)))
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def train(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        version, rows = int(body["version"]), list(_rows(body["samples"]))
+        began = asyncio.get_running_loop().time()
+        await self._clear()
+        ids = await self.desk.put_prompts([{}], len(rows))
+        self._groups.append(ids[0].rpartition(".")[0])
+        for id, row in zip(ids, rows, strict=True):
+            begun = min((v for v in row["versions"] if v >= 0), default=None)
+            await self.desk.put(id, {**row, "batch": version + 1}, begun)
+        await self._announced(version + 1)
+        seconds = asyncio.get_running_loop().time() - began
+        return {"trained_tokens": sum(map(sum, (r["loss_mask"] for r in rows))), "seconds": seconds, "metrics": {}}
+
+    async def stage(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {}  # what was announced stays as it is
+
+    async def publish(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        version = int(body["version"])
+        given = Path(await self._announced(version))
+        path = await asyncio.to_thread(_taken_over, given, self._root / f"v{version:06d}", version)
+        read = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return {"version": version, "path": str(path), "bytes": read}
+
+    async def restore(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """From here on the version is this one again: an outside trainer that sees it go back loads it."""
+        await self._clear()
+        await self.desk.reset(int(body["version"]), str(body["path"]))
+        return {}
+
+    async def _announced(self, version: int) -> str:
+        while self.desk.version < version:
+            await self.desk.weights(version - 1, LOOK_S)
+        if self.desk.version != version:
+            raise TrainerError(
+                f"the outside trainer announced v{self.desk.version} where v{version} was due",
+                remedy="announce a version per batch, each one more than the last",
+            )
+        return self.desk.path
+
+    async def _clear(self) -> None:
+        groups, self._groups = self._groups, []
+        for group in groups:
+            await self.desk.drop(group, "over")
+
+    def _not_here(self, name: str) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
+        async def refuse(body: Mapping[str, Any]) -> dict[str, Any]:
+            raise TrainerRefused(
+                f"an outside trainer (trainer.external) does no {name}",
+                remedy="leave out warm_start, streamed training, columns and probes",
+            )
+
+        return refuse
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "version": self.desk.version, "queued": 0, "stream": False})
+
+
+def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The wire form of `rollart.train.batch` as rows."""
+    lengths, score = array("i", samples["lengths"]), array("d", samples["score"])
+    group, domain = array("i", samples["group"]), array("i", samples["domain"])
+    tokens, versions = array("i", samples["tokens"]), array("i", samples["versions"])
+    mask, logprobs = samples["mask"], array("f", samples["logprobs"])
+    rows, start = [], 0
+    for i, length in enumerate(lengths):
+        at = slice(start, start + length)
+        start += length
+        rows.append({
+            "token_ids": tokens[at].tolist(), "loss_mask": list(mask[at]), "logprobs": logprobs[at].tolist(),
+            "versions": versions[at].tolist(), "score": score[i], "group": group[i],
+            "domain": samples["domains"][domain[i]],
+        })  # fmt: skip
+    return rows
+
+
+def _taken_over(given: Path, path: Path, version: int) -> Path:
+    """A whole version of the run, made of an announced directory. TrainerError if it is none."""
+    if not (given / NEEDED).is_file() or not any(given.glob("*.safetensors")):
+        raise TrainerError(
+            f"the outside trainer announced {given} for v{version}: no {NEEDED} with *.safetensors is there",
+            remedy="save_pretrained there before weight_sync_notify",
+        )
+    aside = path.with_name(f".outside-{path.name}")
+    for leftover in (aside, path):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"))
+        (aside / "COMPLETE").write_text(json.dumps({"schema": 1, "version": version, "files": {}}))
+        aside.rename(path)
+    except OSError as error:
+        raise TrainerError(f"cannot copy {given} to {path}: {error}") from None
+    return path
+
+
+def _answering(
+    work: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handler(request: web.Request) -> web.Response:
+        try:
+            status, answer = 200, await work(msgpack.unpackb(await request.read()))
+        except TrainerError as error:
+            status, answer = 400 if isinstance(error, TrainerRefused) else 500, {
+                "error": error.message, "remedy": error.remedy,
+            }  # fmt: skip
+        return web.Response(body=msgpack.packb(answer), status=status, content_type="application/msgpack")
+
+    return handler
+
+
+async def _serve(config: Path, listen: str, host: str, port: int) -> None:
+    bridge = Bridge(Path(json.loads(config.read_text())["weights_root"]))
+    outside_host, _, outside_port = listen.rpartition(":")
+    ours = await _listening(bridge.app(), host, port)
+    theirs = await _listening(Service(desk=bridge.desk).app(), outside_host.strip("[]"), int(outside_port))
+    told = config.with_name("service.json.part")
+    told.write_text(json.dumps({"schema_version": 1, "url": theirs}))
+    told.rename(config.with_name("service.json"))
+    print(f"ready {ours}", flush=True)
+    await asyncio.Event().wait()
+
+
+async def _listening(app: web.Application, host: str, port: int) -> str:
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, host, port).start()
+    bound = runner.addresses[0]
+    return f"http://{bound[0]}:{bound[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A run's trainer that is not ours.")
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the outside trainer calls")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    arguments = parser.parse_args()
+    try:
+        asyncio.run(_serve(arguments.config, arguments.listen, arguments.host, arguments.port))
+    except OSError as error:
+        parser.exit(2, f"rollart: cannot listen on {arguments.listen}: {error.strerror or error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A trainer that is not ours, attached to a run: its batches over the service, its versions on the run's engines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import CLUSTER, ROOT, STEPS, Home, environment, events, ledger, sound, tiny
+
+pytestmark = pytest.mark.slow  # a run's engine, and a trainer with torch and transformers, as processes
+
+PATIENCE = {"leases__publish_s": 600, "leases__train_s": 600}
+"""Seconds that the run waits for an outside trainer to be there, and to take a step."""
+
+
+def test_a_trainer_of_ones_own_learns_inside_a_run(home: Home, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("transformers")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    spec = tiny(**PATIENCE)
+    (elsewhere / "config.json").write_text(json.dumps(spec["model"]["init"]))
+    run = home.launch(spec, cluster={**CLUSTER, "trainer": {"threads": 1, "external": "127.0.0.1:0"}})
+    found = run.directory / "service.json"
+    run.until(found.exists, "the service's address is told")
+    outside = _outside(json.loads(found.read_text())["url"], elsewhere)
+    try:
+        run.until_step(STEPS)
+        run.finished()
+        said, errors = outside.communicate(timeout=120)
+    finally:
+        outside.kill()
+        outside.communicate()
+    assert outside.returncode == 0, errors
+    assert json.loads(said.splitlines()[-1])["steps"] == STEPS
+    sound(home.directory)
+    assert events(home.directory, "lease_expired") == []
+    with ledger(home.directory) as db:
+        sampled = {v for (v,) in db.execute("SELECT DISTINCT v0 FROM samples")}
+    assert max(sampled) > 0, "its versions are what the engines sampled with"
+
+
+def _outside(url: str, elsewhere: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "examples/outside_trainer.py", url, "--model", str(elsewhere)]
+    command += ["--weights", str(elsewhere / "versions"), "--steps", str(STEPS)]
+    env = {**environment(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

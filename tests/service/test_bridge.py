@@ -1,0 +1,102 @@
+"""What a run hands to a trainer that is not ours, and what it takes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollart.adapters.service.bridge import TASK, Bridge
+from rollart.adapters.service.terms import Wish
+from rollart.adapters.trainers.http import encode_samples
+from rollart.errors import TrainerError, TrainerRefused
+from rollart.model import GroupId, TrainSample, TrajectoryId
+from rollart.sim import loop
+
+
+def virtual(main: Callable[[], Awaitable[None]]) -> None:
+    loop.run(main(), seed=1)
+
+
+def sample(name: str, group: str, score: float, *, v0: int = 0) -> TrainSample:
+    return TrainSample(
+        id=TrajectoryId(name), group=GroupId(group), domain="coin", v0=v0, token_ids=(5, 6, 7),
+        loss_mask=(False, True, True), logprobs=(0.0, -0.5, -0.25), versions=(-1, v0, v0 + 1), turn=(-1, 0, 0),
+        rewards=(0.0, 0.0, 0.0), score=score, success=None,
+    )  # fmt: skip
+
+
+def batch(version: int) -> dict[str, Any]:
+    samples = [sample(f"{g}.{m}", g, float(m)) for g in ("a", "b") for m in range(2)]
+    return {"samples": encode_samples(samples), "version": version}
+
+
+def saved(path: Path) -> str:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights")
+    return str(path)
+
+
+def test_a_batch_goes_out_whole_and_its_version_comes_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        bridge = Bridge(tmp_path / "weights")
+        desk = bridge.desk
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(bridge.publish({"version": 0}))
+            await asyncio.sleep(1.0)
+            await desk.notify(0, saved(tmp_path / "outside-0"))
+        assert (tmp_path / "weights" / "v000000" / "COMPLETE").is_file()
+        assert first.result() == {"version": 0, "path": str(tmp_path / "weights" / "v000000"), "bytes": 7}
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(bridge.train(batch(0)))
+            lease, (rows,) = await desk.lend(Wish(TASK, 1), 60.0, lease_s=60.0, key="k")
+            assert [(r.values["group"], r.values["score"], r.values["batch"], r.version) for r in rows] == [
+                (0, 0.0, 1, 0), (0, 1.0, 1, 0), (1, 0.0, 1, 0), (1, 1.0, 1, 0),
+            ]  # fmt: skip
+            assert rows[0].values["token_ids"] == [5, 6, 7]
+            assert rows[0].values["loss_mask"] == [0, 1, 1]
+            assert rows[0].values["logprobs"] == pytest.approx([0.0, -0.5, -0.25])
+            assert (rows[0].values["versions"], rows[0].values["domain"]) == ([-1, 0, 1], "coin")
+            assert await desk.done(lease)
+            await asyncio.sleep(9.0)
+            assert not training.done()
+            await desk.notify(1, saved(tmp_path / "outside-1"))
+        assert training.result()["trained_tokens"] == 8
+        assert training.result()["seconds"] >= 9.0
+
+    virtual(main)
+
+
+def test_a_step_that_the_run_gave_up_is_offered_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        bridge = Bridge(tmp_path)
+        await bridge.restore({"version": 4, "path": "/v4"})
+        assert await bridge.desk.weights(-1, 0.0) == (4, "/v4")
+        for _ in range(2):  # the second time after a restore
+            training = asyncio.ensure_future(bridge.train(batch(4)))
+            _, (rows,) = await bridge.desk.lend(Wish(TASK, 1), 60.0, lease_s=600.0, key="after-4")
+            assert len(rows) == 4
+            training.cancel()
+            await asyncio.gather(training, return_exceptions=True)
+            await bridge.restore({"version": 4, "path": "/v4"})
+            assert bridge.desk.status()["rows"] == 0
+
+    virtual(main)
+
+
+def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
+    async def main() -> None:
+        bridge = Bridge(tmp_path)
+        await bridge.desk.notify(3, "/nowhere")
+        with pytest.raises(TrainerError, match="announced v3 where v1 was due"):
+            await bridge.train(batch(0))
+        with pytest.raises(TrainerError, match="announced /nowhere for v3"):
+            await bridge.publish({"version": 3})
+        with pytest.raises(TrainerRefused, match="does no imitate"):
+            await bridge._not_here("imitate")({})
+
+    virtual(main)
