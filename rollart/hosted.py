@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rollart.model import Observation, Step
 
-__all__ = ["ENVIRONMENTS_MADE", "EnvironmentHost", "HostHealth", "Made", "Making"]
+__all__ = ["ENVIRONMENTS_MADE", "EnvironmentHost", "HostHealth", "Images", "Made", "Making"]
 
 
 ENVIRONMENTS_MADE = "environments_made"
@@ -37,6 +37,15 @@ class HostHealth:
     left: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Images that an episode needs, all that its host has, and how many were brought for it."""
+
+    wanted: tuple[str, ...]
+    there: frozenset[str]
+    pulled: int = 0
+
+
 @dataclass(slots=True)
 class Making:
     """What a domain's environments cost a host to make. `cold_s` was waited for in resets, `ahead_s` was not."""
@@ -46,6 +55,9 @@ class Making:
     reused: int = 0
     cold_s: float = 0.0
     ahead_s: float = 0.0
+    pulled: int = 0
+    """Images that were brought, and the seconds that episodes waited for them before their reset."""
+    pull_s: float = 0.0
 
     @property
     def episodes(self) -> int:
@@ -75,6 +87,14 @@ class EnvironmentHost(Protocol):
     async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
         """What the episode shows first and how its environment was made, which it is at its first reset or before; and
         the seconds that the call took there."""
+
+    @property
+    def pictured(self) -> frozenset[str]:
+        """Domains whose episodes need images that it can bring."""
+
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+        """Which images the episode needs, and those that are there; with `pull` all of them are, until it is closed.
+        And the seconds of that."""
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]: ...
 

@@ -65,7 +65,11 @@ def environment_fleet(
         leases=leases,
         recorder=recorder,
         limits=HostLimits(
-            per_host=spec.per_worker, health_s=spec.health_s, start_s=spec.start_s, call_s=waits.env_step_s
+            per_host=spec.per_worker,
+            health_s=spec.health_s,
+            start_s=spec.start_s,
+            call_s=waits.env_step_s,
+            pull_s=spec.pull_s,
         ),
         later=max([*numbers, *(a.replica for a in resolved.plan.of(Role.ENVIRONMENT))], default=-1) + 1,
     )
@@ -192,7 +196,11 @@ class HostProgram:
 
 def _ahead(resolved: Resolved) -> list[str]:
     spec = resolved.cluster.environments
-    return ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
+    warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
+    if spec.images is None:
+        return warm
+    most = None if spec.images_gb is None else int(spec.images_gb * 1e9)
+    return [*warm, "--images", json.dumps({"hook": spec.images, "arguments": spec.images_args, "bytes": most})]
 
 
 def _pool(resolved: Resolved) -> PoolSpec:

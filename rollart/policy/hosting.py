@@ -43,6 +43,9 @@ class HostRules:
     """The first back-off and the longest, each twice the one before."""
     probes: int = 1
     """Episodes at a time of a host whose back-off is over."""
+    crowd: int = 2
+    crowd_from: int = 8
+    """How far a host that has an episode's images may be ahead of the emptiest."""
     proofs: int = 3
     """Episodes in a row that go well before it counts as the others do."""
 
@@ -119,9 +122,22 @@ class Hosting:
             return None
         return self._leave_alone(host, now, f"{one.failures:.0%} of its episodes end in a fault, elsewhere {peers:.0%}")
 
-    def choose(self, room: Mapping[str, tuple[int, int]], now: float) -> str | None:
+    def choose(
+        self, room: Mapping[str, tuple[int, int]], now: float, missing: Mapping[str, int] | None = None
+    ) -> str | None:
         """A host for an episode. `room`: by host that is up, the episodes that it holds and the most that it may hold.
-        None if all are full."""
+        `missing`: images that it needs and a host lacks. Those that lack fewest are chosen among, except that one with
+        more than `crowd` times the episodes of the emptiest and `crowd_from` more is as good as without. None if all
+        are full."""
+        if missing:
+            least = min((live for live, most in room.values() if live < most), default=0)
+            bound = self.rules.crowd * least + self.rules.crowd_from
+            fewest = min((missing.get(n, 0) for n, (live, _) in room.items() if self._serves(n, now) and live <= bound),
+                         default=0)  # fmt: skip
+            near = {n: r for n, r in room.items() if missing.get(n, 0) <= fewest and r[0] <= min(bound, r[1] - 1)}
+            near = {n: r for n, r in near.items() if self._serves(n, now)}
+            if near:
+                return self.choose(near, now)
         open_ = [name for name, (live, most) in room.items() if live < most]
         well = [name for name in open_ if not self.standing[name].proofs]
         if well:
@@ -129,6 +145,10 @@ class Hosting:
             return min([*probed, *well], key=lambda name: room[name][0])
         tried = [name for name in open_ if not self.standing[name].quarantined(now)]
         return min(tried or open_, key=lambda name: room[name][0], default=None)
+
+    def _serves(self, host: str, now: float) -> bool:
+        """Whether nothing is said against it."""
+        return not self.standing[host].proofs
 
     def _tried(self, host: str, one: Standing, fault: bool, now: float) -> str | None:
         if now < one.until:  # an episode of before

@@ -149,9 +149,10 @@ def _making(rows: RunRows) -> Table:
     """How episodes came to their environments on each host: made in their reset, which waited for it, made ahead, or
     reset after another episode."""
     columns = (Column("host"), Column("domain"), Column("cold", "count"), Column("cold_s", "seconds"),
-               Column("ahead", "count"), Column("ahead_s", "seconds"), Column("reused", "count"))  # fmt: skip
+               Column("ahead", "count"), Column("ahead_s", "seconds"), Column("reused", "count"),
+               Column("pulled", "count"), Column("pull_s", "seconds"))  # fmt: skip
     last = {(event.subject, str(event.fields.get("domain"))): event.fields for event in rows.making}
-    names = ("cold", "cold_s", "ahead", "ahead_s", "reused")
+    names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
     lines = tuple((*key, *(f.get(name) for name in names)) for key, f in sorted(last.items()))
     return Table("environments", "Environments made, seconds waited for and ahead", columns, lines, people=bool(lines))
 

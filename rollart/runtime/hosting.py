@@ -44,6 +44,8 @@ class _Host:
     faults: int = 0
     episodes: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    images: frozenset[str] = frozenset()
+    """That it has, as far as is known."""
     making: dict[str, Making] = field(default_factory=dict)
     """By domain."""
 
@@ -157,11 +159,13 @@ class HostFleet:
     def tell(self, kind: str, host: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(_now(), kind, host, fields))
 
-    async def place(self) -> _Host:
-        """The host of a new episode, which holds a place there from now on."""
+    async def place(self, wanted: frozenset[str] = frozenset()) -> _Host:
+        """The host of a new episode, which holds a place there from now on: one that has the `wanted` images, rather
+        than another."""
         while True:
             up = {h.id: (h.live, self._limits.per_host) for h in self._hosts.values() if h.up}
-            name = self._policy.choose(up, _now())
+            missing = {name: len(wanted - self._hosts[name].images) for name in up} if wanted else None
+            name = self._policy.choose(up, _now(), missing)
             if name is not None:
                 self._hosts[name].live += 1
                 return self._hosts[name]
@@ -196,6 +200,29 @@ class HostFleet:
 
     def _tell_making(self, host: _Host, domain: str, making: Making) -> None:
         self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
+
+    def pictured(self, domain: str) -> bool:
+        """Whether its episodes need images that hosts bring."""
+        return any(host.link is not None and domain in host.link.pictured for host in self._hosts.values())
+
+    async def wanted(self, domain: str, seed: int) -> frozenset[str] | None:
+        """Images that an episode needs; None where none are brought. Any host knows."""
+        for host in self._hosts.values():
+            if host.link is not None and host.up:
+                if domain not in host.link.pictured:
+                    return None
+                (said, _) = await host.link.images("", domain, seed, pull=False)
+                host.images = said.there
+                return frozenset(said.wanted)
+        return None
+
+    async def pull(self, host: _Host, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str) -> None:
+        """The host has the episode's images. Bounded by a lease of its own: a reset's is too short for it."""
+        with self._leases.hold(owner, f"images of its environment on {host.id}", self._limits.pull_s, Expiry.GAP_FILL):
+            said, seconds = await link.images(episode, domain, seed, pull=True)
+        host.images = said.there
+        making = host.making.setdefault(domain, Making())
+        making.pulled, making.pull_s = making.pulled + said.pulled, making.pull_s + seconds * bool(said.pulled)
 
     def hangs(self, began: float) -> bool:
         """Whether a call that is given up now was given up because it took too long."""
@@ -300,6 +327,22 @@ class HostedEnvironment:
     def host(self) -> str:
         """Where it lives; '' before its first reset and after its close."""
         return "" if self._host is None else self._host.id
+
+    async def prepare(self, seed: int, owner: str) -> None:
+        """It has a host with its images, if it needs any: before the reset, whose time that is not."""
+        if self._host is not None or not self._fleet.pictured(self._domain):
+            return
+        wanted = await self._fleet.wanted(self._domain, seed)
+        if not wanted:
+            return
+        self._host = await self._fleet.place(wanted)
+        self._link = self._host.link
+        assert self._link is not None
+        try:
+            await self._fleet.pull(self._host, self._link, self._episode, self._domain, seed, owner)
+        except Exception:
+            self._fault = True
+            raise
 
     async def reset(self, seed: int) -> Observation:
         if self._host is None:

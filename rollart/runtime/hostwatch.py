@@ -53,6 +53,8 @@ class HostLimits:
     start_s: float = 60.0
     call_s: float = 30.0
     close_s: float = 5.0
+    pull_s: float = 600.0
+    """Longest wait for an episode's images."""
     max_restarts: int = 5
     """Of a host in a row without an episode that went well: the bound is against crash loops."""
 

@@ -15,6 +15,7 @@ from rollart.policy.prefetching import Prefetch
 from rollart.ports import Environment, Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
+from rollart.runtime.preparing import prepared
 
 __all__ = ["Ahead", "PrefetchSettings", "Prefetcher"]
 
@@ -35,6 +36,8 @@ class Ahead:
     environment: Environment | None = None
     """None until its task has made it."""
     taken: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once its reset itself is under way, or what comes before it failed."""
     task: asyncio.Task[None] | None = None
     seconds: float = 0.0
 
@@ -44,11 +47,22 @@ class Ahead:
         try:
             return await asyncio.shield(self.over)
         except asyncio.CancelledError:
-            assert self.task is not None
-            self.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.task
+            await self._end()
             raise
+
+    async def prepared(self) -> None:
+        """Its host has what the reset needs, or that failed; bounded by the lease that its task holds for it."""
+        try:
+            await self.ready.wait()
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
 
 
 class Prefetcher:
@@ -169,8 +183,10 @@ class Prefetcher:
     async def _begin(
         self, domain: str, trajectory: TrajectoryId, seed: int, ahead: Ahead, environment: Environment
     ) -> None:
-        began = asyncio.get_running_loop().time()
         try:
+            await prepared(environment, seed, trajectory)
+            ahead.ready.set()
+            began = asyncio.get_running_loop().time()
             with (
                 self._leases.hold(trajectory, "reset of its environment", self._reset_s, Expiry.GAP_FILL),
                 foreign(),
@@ -178,10 +194,12 @@ class Prefetcher:
                 observation = checked_observation(await environment.reset(seed))
         except Exception as error:
             ahead.over.set_exception(error)
+            ahead.ready.set()
             ahead.over.exception()  # where nobody takes it, nobody is to hear of it
             return
         except asyncio.CancelledError:
             ahead.over.cancel()
+            ahead.ready.set()
             raise
         ahead.seconds = asyncio.get_running_loop().time() - began
         self.reset(domain, ahead.seconds)

@@ -38,6 +38,7 @@ from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampl
 from rollart.runtime.hosting import host_of
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import Ahead, Prefetcher
+from rollart.runtime.preparing import prepared
 
 __all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
 
@@ -333,6 +334,7 @@ class TrajectoryRunner:
     async def _reset(self, live: Live, environment: Environment, ahead: Ahead | None) -> Observation:
         """The first observation, of a reset of its own or of one that was begun before it."""
         try:
+            await (prepared(environment, live.seed, live.id) if ahead is None else ahead.prepared())
             with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
             ) as lease, foreign():  # fmt: skip

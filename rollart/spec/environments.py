@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollart.spec.base import Entry, Name
+from rollart.spec.base import Entry, ImportPath, Name
 
 __all__ = ["EnvironmentsSpec"]
 
@@ -46,6 +46,21 @@ class EnvironmentsSpec(Entry):
         le=1_000_000,
         description="Episodes that one environment plays, reset in between, if it says that it is `reusable`; 1: each "
         "is made anew. No more than `warm` are kept.",
+    )
+    images: ImportPath | None = Field(
+        default=None,
+        description="`package.module:Class` that lists and brings images on a host, for environments that name theirs "
+        "by `images(seed)`.",
+    )
+    images_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
+    images_gb: float | None = Field(
+        default=None, gt=0, le=1e6, description="Images that a host keeps, 10^9 bytes: those used longest ago go first."
+    )
+    pull_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86400,
+        description="Longest wait for an episode's images, which is no part of its reset.",
     )
     health_s: float = Field(
         default=15.0,

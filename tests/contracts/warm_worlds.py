@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 from typing import ClassVar
 
 from rollart.model import Observation, Step
 
-__all__ = ["Again", "Once"]
+__all__ = ["Again", "Once", "Pictured"]
 
 
 class Once:
@@ -41,3 +43,13 @@ class Again(Once):
     """The same, reset for another episode."""
 
     reusable = True
+
+
+class Pictured(Once):
+    """Needs the image of its seed on its host, and shows what is in it."""
+
+    def images(self, seed: int) -> list[str]:
+        return ["base", f"task{seed % 3}"]
+
+    async def reset(self, seed: int) -> Observation:
+        return Observation((Path(os.environ["ROLLART_TEST_IMAGES"]) / f"task{seed % 3}" / "words").read_text())

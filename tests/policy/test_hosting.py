@@ -129,3 +129,26 @@ def test_a_slow_host_is_left_alone_and_a_lone_one_never() -> None:
 @pytest.mark.parametrize("episodes", [1, RULES.seen - 1])
 def test_a_few_faults_are_no_verdict(episodes: int) -> None:
     assert broken(hosting(3), NAMES[0], 0.0, 3, episodes) == []
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(0, 30), st.integers(1, 30)), min_size=1),
+    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3)),
+)
+def test_images_draw_episodes_without_crowding_or_losing_any(
+    room: dict[str, tuple[int, int]], missing: dict[str, int]
+) -> None:
+    hosting = Hosting()
+    for name in room:
+        hosting.join(name)
+    chosen, anyway = hosting.choose(room, 0.0, missing), hosting.choose(room, 0.0)
+    assert (chosen is None) == (anyway is None), "a place is found whenever there is one"
+    if chosen is None or anyway is None:
+        return
+    live, most = room[chosen]
+    assert live < most
+    rules = hosting.rules
+    assert live <= rules.crowd * room[anyway][0] + rules.crowd_from
+    assert missing.get(chosen, 0) <= missing.get(anyway, 0)
+    if not missing:
+        assert chosen == anyway

@@ -31,6 +31,8 @@ LIMITS = HostLimits(per_host=4, health_s=10.0, start_s=5.0, call_s=30.0)
 class Place:
     """A host's client: one life of it. Calls take a second."""
 
+    pictured: frozenset[str] = frozenset()
+
     def __init__(self, part: Part, life: int) -> None:
         self._part, self._life = part, life
         self.episodes: set[str] = set()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollart.adapters.envs.images import ImageCache, ImageHook, PullFailed, hook_of
 from rollart.adapters.envs.seats import Maker, Seat, forever, makers, on_loop, sound, timed
 from rollart.adapters.envs.warm import Kept, WarmPool, started
 from rollart.adapters.envs.wire import (
@@ -92,6 +93,12 @@ class Front:
     reuse: int = 1
     """Episodes that one environment plays, where it may."""
     pools: dict[str, WarmPool] = field(default_factory=dict)
+    hook: ImageHook | None = None
+    most: int | None = None
+    """Bytes of images that are kept."""
+    images: ImageCache | None = None
+    held: dict[str, list[str]] = field(default_factory=dict)
+    """Images that are pulled for episodes, by episode."""
     episodes: dict[str, Episode] = field(default_factory=dict)
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     left: list[tuple[str, threading.Thread]] = field(default_factory=list)
@@ -108,7 +115,8 @@ class Front:
             if known and not self.taken:
                 self.taken = True
                 problems = {name: one.problem for name, one in self.makers.items() if one.problem}
-                write_frame(writer, Answer(hello.id, "", Told.OK, [os.getpid(), problems]).to_json())
+                said = [os.getpid(), problems, self._pictured()]
+                write_frame(writer, Answer(hello.id, "", Told.OK, said).to_json())
                 await self._converse(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             pass
@@ -119,6 +127,7 @@ class Front:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._warm(tasks)
+                self.images = None if self.hook is None else ImageCache(self.hook, tasks, self.most)
                 while True:
                     ask = Ask.from_json(await read_frame(reader))
                     tasks.create_task(self._answer(ask, writer))
@@ -138,6 +147,7 @@ class Front:
 
     def _warm(self, tasks: asyncio.TaskGroup) -> None:
         """Begin to make environments ahead."""
+        self.held.clear()
         self.pools = {
             name: WarmPool(name, maker, functools.partial(self._seat, maker), self.size, self.reuse)
             for name, maker in self.makers.items()
@@ -176,7 +186,11 @@ class Front:
             case Op.CLOSE:
                 episode = self.episodes.get(ask.episode)
                 why = "" if episode is None else await self._close(episode)
+                if (held := self.held.pop(ask.episode, None)) is not None and self.images is not None:
+                    await self.images.release(held)
                 return Answer(ask.id, ask.episode, Told.RAISED if why else Told.OK, why or None)
+            case Op.IMAGES | Op.PULL:
+                return await self._images(ask)
             case Op.RESET:
                 return await self._reset(ask)
             case Op.STEP:
@@ -219,6 +233,36 @@ class Front:
             return Episode(name, maker, self._seat(maker, name), pool)
         made = Made("reused" if kept.played else "ahead", 0.0 if kept.played else kept.make_s)
         return Episode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
+
+    def _pictured(self) -> list[str]:
+        """Domains whose environments name images that can be brought here."""
+        return [name for name, maker in self.makers.items() if maker.images is not None and self.hook is not None]
+
+    async def _images(self, ask: Ask) -> Answer:
+        """Which images an episode needs and which of those are here; brought, if that is asked. They are held until it
+        is closed."""
+        domain, seed = ask.value
+        maker = self.makers.get(domain)
+        if maker is None or maker.images is None or self.images is None:
+            return Answer(ask.id, ask.episode, Told.REFUSED, f"no images of domain '{domain}' here")
+        began, pulled = asyncio.get_running_loop().time(), 0
+        try:
+            named = maker.images
+
+            async def names() -> list[str]:
+                return [str(image) for image in named(seed)]
+
+            wanted = await on_loop(self.main, names())
+            await self.images.known()
+            if ask.op is Op.PULL:
+                pulled = await self.images.ensure(wanted)
+                self.held.setdefault(ask.episode, []).extend(wanted)
+        except PullFailed as error:
+            return Answer(ask.id, ask.episode, Told.REFUSED, str(error))
+        except Exception as error:
+            return Answer(ask.id, ask.episode, Told.RAISED, f"{type(error).__name__}: {error}"[:500])
+        seconds = asyncio.get_running_loop().time() - began
+        return Answer(ask.id, ask.episode, Told.OK, [wanted, list(self.images.there), pulled], seconds)
 
     async def _step(self, ask: Ask) -> Answer:
         episode = self.episodes.get(ask.episode)
@@ -308,7 +352,8 @@ async def _main(options: argparse.Namespace, said: int) -> None:
     stop = asyncio.Event()
     main.add_signal_handler(signal.SIGTERM, stop.set)
     domains = json.loads(Path(options.domains).read_text())
-    front = Front(makers(domains), main, os.environ.pop(TOKEN, ""), options.warm, options.reuse)
+    hook, most = (None, None) if options.images is None else hook_of(json.loads(options.images))
+    front = Front(makers(domains), main, os.environ.pop(TOKEN, ""), options.warm, options.reuse, hook=hook, most=most)
     loop = asyncio.new_event_loop()
     threading.Thread(target=forever, args=(loop,), name="front", daemon=True).start()
 
@@ -331,6 +376,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--warm", type=int, default=0, help="environments of each domain that are made ahead")
     parser.add_argument("--reuse", type=int, default=1, help="episodes that an environment plays, if it is reusable")
+    parser.add_argument("--images", help="what brings images, as JSON: hook, arguments, bytes")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What environments print goes to the log: nobody reads the pipe that says ready.

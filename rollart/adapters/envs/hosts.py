@@ -11,7 +11,7 @@ from typing import Any
 from rollart.adapters.envs.wire import Answer, Ask, Op, Told, observation_of, read_frame, step_of, write_frame
 from rollart.border import checked_observation, checked_step
 from rollart.errors import EnvironmentFault
-from rollart.hosted import HostHealth, Made
+from rollart.hosted import HostHealth, Images, Made
 from rollart.model import Observation, Step
 
 __all__ = ["HostConnection"]
@@ -36,6 +36,7 @@ class HostConnection:
         self.pid = 0
         self.problems: Mapping[str, str] = {}
         """Domains that the host can make no environment of, with the reasons."""
+        self.pictured: frozenset[str] = frozenset()
         # It outlives the call that opened it and ends with the connection, which `aclose` ends.
         self._reading = asyncio.get_running_loop().create_task(self._read(), name=f"answers of {name}")
 
@@ -51,8 +52,9 @@ class HostConnection:
         try:
             answer = await connection._ask(Op.HELLO, "", token)
             match answer.value:
-                case [int(pid), dict(problems)]:
+                case [int(pid), dict(problems), list(pictured)]:
                     connection.pid, connection.problems = pid, problems
+                    connection.pictured = frozenset(map(str, pictured))
                 case _:
                     raise EnvironmentFault(name, "its greeting is none")
         except BaseException:
@@ -78,6 +80,13 @@ class HostConnection:
             raise ValueError("an answer that is no observation")
         except (TypeError, ValueError) as error:
             raise EnvironmentFault(self._name, str(error)) from None
+
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+        answer = await self._ask(Op.PULL if pull else Op.IMAGES, episode, [domain, seed])
+        match answer.value:
+            case [list(wanted), list(there), int(pulled)]:
+                return Images(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), answer.env_s
+        raise EnvironmentFault(self._name, "its answer about images is none")
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
         answer = await self._ask(Op.STEP, episode, action)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ class Maker:
     make: Callable[[], Environment] | None
     blocking: bool = False
     problem: str = ""
+    images: Callable[[int], Sequence[str]] | None = None
+    """The images that an episode of a seed needs, if the environment says so."""
 
 
 def makers(domains: Mapping[str, Any]) -> dict[str, Maker]:
@@ -40,7 +42,9 @@ def _maker(path: str, arguments: dict[str, Any]) -> Maker:
         made = make(**arguments)
     except Exception as error:
         return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {_words(error)}")
-    return Maker(lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)))
+    return Maker(
+        lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)), images=getattr(made, "images", None)
+    )
 
 
 @dataclass(slots=True)

@@ -39,6 +39,8 @@ class Op(enum.StrEnum):
     CLOSE = "close"
     CANCEL = "cancel"
     HEALTH = "health"
+    IMAGES = "images"
+    PULL = "pull"
 
 
 class Told(enum.StrEnum):

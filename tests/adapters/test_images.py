@@ -1,0 +1,116 @@
+"""A host's images: brought once for all who wait, held while they are used, the ones used longest ago removed."""
+
+from __future__ import annotations
+
+import asyncio
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollart.adapters.envs.images import ImageCache, PullFailed, TarImages
+
+
+class Shelf:
+    """A hook whose pulls wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.pulled: list[str] = []
+        self.removed: list[str] = []
+        self.go = asyncio.Event()
+        self.under_way = asyncio.Event()
+
+    async def images(self) -> Sequence[str]:
+        return ("old",)
+
+    async def ensure(self, image: str) -> int:
+        self.pulled.append(image)
+        self.under_way.set()
+        await self.go.wait()
+        if image == "none":
+            raise OSError("no such image")
+        return 10
+
+    async def remove(self, image: str) -> None:
+        self.removed.append(image)
+
+
+def test_pulls_of_the_same_image_are_one_and_survive_who_asked_first() -> None:
+    async def play() -> None:
+        shelf = Shelf()
+        async with asyncio.TaskGroup() as tasks:
+            cache = ImageCache(shelf, tasks)
+            first = tasks.create_task(cache.ensure(["base", "a"]))
+            await shelf.under_way.wait()
+            second = tasks.create_task(cache.ensure(["base", "b"]))
+            while len(cache.pulling) < 3:
+                await asyncio.sleep(0)
+            first.cancel()
+            shelf.go.set()
+            assert await second == 2
+            assert await cache.ensure(["base"]) == 0
+        assert sorted(shelf.pulled) == ["a", "b", "base"]
+        assert cache.held == {"base": 2, "b": 1}
+
+    asyncio.run(play())
+
+
+def test_what_is_there_is_not_pulled_and_what_fails_is_named_and_tried_again() -> None:
+    async def play() -> None:
+        shelf = Shelf()
+        shelf.go.set()
+        async with asyncio.TaskGroup() as tasks:
+            cache = ImageCache(shelf, tasks)
+            await cache.known()
+            assert await cache.ensure(["old"]) == 0
+            for _ in range(2):
+                with pytest.raises(PullFailed, match="image 'none' could not be brought: OSError: no such image"):
+                    await cache.ensure(["base", "none"])
+        assert shelf.pulled == ["base", "none", "none"]
+        assert cache.held == {"old": 1}
+
+    asyncio.run(play())
+
+
+def test_the_bound_removes_what_was_used_longest_ago_and_nothing_that_is_held() -> None:
+    async def play() -> None:
+        shelf = Shelf()
+        shelf.go.set()
+        async with asyncio.TaskGroup() as tasks:
+            cache = ImageCache(shelf, tasks, most=20)
+            for image in ("a", "b", "c"):
+                await cache.ensure([image])
+            assert shelf.removed == []
+            await cache.release(["b"])
+            assert shelf.removed == ["b"]
+            await cache.ensure(["d"])
+            await cache.release(["c"])
+            await cache.release(["a"])
+            assert shelf.removed == ["b", "c"]
+            assert list(cache.there) == ["a", "d"]
+
+    asyncio.run(play())
+
+
+def test_tarballs_are_unpacked_whole_or_not_at_all(tmp_path: Path) -> None:
+    store, cache = tmp_path / "store", tmp_path / "cache"
+    store.mkdir()
+    (tmp_path / "hello").write_text("hello")
+    with tarfile.open(store / "greeting.tar", "w") as tar:
+        tar.add(tmp_path / "hello", "hello")
+    (store / "broken.tar").write_text("no tarball")
+
+    async def play() -> None:
+        images = TarImages(str(store), str(cache))
+        assert list(await images.images()) == []
+        assert await images.ensure("greeting") == 5
+        assert (cache / "greeting" / "hello").read_text() == "hello"
+        for name in ("broken", "absent"):
+            with pytest.raises((tarfile.TarError, OSError)):
+                await images.ensure(name)
+        assert list(await images.images()) == ["greeting"]
+        await images.remove("greeting")
+        assert list(await images.images()) == []
+
+    asyncio.run(play())
