@@ -14,12 +14,12 @@ import pytest
 
 from rollart.adapters.clusters.ray_cluster import TOKEN, add_node, auth, raylet
 from rollart.ports import Node
-from tests.chaos.test_ray import LIMIT_S, placed
+from tests.chaos.test_ray import placed
 from tests.e2e.harness import Home, Launched, events, sound, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]  # Ray, and four engines one after the other: about a minute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # Ray, and four engines one after the other: about a minute
 
-STEPS = 8
+LIMIT_S, STEPS = 300.0, 8
 
 CLUSTER: dict[str, Any] = {
     "name": "fleet",
