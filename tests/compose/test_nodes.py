@@ -126,6 +126,7 @@ def test_what_dies_with_its_machine_is_given_up_and_started_where_one_comes_back
     assert rebalanced.t > 100.0, "after one that did not live long it has to stay twice as long"
 
 
+@pytest.mark.slow  # two simulations
 def test_the_same_plan_and_seed_do_the_same(given: Resolved, tmp_path: Path) -> None:
     first, second = (played(given, tmp_path / str(n), LATE, steps=3) for n in range(2))
     assert first.trace == second.trace
