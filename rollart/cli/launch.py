@@ -70,9 +70,10 @@ def launch(
         for line in commands(resolved):
             click.echo(f"# {line}")
         return
-    from rollart.compose.vllm_home import ready
+    if resolved.cluster.engines.kind == "vllm":  # others have nothing to look for, and need not wait for imports
+        from rollart.compose.vllm_home import ready
 
-    ready(resolved)
+        ready(resolved)
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved.run.name)
     if detach:

@@ -30,7 +30,7 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(home: Home) -> None:
 
 
 def test_stop_from_another_shell_and_resume(home: Home) -> None:
-    run = home.launch(tiny(domains__0__environment_args={"turn_s": 1.0}))
+    run = home.launch(tiny(domains__0__environment_args={"turn_s": 10.0}))  # two commands start meanwhile
     run.until_step(0)
     again = home.run("launch", "--resume", "tiny-1")
     assert again.returncode == 2
