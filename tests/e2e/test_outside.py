@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.harness import CLUSTER, ROOT, STEPS, Home, environment, events, ledger, sound, tiny
 
-pytestmark = pytest.mark.slow  # a run's engine, and a trainer with torch and transformers, as processes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # an engine, and a trainer with torch and transformers
 
 PATIENCE = {"leases__publish_s": 600, "leases__train_s": 600}
 """Seconds that the run waits for an outside trainer to be there, and to take a step."""
@@ -27,7 +27,7 @@ def test_a_trainer_of_ones_own_learns_inside_a_run(home: Home, tmp_path_factory:
     run.until(found.exists, "the service's address is told")
     outside = _outside(json.loads(found.read_text())["url"], elsewhere)
     try:
-        run.until_step(STEPS)
+        run.until(lambda: run.step() >= STEPS, "the last step is committed", 600)
         run.finished()
         said, errors = outside.communicate(timeout=120)
     finally:

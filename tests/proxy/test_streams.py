@@ -14,7 +14,7 @@ from tests.engine.hosting import process
 from tests.proxy.scripted import WORLD, scripted
 from tests.proxy.test_clients import KEY, call, proxy
 
-pytestmark = pytest.mark.slow  # two engines and a proxy as processes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # two engines and a proxy as processes
 
 openai = pytest.importorskip("openai")
 

@@ -16,7 +16,7 @@ import pytest
 
 from rollart.service import Service, ServiceError
 
-pytestmark = pytest.mark.slow  # the service as a process, started again and again
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the service as a process, started again and again
 
 GROUPS, SIZE, KILLS = 12, 2, 3
 
