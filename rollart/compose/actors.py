@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -35,8 +35,11 @@ __all__ = [
     "resource",
     "selector",
     "torch_device",
+    "TrainerShare",
     "trainer_actor",
+    "trainer_actors",
     "trainer_ranks",
+    "trainer_shares",
     "unused_clock",
 ]
 
@@ -119,14 +122,27 @@ def unused_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerShare:
+    """What of the trainer is on one host: `ranks` of them, from number `first` on."""
+
+    name: str
+    devices: tuple[int, ...]
+    first: int
+    ranks: int
+
+
 def trainer_ranks(resolved: Resolved) -> int:
-    """Processes of the embedded trainer: what the cluster spec says, else one per GPU, or one for all cores. SpecError
-    if the plan's devices do not allow it."""
+    """Processes of the embedded trainer: what the cluster spec says, else one per GPU, or of cores one per host that
+    they are on. SpecError if the plan's devices do not allow it."""
     assignment, given = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.ranks
     devices, gpus = len(assignment.devices), resource(resolved, _pool(resolved, assignment)) == "GPU"
-    ranks = given or (devices if gpus else 1)
-    if ranks > devices or (gpus and ranks != devices):
+    over = len(_by_host(resolved, assignment))
+    ranks = given or (devices if gpus else over)
+    if not over <= ranks <= devices or (gpus and ranks != devices):
         rule = "the number of its GPUs" if gpus else "at most its cores"
+        if ranks < over:
+            rule = f"at least one on each of the {over} hosts that it takes"
         raise SpecError(
             f"trainer.ranks is {ranks}, and the plan gives the trainer {devices} devices of pool '{assignment.pool}' "
             f"(rule: {rule})",
@@ -140,13 +156,46 @@ def trainer_ranks(resolved: Resolved) -> int:
     return ranks
 
 
+def trainer_shares(resolved: Resolved) -> list[TrainerShare]:
+    """The trainer by host, rank 0's first. On one machine, or where a host has enough devices, it is one."""
+    assignment, ranks = resolved.plan.of(Role.TRAINER)[0], trainer_ranks(resolved)
+    parts = _by_host(resolved, assignment)
+    # A rank for every device, or as many on each host as on the others; a last host of fewer devices takes no more.
+    most = [len(part) for part in parts]
+    here = [ranks * (n + 1) // len(parts) - ranks * n // len(parts) for n in range(len(parts))]
+    here = most if sum(most) == ranks else here
+    if any(have > room for have, room in zip(here, most, strict=True)):
+        raise SpecError(
+            f"trainer.ranks is {ranks}, and the trainer's hosts have {', '.join(map(str, most))} devices (rule: equal "
+            "numbers of ranks, at most one per device)",
+            remedy="set trainer.ranks, or trainer.threads to a multiple of the pool's devices_per_host",
+        )
+    names = [assignment.name, *(f"{assignment.name}-host-{number}" for number in range(1, len(parts)))]
+    firsts = [sum(here[:n]) for n in range(len(parts))]
+    return [TrainerShare(*one) for one in zip(names, parts, firsts, here, strict=True)]
+
+
+def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[ActorSpec]:
+    """One program per host; one in all where the trainer is somebody else's."""
+    assignment, external = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.external
+    if external is not None:
+        arguments = ["--config", str(config), "--listen", external]
+        return [_program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments)]
+    shares, actors = trainer_shares(resolved), []
+    for share in shares:
+        arguments = ["--config", str(config)]
+        if len(shares) > 1:
+            arguments += ["--rank", str(share.first), "--here", str(share.ranks)]
+        part = replace(assignment, devices=share.devices)
+        actors.append(
+            _program(resolved, directory, part, "rollart.train", arguments, processes=share.ranks, called=share.name)
+        )
+    return actors
+
+
 def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
-    assignment = resolved.plan.of(Role.TRAINER)[0]
-    arguments = ["--config", str(config)]
-    if resolved.cluster.trainer.external is not None:
-        arguments += ["--listen", resolved.cluster.trainer.external]
-        return _program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments)
-    return _program(resolved, directory, assignment, "rollart.train", arguments, processes=trainer_ranks(resolved))
+    """That of rank 0, which is all of it on one host."""
+    return trainer_actors(resolved, directory, config)[0]
 
 
 def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
@@ -213,6 +262,15 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
     return _program(resolved, directory, assignment, module, arguments, env=command.env, together=True)
 
 
+def _by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[int, ...]]:
+    """The trainer's devices in hosts' worths, where no single host of the pool has as many."""
+    size, devices = _pool(resolved, assignment).devices_per_host, assignment.devices
+    spread = resolved.cluster.runtime.backend != "local" and resolved.cluster.trainer.external is None
+    if not spread or size is None or len(devices) <= size:
+        return [devices]
+    return [devices[start : start + size] for start in range(0, len(devices), size)]
+
+
 def _log(directory: Path, name: str) -> Path:
     return directory / "logs" / f"{name}.log"
 
@@ -231,9 +289,10 @@ def _program(
     env: Mapping[str, str] = MappingProxyType({}),
     together: bool = False,
     processes: int = 1,
+    called: str = "",
 ) -> ActorSpec:
-    """`together`: the program can use several GPUs."""
-    name, devices = assignment.name, len(assignment.devices)
+    """`together`: the program can use several GPUs. `called`: its name, if not the assignment's."""
+    name, devices = called or assignment.name, len(assignment.devices)
     pool, (room, labels) = _pool(resolved, assignment), part_room(resolved, assignment)
     kind = resource(resolved, pool)
     on_ray = resolved.cluster.runtime.backend == "ray"

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
+from placement.types import Role
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.compose.actors import attached, hosts, nodes, part_room, resource, selector
+from rollart.compose.actors import attached, hosts, nodes, part_room, resource, selector, trainer_shares
 from rollart.compose.elastic import present
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import Bundle, BundleGroup
@@ -59,11 +60,16 @@ def gang(resolved: Resolved) -> list[BundleGroup]:
     """What the plan's parts take, one group each: all of it is reserved before the first of them starts. Servers that
     run already take nothing."""
     there = attached(resolved)
-    return [
-        BundleGroup(a.name, (Bundle(a.name, *part_room(resolved, a), about=f"pool '{a.pool}'"),))
-        for a in resolved.plan.assignments
-        if a.name not in there
-    ]
+    groups = []
+    for a in resolved.plan.assignments:
+        if a.name in there:
+            continue
+        parts = [(a.name, a)]
+        if a.role is Role.TRAINER:  # it may take several hosts
+            parts = [(share.name, replace(a, devices=share.devices)) for share in trainer_shares(resolved)]
+        for name, part in parts:
+            groups.append(BundleGroup(name, (Bundle(name, *part_room(resolved, part), about=f"pool '{a.pool}'"),)))
+    return groups
 
 
 async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handle:

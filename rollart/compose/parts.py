@@ -11,6 +11,7 @@ from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.compose.agreement import note_agreement, said
+from rollart.compose.trainer_hosts import TrainerHosts
 from rollart.errors import PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
@@ -128,7 +129,7 @@ class TrainerProgram:
 
     def __init__(
         self,
-        program: Handle,
+        program: Handle | TrainerHosts,
         leases: Leases,
         recorder: Recorder,
         clock: ResourceClock,

@@ -12,10 +12,10 @@ from rollart.adapters.rewards.beside import Scorers
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.compose.actors import part_clock, trainer_actor
+from rollart.compose.actors import part_clock
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
-from rollart.compose.clusters import opened, placed
+from rollart.compose.clusters import opened
 from rollart.compose.elastic import elastic_planner, nodes_of
 from rollart.compose.environments import environment_fleet, hosted, on_hosts
 from rollart.compose.fleet import LocalSite
@@ -32,6 +32,7 @@ from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import SERVING, concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
 from rollart.compose.stored import StoredWeights, weight_store
+from rollart.compose.trainer_hosts import on_its_hosts
 from rollart.compose.weights import patience_s, stall_seconds, update_policy
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
@@ -351,7 +352,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
-            await placed(resolved, runtime, trainer_actor(resolved, directory, config)),
+            await on_its_hosts(stack, resolved, runtime, directory, config),
             leases,
             ledger,
             by_part["trainer-0"],

@@ -6,6 +6,7 @@
     POST /reference, /advantages {samples} -> {column: float64[T] as bytes}
     POST /stage {version} -> {}     /publish {version} -> {version, path}
     POST /restore {version, path}   -> {}
+    POST /lost {reason} -> {}       a rank of another host is gone, says who watches it
     GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
 
 `samples` is the wire form of `batch.py`. An error is {"error": one line, "remedy": one line}: 400 for what the caller
@@ -83,6 +84,7 @@ class TrainerService:
         app.router.add_post("/publish", self._post("publish", self._ranks.disk, self._disk))
         for name in ("reference", "advantages"):
             app.router.add_post(f"/{name}", self._post(name, ALONE, self._columns))
+        app.router.add_post("/lost", self.told)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         return app
@@ -159,6 +161,11 @@ class TrainerService:
         checkpoint.restore(self._learner, Path(str(body["path"])), version)
         self._version = version
         return {}
+
+    async def told(self, request: web.Request) -> web.Response:
+        message = msgpack.unpackb(await request.read())
+        self.lost(str(message["reason"]))
+        return _response(Outcome(200, msgpack.packb({})))
 
     async def health(self, request: web.Request) -> web.Response:
         about = {"status": self._broken or "ok", "version": self._version, "queued": self._waiting}

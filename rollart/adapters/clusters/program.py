@@ -48,28 +48,18 @@ class Program:
 
     async def start(self, extra: list[str]) -> str:
         """The address it serves at. `PartDied` with the last line it said if it ends before it is ready."""
-        await self.stop()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                *extra,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **self._env},
-                # A process group of its own: Ctrl-C in the terminal reaches the controller, which stops its parts.
-                start_new_session=True,
-            )
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            words = line.decode(errors="replace").split()
-            if len(words) == 2 and words[0] == "ready":
-                return words[1]
-        code = await self._process.wait()
-        raise PartDied(
-            self._name, f"ended with status {code} before it was ready: {self._last_line()}", remedy=f"see {self._log}"
-        )
+        await self._launch(extra)
+        return await self._said("ready")
+
+    async def begin(self, extra: list[str]) -> str:
+        """Start it, and wait only until it says `meet ADDRESS`: where its other parts meet it. `ready` waits for the
+        rest. Errors as `start`."""
+        await self._launch(extra)
+        return await self._said("meet")
+
+    async def ready(self) -> str:
+        """The address it serves at, after `begin`."""
+        return await self._said("ready")
 
     async def wait(self) -> str:
         """The cause, in words, once the program ended."""
@@ -122,6 +112,35 @@ class Program:
         copy, self._copy = self._copy, None
         if copy is not None:
             await copy.aclose()
+
+    async def _launch(self, extra: list[str]) -> None:
+        await self.stop()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                *extra,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **self._env},
+                # A process group of its own: Ctrl-C in the terminal reaches the controller, which stops its parts.
+                start_new_session=True,
+            )
+
+    async def _said(self, wanted: str) -> str:
+        """The address on the next line that begins with this word. `PartDied` if the program ends before."""
+        process = self._process
+        if process is None or process.stdout is None:
+            raise PartDied(self._name, "was never started")
+        while line := await process.stdout.readline():
+            words = line.decode(errors="replace").split()
+            if len(words) == 2 and words[0] == wanted:
+                return words[1]
+        code = await process.wait()
+        raise PartDied(
+            self._name, f"ended with status {code} before it was ready: {self._last_line()}", remedy=f"see {self._log}"
+        )
 
     def _last_line(self) -> str:
         try:

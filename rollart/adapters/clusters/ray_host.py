@@ -68,10 +68,10 @@ class Host:
 class NodeProgram(Program):
     """A `Program` that serves at its node's address: clients are on other nodes."""
 
-    async def start(self, extra: list[str]) -> str:
+    async def _launch(self, extra: list[str]) -> None:
         import ray.util
 
-        return await super().start([*extra, "--host", str(ray.util.get_node_ip_address())])
+        await super()._launch([*extra, "--host", str(ray.util.get_node_ip_address())])
 
 
 def pack(value: Any) -> bytes:

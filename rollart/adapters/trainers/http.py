@@ -76,6 +76,10 @@ class HttpTrainer:
     async def restore(self, weights: WeightsRef) -> None:
         await self._post("restore", {"version": weights.version, "path": weights.path})
 
+    async def lost(self, reason: str) -> None:
+        """Tell it that a rank which it does not watch is gone: whoever waits for it is answered with that."""
+        await self._post("lost", {"reason": reason})
+
     async def healthy(self) -> bool:
         """Whether the process answers; it does so while a step runs."""
         try:

@@ -1,0 +1,97 @@
+"""The embedded trainer with ranks on several hosts: one program on each, which meet where the first one says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollart.adapters.trainers.http import HttpTrainer
+from rollart.compose.actors import trainer_actors
+from rollart.compose.clusters import placed
+from rollart.errors import PartDied, RollartError
+from rollart.ports import Handle, Runtime
+from rollart.spec.resolve import Resolved
+
+__all__ = ["TrainerHosts", "on_its_hosts"]
+
+
+async def on_its_hosts(
+    stack: contextlib.AsyncExitStack, resolved: Resolved, runtime: Runtime, directory: Path, config: Path
+) -> Handle | TrainerHosts:
+    """The trainer's program, where the plan puts it; nothing of it runs yet."""
+    handles = [await placed(resolved, runtime, actor) for actor in trainer_actors(resolved, directory, config)]
+    if len(handles) == 1:
+        return handles[0]
+    hosts = TrainerHosts(handles)
+    stack.push_async_callback(hosts.aclose)
+    return hosts
+
+
+class TrainerHosts:
+    """Programs that are one: started together, lost together. Has the one call of a `Handle` that `TrainerProgram`
+    makes.
+
+    Owns a task that waits for the end of every host but the first, whose end callers notice by themselves, and tells
+    the first one why: it answers whoever waits with that, at once.
+    """
+
+    def __init__(self, hosts: Sequence[Handle]) -> None:
+        """`hosts`: actors of `Program`, that of rank 0 first."""
+        self._leader, *self._others = hosts
+        self._watching: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, extra: list[str]) -> Any:
+        """`start`: the address that the trainer serves at. `PartDied` as the first host that ends before all are ready;
+        then none is left running."""
+        assert method == "start"
+        await self._forget()
+        meet = str(await self._leader.call("begin", [*extra, "--meet", ":0"]))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                ready = tasks.create_task(self._leader.call("ready"))
+                for other in self._others:
+                    tasks.create_task(other.call("start", [*extra, "--meet", meet]))
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, ExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        address = str(ready.result())
+        # It outlives this call; the next start ends it, or `aclose`.
+        self._watching = asyncio.get_running_loop().create_task(self._watch(address), name="hosts of the trainer")
+        return address
+
+    async def aclose(self) -> None:
+        await self._forget()
+
+    async def _watch(self, address: str) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number, other in enumerate(self._others, 1):
+                tasks.create_task(self._tell_the_end(number, other, address))
+
+    async def _tell_the_end(self, number: int, other: Handle, address: str) -> None:
+        try:
+            cause = str(await other.call("wait"))
+        except PartDied as error:  # the actor, or its node
+            cause = error.message
+        trainer = HttpTrainer(address)
+        try:
+            await trainer.lost(f"the trainer's host {number}: {cause}")
+        except RollartError:  # the first host is gone as well
+            pass
+        finally:
+            await trainer.aclose()
+
+    async def _stop(self) -> None:
+        for host in (self._leader, *self._others):
+            with contextlib.suppress(RollartError):
+                await host.call("stop")
+
+    async def _forget(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
