@@ -38,6 +38,8 @@ class _Host:
     calls: int = 0
     taken: int | None = None
     """Episodes that it held when it ended, as the first of them learned."""
+    resting: bool = False
+    """It gets none while another does not rest either: it is to be started again once it is empty."""
     leaving: bool = False
     """It gets no more episodes."""
     restarts: int = 0
@@ -163,9 +165,12 @@ class HostFleet:
         """The host of a new episode, which holds a place there from now on: one that has the `wanted` images, rather
         than another."""
         while True:
-            up = {h.id: (h.live, self._limits.per_host) for h in self._hosts.values() if h.up}
-            missing = {name: len(wanted - self._hosts[name].images) for name in up} if wanted else None
-            name = self._policy.choose(up, _now(), missing)
+            up = [host for host in self._hosts.values() if host.up]
+            missing = {host.id: len(wanted - host.images) for host in up} if wanted else None
+            name = None
+            for hosts in ([host for host in up if not host.resting], up):
+                room = {host.id: (host.live, self._limits.per_host) for host in hosts}
+                name = name or self._policy.choose(room, _now(), missing)
             if name is not None:
                 self._hosts[name].live += 1
                 return self._hosts[name]
@@ -275,7 +280,7 @@ class HostFleet:
         host.part.clock.enter(State.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = await host.part.start()
-        host.taken = None
+        host.taken, host.resting = None, False
         host.part.clock.enter(State.IDLE)
         self._policy.restarted(host.id)
         self.tell("host_started", host.id, restarts=host.restarts)

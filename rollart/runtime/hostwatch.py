@@ -19,6 +19,9 @@ __all__ = ["HostLimits", "HostPart", "Occupied", "trouble"]
 REAP_S = 0.5
 """How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
 
+LEFT = 64
+"""Threads that hang at which a host is started again whatever it holds: each keeps its stack and what it had open."""
+
 CHECKS = 4
 """Health checks in the time after which silence counts as a host's end."""
 
@@ -60,7 +63,10 @@ class HostLimits:
 
 
 class Occupied(Protocol):
-    """A host's episodes as the watch sees them."""
+    """A host's episodes as the watch sees them. `resting`: it should get no more while others serve, so that it can be
+    started again."""
+
+    resting: bool
 
     @property
     def live(self) -> int: ...
@@ -113,5 +119,6 @@ async def _unwell(host: Occupied, link: EnvironmentHost, leases: Leases, limits:
             return error.message
         if health.stuck_s >= limit:
             return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"
-        if health.left and not host.live:
+        host.resting = bool(health.left)
+        if health.left and (not host.live or len(health.left) >= LEFT):
             return f"{len(health.left)} calls never ended and hold its threads ({health.left[0]})"

@@ -259,6 +259,31 @@ def test_a_host_that_hangs_is_started_again(trouble: Callable[[Place], None], ca
     play(main)
 
 
+def test_a_host_with_calls_that_never_end_rests_until_it_is_empty() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            one, two = bench.environment(), bench.environment()
+            await asyncio.gather(one.reset(0), two.reset(0))
+            part = bench.parts[one.host]
+            part.lives[0].left = ("tale-7",)
+            await asyncio.sleep(10.0)
+            assert len(part.lives) == 1
+            others = [bench.environment() for _ in range(3)]
+            assert {(await other.reset(0)).text for other in others} == {two.host}
+            await one.close()
+            await asyncio.sleep(5.0)
+            assert len(part.lives) == 2
+            assert await bench.environment().reset(0) == Observation(part.id)
+            # The others rest too where nobody else is: a place is better than none.
+            for each in bench.parts.values():
+                each.lives[-1].left = ("tale-8",)
+            await asyncio.sleep(10.0)
+            assert (await bench.environment().reset(0)).text
+
+    play(main)
+
+
 def test_a_step_that_hangs_until_its_lease_ends_counts_against_its_host_and_a_cancelled_one_does_not() -> None:
     async def main() -> None:
         bench = Bench(1)
