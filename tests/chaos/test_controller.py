@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Home, Launched, ledger, sound, tiny, waiting_samples
+from tests.e2e.harness import BATCH, GROUP_SIZE, Home, Launched, Spec, held, ledger, sound, tiny, waiting_samples
 
 pytestmark = pytest.mark.slow  # real processes, started at least twice per test: about 14 s
 
-SLOW = {"turn_s": 0.15}
-FAST = "domains.coin.environment_args={turn_s: 0.01}"
+FREE = 2 * BATCH + 2 * GROUP_SIZE
+"""Games that begin before the test lets more: two steps' and half of the third's, which wait then."""
+FAST = "domains.coin.environment_args.turn_s=0.01"
+
+
+def slow(home: Home, **arguments: Any) -> Spec:
+    return held(home, FREE, **{"turn_s": 0.15, **arguments})
 
 
 def trainer_starts(run: Launched) -> None:
@@ -38,12 +44,13 @@ def publish(run: Launched) -> None:
 
 @pytest.mark.parametrize("moment", [trainer_starts, engine_starts, rollout, step_line, publish])
 def test_kill_and_resume(home: Home, moment: Callable[[Launched], None]) -> None:
-    run = home.launch(tiny(domains__0__environment_args=SLOW))
+    run = home.launch(tiny(**slow(home)))
     moment(run)
     run.kill()
     assert run.end() == -9  # and every process it started has ended too
     reached = run.step()
     kept = _kept(home) if reached >= 0 else {}
+    home.open()
     resumed = home.resume(FAST)
     resumed.finished()
     assert reached < 0 or f"resumed at step {reached}, v{reached}" in resumed.said
@@ -54,10 +61,11 @@ def test_kill_and_resume(home: Home, moment: Callable[[Launched], None]) -> None
 @pytest.mark.parametrize("moment", [step_line, publish])
 def test_kill_with_a_version_on_its_way(home: Home, moment: Callable[[Launched], None]) -> None:
     """Up to two steps may have been trained and not committed: both are trained from what is durable."""
-    run = home.launch(tiny(domains__0__environment_args=SLOW, weights={"overlap": True}))
+    run = home.launch(tiny(**slow(home), weights={"overlap": True}))
     moment(run)
     run.kill()
     assert run.end() == -9
+    home.open()
     resumed = home.resume(FAST)
     resumed.finished()
     sound(home.directory)
@@ -65,16 +73,17 @@ def test_kill_with_a_version_on_its_way(home: Home, moment: Callable[[Launched],
 
 def test_kill_twice(home: Home) -> None:
     """The second life is killed as soon as it has committed something of its own."""
-    run = home.launch(tiny(domains__0__environment_args=SLOW))
+    run = home.launch(tiny(**slow(home)))
     rollout(run)
     run.kill()
     run.end()
     first = run.step()
-    second = home.resume()
+    second = home.resume(f"domains.coin.environment_args.free={BATCH}")
     second.until(lambda: second.step() > first, "the second life has trained a step")
     second.kill()
     second.end()
     kept = _kept(home)
+    home.open()
     home.resume(FAST).finished()
     sound(home.directory)
     _used(home, kept)
@@ -82,12 +91,13 @@ def test_kill_twice(home: Home) -> None:
 
 def test_sync_schedule(home: Home) -> None:
     """Groups end at different times: the first of a batch wait for the last, as they do not where all end at once."""
-    uneven = {"turn_s": 0.05, "spread_s": 0.5}
-    run = home.launch(tiny(domains__0__environment_args=uneven, schedule="sync", staleness=0))
+    uneven = slow(home, turn_s=0.05, spread_s=0.5)
+    run = home.launch(tiny(**uneven, schedule="sync", staleness=0))
     run.until(lambda: run.step() >= 1 and bool(waiting_samples(run.directory)), "samples wait for step 2")
     run.kill()
     run.end()
     kept = _kept(home)
+    home.open()
     home.resume(FAST).finished()
     sound(home.directory)
     _used(home, kept)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import ZYGOTE, Home, Launched, events, sound, tiny
+from tests.e2e.harness import ZYGOTE, Home, Launched, Spec, events, held, sound, tiny
 
 pytestmark = pytest.mark.slow  # real processes, one of which is started twice: about 10 s
 
-SLOW = {"turn_s": 0.15}
+
+def slow(home: Home) -> Spec:
+    return held(home, turn_s=0.15)
 
 
 def rollout(run: Launched) -> None:
@@ -24,10 +26,11 @@ def weight_update(run: Launched) -> None:
 
 @pytest.mark.parametrize("moment", [rollout, weight_update])
 def test_engine_dies(home: Home, moment: Callable[[Launched], None]) -> None:
-    run = home.launch(tiny(domains__0__environment_args=SLOW))
+    run = home.launch(tiny(**slow(home)))
     engine = run.part("rollart.engine")
     moment(run)
     engine.kill()
+    home.open()
     run.finished()
     sound(home.directory)
     (lost,) = events(home.directory, "engine_lost")
@@ -42,9 +45,10 @@ def test_one_of_two_engines_dies_and_the_other_goes_on(home: Home) -> None:
         "pools": [{"name": "here", "device": "cpu", "count": 3}],
         "engines": {"count": 2, "threads": 1, "max_slots": 16},
     }
-    run = home.launch(tiny(domains__0__environment_args=SLOW, steps=4), cluster=cluster)
+    run = home.launch(tiny(**slow(home), steps=4), cluster=cluster)
     run.until_step(1)
     run.part("rollart.engine").kill()
+    home.open()
     run.finished()
     sound(home.directory)
     assert len(events(home.directory, "engine_lost")) == 1
@@ -56,9 +60,10 @@ def test_engine_hangs(home: Home) -> None:
 
     The signal may reach it in a turn, in the update that follows the step, or between them: any wait on it will do.
     """
-    run = home.launch(tiny(domains__0__environment_args=SLOW, leases={"generate_s": 2.0, "publish_s": 3.0}))
+    run = home.launch(tiny(**slow(home), leases__generate_s=6.0, leases__publish_s=8.0))
     run.until_step(1)
     run.part("rollart.engine").kill(signal.SIGSTOP)
+    home.open()
     run.finished()
     sound(home.directory)
     (lost,) = events(home.directory, "engine_lost")
@@ -69,10 +74,11 @@ def test_engine_hangs(home: Home) -> None:
 
 
 def test_trainer_dies_in_a_step(home: Home) -> None:
-    run = home.launch(tiny(domains__0__environment_args=SLOW, training__epochs=200))
+    run = home.launch(tiny(**slow(home), training__epochs=200))
     trainer = run.part("rollart.train")
     run.until_step(1)
     trainer.kill()
+    home.open()
     run.finished()
     sound(home.directory)
     assert len(events(home.directory, "trainer_restarted")) == 1
@@ -80,10 +86,11 @@ def test_trainer_dies_in_a_step(home: Home) -> None:
 
 
 def test_trainer_hangs(home: Home) -> None:
-    run = home.launch(tiny(domains__0__environment_args=SLOW, leases__train_s=2.0, leases__publish_s=2.0))
+    run = home.launch(tiny(**slow(home), leases__train_s=6.0, leases__publish_s=6.0))
     trainer = run.part("rollart.train")
     run.until_step(1)
     trainer.kill(signal.SIGSTOP)
+    home.open()
     run.finished()
     sound(home.directory)
     assert len(events(home.directory, "trainer_restarted")) == 1
@@ -91,7 +98,9 @@ def test_trainer_hangs(home: Home) -> None:
 
 
 def test_function_worker_dies(home: Home) -> None:
-    run = home.launch(tiny(functions__0__handler="slow", functions__0__batch_items=1))
+    run = home.launch(
+        tiny(functions__0__handler="slow", functions__0__batch_items=1, domains__0__environment_args={"turn_s": 0.4})
+    )
     for _ in range(3):
         run.worker().kill()
     run.finished()
@@ -107,9 +116,10 @@ def test_zygote_dies(home: Home) -> None:
 
 
 def test_everything_dies_once(home: Home) -> None:
-    run = home.launch(tiny(domains__0__environment_args=SLOW, functions__0__handler="slow"))
+    run = home.launch(tiny(**slow(home), functions__0__handler="slow"))
     run.until_step(1)
     for part in (run.part("rollart.train"), run.part("rollart.engine"), run.worker()):
         part.kill()
+    home.open()
     run.finished()
     sound(home.directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.harness import BATCH, Home, events, ledger, sound, tiny
+from tests.e2e.harness import BATCH, Home, events, held, ledger, sound, tiny
 
 pytestmark = pytest.mark.slow  # real processes: about 10 s a run
 
@@ -19,7 +19,7 @@ THREE = {
 @pytest.mark.parametrize("update", ["staggered", "delayed"])
 def test_engines_follow_one_by_one(home: Home, update: str, dies: bool) -> None:
     spec = tiny(
-        domains__0__environment_args={"turn_s": 0.15, "spread_s": 0.1},
+        **held(home, turn_s=0.15, spread_s=0.1),
         weights={"update": update, "overlap": True},
         evaluation={"episodes": 2, "at": ["end"]},
     )
@@ -27,6 +27,7 @@ def test_engines_follow_one_by_one(home: Home, update: str, dies: bool) -> None:
     if dies:
         run.until_step(1)
         run.part("rollart.engine").kill()
+    home.open()
     run.finished()
     sound(home.directory)
     assert events(home.directory, "infra_fault") == []

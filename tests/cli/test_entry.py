@@ -40,5 +40,5 @@ def test_it_ends_in_one_line(
     sent: signal.Signals, code: int, told: str, module: str, arguments: list[str]
 ) -> None:  # fmt: skip
     command = [sys.executable, "-c", WHILE, module, str(int(sent)), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)

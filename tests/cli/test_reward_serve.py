@@ -49,10 +49,10 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signa
         (function,) = told["functions"]
         assert function["url"].startswith("http://127.0.0.1:")
         request = urllib.request.Request(function["url"], data=json.dumps([encode(ITEM)]).encode())
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             assert json.load(answer)[0]["aggregate_reward_score"] == 1.0
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         assert (process.returncode, out, err) == (130, "", "")
 
 
@@ -61,7 +61,7 @@ def test_another_run_calls_it_by_url_and_token(tmp_path: Path, monkeypatch: pyte
         (function,) = told["functions"]
         request = urllib.request.Request(function["url"], data=b"[]")
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=30)
+            urllib.request.urlopen(request, timeout=120)
         refused.value.close()
         assert refused.value.code == 403
         monkeypatch.setenv("CALLERS_TOKEN", "secret")
@@ -71,7 +71,7 @@ def test_another_run_calls_it_by_url_and_token(tmp_path: Path, monkeypatch: pyte
             http = {"mine": {"url": function["url"], "token_env": "CALLERS_TOKEN"}}
             async with backend("http", http) as place:
                 await place.deploy(package)
-                return await place.invoke("mine", [encode(ITEM)], deadline_s=30.0)
+                return await place.invoke("mine", [encode(ITEM)], deadline_s=60.0)
 
         reply = asyncio.run(main())
         assert reply.fault is None

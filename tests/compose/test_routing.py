@@ -214,7 +214,7 @@ class TestPlanned:
 
         def slow(observed: Observed) -> None:
             begun.release()
-            assert end.wait(30.0)
+            assert end.wait(60.0)
 
         monkeypatch.setattr(made, "_replan", slow)
         observed = Observed(work={}, load={}, rate=1.0, seconds=30.0)

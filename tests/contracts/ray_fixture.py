@@ -55,5 +55,5 @@ def ray_cluster_of(nodes: Sequence[Node], directory: Path) -> Iterator[RayCluste
         yield RayCluster(directory, said.split()[1].decode())
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(120)
         shutil.rmtree(temporary, ignore_errors=True)

@@ -36,7 +36,7 @@ def publisher(base: Path) -> Callable[[int], WeightsRef]:
 async def play(url: str, base: Path, scenario: Scenario, *, streaming: bool, vllm: bool = False) -> None:
     engine = VllmEngine(EngineId("e0"), url) if vllm else HttpEngine(EngineId("e0"), url, streaming=streaming)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await scenario(Subject(engine, publisher(base)))
     finally:
         await engine.close()
@@ -134,7 +134,7 @@ class TestPdProcesses(PdContract):
                 stack.enter_context(process(self.base, "--kv-shm", self.shm)) for _ in ("prefill", "decode", "alone")
             ]
             ended = contextlib.AsyncExitStack()
-            ended.callback(started.wait, 10)
+            ended.callback(started.wait, 60)
             ended.callback(started.terminate)
             asyncio.run(play_pd([url, *(u for u, _ in others)], self.base, scenario, ended, streaming=True))
 
@@ -155,5 +155,5 @@ async def play_pd(
         ]
         for engine in engines:
             stack.push_async_callback(engine.close)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await scenario(PdSubject(*engines, publisher(base), ends.aclose))

@@ -120,7 +120,7 @@ class TestLocal(FleetContract):
         resolved = resolve_files(run, cluster)
 
         async def main() -> None:
-            async with asyncio.timeout(120.0), wire(Start(resolved), self.directory / "run", lambda _: None) as parts:
+            async with asyncio.timeout(300.0), wire(Start(resolved), self.directory / "run", lambda _: None) as parts:
                 await parts.trainer.start()
                 parts.begin(await parts.trainer.publish(0))
                 await parts.supervisor.start(parts.site.parts[0])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,13 @@ class Counter:
 
     async def slow(self, seconds: float) -> str:
         await asyncio.sleep(seconds)
+        return "done"
+
+    async def held(self, begun: str) -> str:
+        """Leaves a file and does not end; done at once where the file was there."""
+        if not os.path.exists(begun):
+            with open(begun, "w"):
+                await asyncio.sleep(3600.0)
         return "done"
 
     async def meet(self, parties: int) -> None:
@@ -228,12 +237,12 @@ def test_objects(on: Run) -> None:
     on(scenario)
 
 
-def test_a_call_in_flight_is_retried_after_a_kill(on: Run) -> None:
+def test_a_call_in_flight_is_retried_after_a_kill(on: Run, tmp_path: Path) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         handle = await runtime.spawn(spec("a", isolation, max_restarts=1, max_task_retries=1))
-        async with asyncio.TaskGroup() as tasks:
-            call = tasks.create_task(handle.call("slow", 0.1))
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(handle.call("held", str(tmp_path / "begun")))
+            await there(tmp_path / "begun")
             await handle.kill(restart=True)
         assert call.result() == "done"
 
@@ -253,18 +262,24 @@ def test_state_is_lost_unless_checkpointed(on: Run, tmp_path: Any) -> None:
     on(scenario)
 
 
-def test_a_dead_actor_says_so(on: Run) -> None:
+def test_a_dead_actor_says_so(on: Run, tmp_path: Path) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         handle = await runtime.spawn(spec("a", isolation))
-        async with asyncio.TaskGroup() as tasks:
-            call = tasks.create_task(_swallow(handle.call("slow", 5.0)))
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(_swallow(handle.call("held", str(tmp_path / "begun"))))
+            await there(tmp_path / "begun")
             await handle.kill()
         assert isinstance(call.result(), PartDied)
         with pytest.raises(PartDied):
             await handle.call("add", 1)
 
     on(scenario)
+
+
+async def there(file: Path) -> None:
+    """A call has begun: it may be in another process, and nothing else tells."""
+    while not file.exists():
+        await asyncio.sleep(0.01)
 
 
 async def _swallow(call: Awaitable[Any]) -> Any:
@@ -400,7 +415,6 @@ def test_bundles_of_a_group_lie_as_it_says(on: Run, strategy: Strategy, nodes_us
 @pytest.mark.slow
 def test_a_process_that_dies_by_itself_comes_back() -> None:
     """Reason for slow: a real process, killed with -9."""
-    import os
 
     async def main() -> None:
         runtime = LocalRuntime(nodes())

@@ -125,7 +125,7 @@ def test_disk_full(home: Home) -> None:
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(runs)]).returncode:
         pytest.skip("needs the right to mount a file system")
     try:
-        run = home.launch(tiny(domains__0__environment_args={"turn_s": 0.3}))
+        run = home.launch(tiny(domains__0__environment_args={"turn_s": 1.0}))
         run.until_step(1)
         ballast = runs / "ballast"
         _fill(ballast)
@@ -140,7 +140,7 @@ def test_disk_full(home: Home) -> None:
 
 def test_ledger_that_may_not_grow(home: Home) -> None:
     """The same where nothing may be mounted: the controller's files have a size limit, as a quota sets it."""
-    run = home.launch(tiny(domains__0__environment_args={"turn_s": 0.2}))
+    run = home.launch(tiny(domains__0__environment_args={"turn_s": 1.0}))
     run.until_step(1)
     size = max(f.stat().st_size for f in run.directory.glob("ledger.sqlite*"))
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (size, size))

@@ -10,14 +10,11 @@ import pytest
 
 from rollart.ledger.intervals import tears
 from rollart.ledger.reader import Reader
-from tests.e2e.harness import CLUSTER, Home, Launched, Spec, events, ledger, sound, tiny
+from tests.e2e.harness import CLUSTER, GATE, Home, Launched, Spec, events, ledger, sound, tiny
 
 pytestmark = pytest.mark.slow  # a trainer, and four engines one after the other: about 20 s per test
 
 STEPS = 20
-
-GATE = "gate"
-"""In the directory that a run starts in: games past those that show the drift wait for this file."""
 
 POOLS: Spec = {
     **CLUSTER,
@@ -71,10 +68,6 @@ def started(home: Home) -> list[str]:
     return [e["subject"] for e in events(home.directory, "engine_started")]
 
 
-def opened(home: Home) -> None:
-    (home.path / GATE).touch()
-
-
 def billed(home: Home) -> None:
     """Every second of a device is somebody's, once, whoever comes and goes; none between two lives of the run."""
     with Reader(home.directory) as reader:
@@ -87,7 +80,7 @@ def test_an_engine_is_drained_and_another_started(home: Home) -> None:
     run = home.launch(drifting(), cluster=POOLS)
     has_moved(run)
     shown = json.loads(home.run("status", "-o", "json").stdout)["tables"]["status"]
-    opened(home)
+    home.open()
     run.finished()
     sound(home.directory, steps=STEPS)
     assert events(home.directory, "rebalance_failed") == []
@@ -123,7 +116,7 @@ def test_kill_in_the_middle_of_a_move_and_resume(home: Home) -> None:
     in_the_middle(run)
     run.kill()
     assert run.end() == -9
-    opened(home)
+    home.open()
     assert events(home.directory, "plan_adopted") == []
     home.resume().finished()
     sound(home.directory, steps=STEPS)
@@ -136,7 +129,7 @@ def test_a_resume_starts_what_the_run_had_moved_to(home: Home) -> None:
     has_moved(run)
     run.kill()
     run.end()
-    opened(home)
+    home.open()
     (plan,) = events(home.directory, "plan_adopted")
     seats = {name: pool for name, pool, _, _ in json.loads(plan["engines"])}
     resumed = home.resume()

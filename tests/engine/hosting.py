@@ -74,8 +74,8 @@ def process(directory: Path, *arguments: str) -> Iterator[tuple[str, subprocess.
         assert started.stdout is not None
         word, _, url = started.stdout.readline().strip().partition(" ")
         if word != "ready":
-            raise AssertionError(started.communicate(timeout=10))
+            raise AssertionError(started.communicate(timeout=60))
         yield url, started
     finally:
         started.terminate()
-        started.communicate(timeout=10)
+        started.communicate(timeout=60)

@@ -20,7 +20,7 @@ from tests.engine.hosting import hosted
 
 Params = Mapping[str, object] | None
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ def drive(directory: Path, scenario: Callable[[Driver], Awaitable[None]], *, slo
         driver = Driver(runner(directory, slots=slots))
         task = asyncio.create_task(driver.run())
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await scenario(driver)
         finally:
             task.cancel()

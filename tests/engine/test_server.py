@@ -24,7 +24,7 @@ def with_server(directory: Path, scenario: Callable[[str, Call], Awaitable[None]
     """Run a scenario with a URL and a function that posts (or gets) JSON."""
 
     async def body() -> None:
-        async with served(directory, **options) as url, aiohttp.ClientSession() as http, asyncio.timeout(10):
+        async with served(directory, **options) as url, aiohttp.ClientSession() as http, asyncio.timeout(60):
 
             async def call(path: str, body: object = None, *, method: str = "POST", **headers: str) -> tuple[int, Any]:
                 async with http.request(method, url + path, json=body, headers=headers) as answer:
@@ -156,7 +156,7 @@ def ask(name: str, prompt: list[int], transfer: dict[str, object] | None = None,
 
 def test_prefill_on_one_server_and_decode_on_another(qwen: Path, qwen_next: Path) -> None:
     async def body() -> None:
-        async with served(qwen) as p_url, served(qwen) as d_url, asyncio.timeout(10):
+        async with served(qwen) as p_url, served(qwen) as d_url, asyncio.timeout(60):
             p, d = HttpEngine(EngineId("p"), p_url), HttpEngine(EngineId("d"), d_url)
             prompt = list(range(1, 30))
             first = await p.generate(ask("a", prompt, {"do_remote_decode": True, "do_remote_prefill": False}, 1))
@@ -187,7 +187,7 @@ def test_prefill_on_one_server_and_decode_on_another(qwen: Path, qwen_next: Path
 
 def test_http_engine_converts_what_goes_wrong(qwen: Path) -> None:
     async def body() -> None:
-        async with served(qwen) as url, asyncio.timeout(10):
+        async with served(qwen) as url, asyncio.timeout(60):
             e = HttpEngine(EngineId("e"), url)
             with pytest.raises(EngineError, match="prompt holds token id 99") as bad:
                 await e.generate(ask("a", [99]))
@@ -209,7 +209,7 @@ def test_http_engine_converts_what_goes_wrong(qwen: Path) -> None:
 
 def test_a_stream_that_breaks_aborts_its_requests_and_is_opened_again(qwen: Path) -> None:
     async def body() -> None:
-        async with served(qwen) as url, asyncio.timeout(10):
+        async with served(qwen) as url, asyncio.timeout(60):
             e, other = HttpEngine(EngineId("e"), url), HttpEngine(EngineId("o"), url)
             await e.pause(PauseMode.KEEP)
             task = asyncio.create_task(e.generate(ask("a", [1, 2])))
@@ -249,7 +249,7 @@ def test_a_foreign_stream_is_hung_up_on(qwen: Path, frame: bytes) -> None:
 
 def test_a_long_idle_pause_answers_everything_else(qwen: Path) -> None:
     async def body() -> None:
-        async with served(qwen) as url, asyncio.timeout(10):
+        async with served(qwen) as url, asyncio.timeout(60):
             e = HttpEngine(EngineId("e"), url)
             await e.pause(PauseMode.ABORT)
             task = asyncio.create_task(e.generate(ask("a", [1, 2])))

@@ -136,4 +136,4 @@ def test_it_loads_without_rollart_and_scipy() -> None:
         "import sys, placement.hardware as h; h.device('H20'); "
         "bad = {'rollart', 'serverless', 'scipy', 'numpy', 'yaml'} & set(sys.modules); assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

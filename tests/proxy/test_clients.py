@@ -59,17 +59,17 @@ def proxy(*arguments: str) -> Iterator[str]:
         assert started.stdout is not None
         line = started.stdout.readline()
         if not line:
-            raise AssertionError(started.communicate(timeout=10))
+            raise AssertionError(started.communicate(timeout=60))
         yield json.loads(line)["url"]
     finally:
         started.terminate()
-        _, said = started.communicate(timeout=20)
+        _, said = started.communicate(timeout=60)
     assert started.returncode == 130, said
 
 
 def call(url: str, body: dict[str, Any] | None = None, *, method: str = "GET") -> Any:
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), method=method)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return json.loads(answer.read())
 
 

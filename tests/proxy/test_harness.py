@@ -32,7 +32,7 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
 def play(form: ChatFormat, agent: Agent, scenario: Callable[[Episode], Awaitable[None]], *, context: int = 256) -> None:
     async def body() -> None:
         proxy = Proxy(form)
-        async with asyncio.timeout(30), listening(proxy.app(), host="127.0.0.1", port=0) as url:
+        async with asyncio.timeout(120), listening(proxy.app(), host="127.0.0.1", port=0) as url:
             async with Harnesses(proxy, url, context=context) as harnesses:
                 episode = harnesses.factory(agent, {})("lake-1.0r2", 7)
                 await scenario(episode)

@@ -82,7 +82,7 @@ def with_proxy(form: ChatFormat, scenario: Callable[[Ask, Speaker, str], Awaitab
         async with (
             listening(proxy.app(), host="127.0.0.1", port=0) as url,
             aiohttp.ClientSession() as http,
-            asyncio.timeout(30),
+            asyncio.timeout(120),
         ):
 
             async def ask(path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, Any, Any]:

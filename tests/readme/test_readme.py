@@ -26,7 +26,7 @@ def rollart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
     )
 

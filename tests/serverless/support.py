@@ -61,7 +61,7 @@ def descendants(pid: int | None = None) -> list[int]:
     return own + [d for c in own for d in descendants(c)]
 
 
-async def until(condition: Any, seconds: float = 5.0) -> None:
+async def until(condition: Any, seconds: float = 60.0) -> None:
     """Wait for a fact about real processes, which nothing signals to us."""
     async with asyncio.timeout(seconds):
         while not condition():

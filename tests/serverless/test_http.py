@@ -156,7 +156,7 @@ def test_a_host_slower_than_the_deadline_has_one_execution_and_is_told_to_end() 
 
     async def main() -> tuple[Reply, int]:
         async with hosted(sleep) as (backend, host):
-            reply = await backend.invoke("behave", EVENT, deadline_s=0.2)
+            reply = await backend.invoke("behave", EVENT, deadline_s=2.0)
             await until(lambda: host.ended == 1)
             return reply, len(host.requests)
 

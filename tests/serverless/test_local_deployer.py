@@ -116,7 +116,7 @@ def test_what_was_deployed_runs_as_it_is_scaled_and_its_logs_are_kept(tmp_path: 
         assert (again.spec.warm, again.spec.concurrency) == (1, 2)
         async with LocalBackend(root=root) as backend:
             await backend.deploy(again)
-            reply = await backend.invoke("f", [encode(item())], deadline_s=10.0)
+            reply = await backend.invoke("f", [encode(item())], deadline_s=60.0)
             assert isinstance(reply.body, list)
             assert reply.body[0]["aggregate_reward_score"] == 1.0
         assert [line.text for line in await deployer.logs("f")] == ["scored"]

@@ -325,7 +325,7 @@ def test_no_token_is_refused_with_the_remedy(tmp_path: pathlib.Path) -> None:
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MODAL_")}
     environ |= {"MODAL_CONFIG_PATH": str(tmp_path / "none.toml"), "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "CredentialsMissing: Modal knows no token (set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET" in done.stderr
 
@@ -351,7 +351,7 @@ def test_importing_the_modules_loads_no_modal() -> None:
         "import sys, serverless.backends.modal_functions, serverless.deploy.modal_app, serverless.deploy.modal_entry\n"
         "assert not {'modal', 'grpclib', 'rollart_handler'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_tags_say_which_deployment_is_which() -> None:

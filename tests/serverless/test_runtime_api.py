@@ -29,7 +29,7 @@ def replies(*whats: str, source: str = "behave", memory_mb: int = 256, **setting
         async with LocalBackend(runtime="awslambdaric") as backend:
             await backend.deploy(one)
             events = [[encode(item(do=what, seconds=30.0))] for what in whats]
-            return [await backend.invoke(one.spec.name, event, deadline_s=30.0) for event in events]
+            return [await backend.invoke(one.spec.name, event, deadline_s=60.0) for event in events]
 
     before = set(descendants())
     found = asyncio.run(main())
@@ -42,11 +42,11 @@ def replies(*whats: str, source: str = "behave", memory_mb: int = 256, **setting
     [
         ("exit", FaultKind.CRASH, "the worker exited with code 3"),
         ("eat", FaultKind.OUT_OF_MEMORY, "MemoryError"),
-        ("sleep", FaultKind.TIMEOUT, "no answer in 1 s (timeout_s)"),
+        ("sleep", FaultKind.TIMEOUT, "no answer in 4 s (timeout_s)"),
     ],
 )
 def test_a_call_that_ends_its_worker_fails_alone(what: str, kind: FaultKind, detail: str) -> None:
-    first, guilty, last = replies("score", what, "score", timeout_s=1.0)
+    first, guilty, last = replies("score", what, "score", timeout_s=4.0 if what == "sleep" else 30.0)
     assert (first.fault, last.fault) == (None, None)
     assert guilty.fault is not None
     assert (guilty.fault.kind, guilty.fault.retryable) == (kind, True)
@@ -63,7 +63,7 @@ def test_an_error_of_the_handler_keeps_its_worker() -> None:
         async with LocalBackend(runtime="awslambdaric") as backend:
             await backend.deploy(one)
             events = [[encode(item(poison=poison))] for poison in (True, False)]
-            return [await backend.invoke("raising", event, deadline_s=30.0) for event in events]
+            return [await backend.invoke("raising", event, deadline_s=60.0) for event in events]
 
     raised, scored = asyncio.run(main())
     assert raised.fault == InfraFault(FaultKind.CRASH, retryable=False, detail="RuntimeError: poison")
@@ -84,7 +84,7 @@ def test_its_log_is_dated_and_by_call() -> None:
         one = package(memory_mb=256, concurrency=1)
         async with LocalBackend(runtime="awslambdaric") as backend:
             await backend.deploy(one)
-            reply = await backend.invoke("behave", [encode(item(do="raise"))], deadline_s=30.0)
+            reply = await backend.invoke("behave", [encode(item(do="raise"))], deadline_s=60.0)
             assert reply.invocation is not None
             assert "ValueError: no such a" in backend.tail(reply.invocation)
             assert any(line.t and line.text == "ValueError: no such a" for line in backend.logs("behave"))
@@ -97,11 +97,11 @@ def test_a_killed_worker_is_replaced() -> None:
         one = package(memory_mb=256, concurrency=1)
         async with LocalBackend(runtime="awslambdaric") as backend:
             await backend.deploy(one)
-            reply = await backend.invoke("behave", [encode(item(do="pid"))], deadline_s=30.0)
+            reply = await backend.invoke("behave", [encode(item(do="pid"))], deadline_s=60.0)
             assert isinstance(reply.body, list)
             os.kill(int(reply.body[0]["aggregate_reward_score"]), signal.SIGKILL)
             await until(lambda: backend.workers("behave") == 0)
-            assert (await backend.invoke("behave", [encode(item())], deadline_s=30.0)).fault is None
+            assert (await backend.invoke("behave", [encode(item())], deadline_s=60.0)).fault is None
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ def with_service(scenario: Callable[[str], None], token: str = "") -> None:
     """The client blocks, so it runs in a thread beside the service's loop."""
 
     async def body() -> None:
-        async with asyncio.timeout(30), offering(host="127.0.0.1", port=0, token=token) as url:
+        async with asyncio.timeout(120), offering(host="127.0.0.1", port=0, token=token) as url:
             await asyncio.to_thread(scenario, url)
 
     asyncio.run(body())
@@ -83,12 +83,12 @@ def test_a_service_that_is_not_there_is_told() -> None:
 
 
 @pytest.mark.slow  # TRL's trainer, the engine and the service as processes: torch and transformers twice
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_trl_learns_from_what_our_engine_generates() -> None:
     pytest.importorskip("trl")
     done = subprocess.run(
         [sys.executable, "examples/trl_trainer.py", "--steps", "12"], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, timeout=580,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, timeout=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

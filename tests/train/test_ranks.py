@@ -96,7 +96,7 @@ class Ranks:
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(30)
+            self.process.wait(120)
         finally:
             self.process.kill()
             self.process.wait()
@@ -286,8 +286,8 @@ def test_ranks_that_somebody_else_starts_meet(tmp_path: Path) -> None:
 
         asyncio.run(work())
         leader.send_signal(signal.SIGTERM)
-        assert leader.wait(60) == 0
-        assert follower.wait(60) == 0, "a follower ends when its leader does"
+        assert leader.wait(120) == 0
+        assert follower.wait(120) == 0, "a follower ends when its leader does"
     finally:
         for process in processes:
             process.kill()
@@ -337,6 +337,6 @@ def test_a_rank_that_the_config_does_not_have_is_refused_in_a_line(tmp_path: Pat
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps(setup(tmp_path / "weights")))
     command = [sys.executable, "-m", "rollart.train", "--config", str(path), "--rank", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr == "rollart.train: rank 2: --rank 2: the config has parallel.ranks 2\n"

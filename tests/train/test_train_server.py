@@ -175,7 +175,7 @@ async def test_health_and_metrics_answer_while_a_step_runs(tmp_path: Path) -> No
 
         def slow(*arguments: Any) -> Any:
             loop.call_soon_threadsafe(running.set)
-            assert release.wait(10)
+            assert release.wait(60)
             return work(*arguments)
 
         service._learner.train = slow  # type: ignore[assignment, method-assign]
@@ -223,14 +223,14 @@ async def test_the_program_serves_and_stops_on_sigterm(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(*command(write_config(tmp_path)), stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
+        line = (await asyncio.wait_for(process.stdout.readline(), 300)).decode().split()
         assert line[0] == "ready"
         trainer = HttpTrainer(line[1])
         assert (await trainer.train(SAMPLES, 0)).trained_tokens > 0
         assert (await trainer.publish(1)).path == str(tmp_path / "weights" / "v000001")
         await trainer.aclose()
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     finally:
         if process.returncode is None:
             process.kill()
@@ -246,7 +246,7 @@ def test_the_program_dies_with_its_parent(tmp_path: Path) -> None:
         "print(child.pid, flush=True)\n"
     )
     parent = subprocess.run(
-        [sys.executable, "-c", script, *command(write_config(tmp_path))], stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", script, *command(write_config(tmp_path))], stdout=subprocess.PIPE, text=True, timeout=300
     )
     pid = int(parent.stdout)
     try:
@@ -255,7 +255,7 @@ def test_the_program_dies_with_its_parent(tmp_path: Path) -> None:
         return
     import select
 
-    gone, _, _ = select.select([handle], [], [], 10)
+    gone, _, _ = select.select([handle], [], [], 60)
     os.close(handle)
     if not gone:
         os.kill(pid, signal.SIGKILL)
@@ -273,12 +273,12 @@ def test_what_is_wrong_at_the_start_is_one_line_and_exit_code_2(tmp_path: Path) 
             (command(tmp_path / "nothing.json"), "cannot read"),
         ]
         for arguments, message in cases:
-            done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
             assert done.returncode == 2
             assert message in done.stderr
             assert len(done.stderr.splitlines()) == 1
     done = subprocess.run(
-        command(write_config(tmp_path, model={"path": str(tmp_path)})), capture_output=True, text=True, timeout=60
+        command(write_config(tmp_path, model={"path": str(tmp_path)})), capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "has no config.json" in done.stderr

@@ -1,6 +1,7 @@
 """Handlers as people have them: Lambda's two arguments, a list, async, and answers that break the contract."""
 
 import asyncio
+import pathlib
 import sys
 
 
@@ -33,6 +34,8 @@ def unserialisable(items):
 
 
 async def concurrent(sample):
+    if "begun" in sample.metadata:
+        pathlib.Path(sample.metadata["begun"]).touch()
     await asyncio.sleep(sample.metadata.get("seconds", 0.05))
     return 1.0
 

@@ -42,7 +42,7 @@ class PlaneProcess:
     prefixes: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def state(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.http_url}/state", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.http_url}/state", timeout=60) as response:
             state: dict[str, Any] = json.load(response)
         return state
 
@@ -55,7 +55,7 @@ class PlaneProcess:
     def fail(self, method: str, status: str, message: str = "", times: int = 1) -> None:
         """The next requests of a gRPC method fail so."""
         body = json.dumps({"method": method, "status": status, "message": message, "times": times}).encode()
-        with urllib.request.urlopen(f"{self.http_url}/fault", data=body, timeout=30):
+        with urllib.request.urlopen(f"{self.http_url}/fault", data=body, timeout=60):
             pass
 
     def prefix(self) -> str:
@@ -65,7 +65,7 @@ class PlaneProcess:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()

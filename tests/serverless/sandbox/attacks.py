@@ -87,20 +87,20 @@ ATTACKS = [
             "for fd in range(3, 1024):\n    try:\n        os.write(fd, struct.pack('>I', len(body)) + body)\n"
             "        print('BREACH', fd)\n    except OSError: pass\n"),
     # More time, memory, processes or disk than there is.
-    _attack("fork_bomb", _TRIED + "while True:\n    try: os.fork()\n    except OSError: pass\n", "time", wall_s=1.0),
+    _attack("fork_bomb", _TRIED + "while True:\n    try: os.fork()\n    except OSError: pass\n", "time", wall_s=2.0),
     _attack("thread_bomb", _TRIED + "import threading, time\nn = 0\ntry:\n    while n < 5000:\n"
             "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); n += 1\n"
             "    print('BREACH')\nexcept RuntimeError as e: print(e, n)\n"),
-    _attack("loops", _TRIED + "while True: pass\n", "time", wall_s=0.5),
+    _attack("loops", _TRIED + "while True: pass\n", "time", wall_s=2.0),
     _attack("burns_cpu_in_children", _TRIED + "try:\n    os.fork(); os.fork()\nexcept OSError: pass\n"
-            "while True: pass\n", "time", wall_s=1.0),
-    _attack("sleeps", _TRIED + "import time\ntime.sleep(600)\n", "time", wall_s=0.5),
-    _attack("stops_itself", _TRIED + "import signal\nos.kill(os.getpid(), signal.SIGSTOP)\n", "time", wall_s=0.5),
+            "while True: pass\n", "time", wall_s=2.0),
+    _attack("sleeps", _TRIED + "import time\ntime.sleep(600)\n", "time", wall_s=2.0),
+    _attack("stops_itself", _TRIED + "import signal\nos.kill(os.getpid(), signal.SIGSTOP)\n", "time", wall_s=2.0),
     _attack("ignores_signals", _TRIED + "import signal\nfor n in range(1, 65):\n"
             "    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-            "while True: pass\n", "time", wall_s=1.5),
+            "while True: pass\n", "time", wall_s=2.0),
     _attack("endless_exit_handler", _TRIED + "import atexit\n@atexit.register\ndef f():\n    while True: pass\n",
-            "time", wall_s=0.5),
+            "time", wall_s=2.0),
     _attack("floods_output", _TRIED + "while True: print('x' * 10000)\n", "output"),
     _attack("floods_errors", _TRIED + "while True: os.write(2, b'x' * 65536)\n", "output"),
     _attack("floods_from_a_child", _TRIED + "try: pid = os.fork()\nexcept OSError: pid = 0\n"

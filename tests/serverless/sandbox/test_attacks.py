@@ -103,7 +103,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="module", params=WAYS)
 def boxed(request: pytest.FixtureRequest) -> Iterator[Box]:
-    limits = Limits(wall_s=20.0, cpu_s=10.0, memory_mb=256, output_bytes=1 << 20, files_mb=32, processes=16)
+    limits = Limits(wall_s=60.0, cpu_s=10.0, memory_mb=256, output_bytes=1 << 20, files_mb=32, processes=16)
     with box(request.param, limits=limits) as one:
         yield one
 
@@ -132,7 +132,7 @@ def _nothing_left(boxed: Box, supervisor: int, before: set[int]) -> None:
     if boxed.pid == supervisor:
         assert set(descendants(supervisor)) == before
         return
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(map(alive, {supervisor, *before})):
         assert time.monotonic() < deadline, "processes outlived their sandbox"
         time.sleep(0.01)

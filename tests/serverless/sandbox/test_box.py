@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow  # real processes
 
 @pytest.fixture(params=WAYS)
 def boxed(request: pytest.FixtureRequest) -> Iterator[Box]:
-    with box(request.param, limits=Limits(wall_s=20.0)) as one:
+    with box(request.param, limits=Limits(wall_s=60.0)) as one:
         yield one
 
 
 def gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while any(map(alive, pids)):
         assert time.monotonic() < deadline, "something is left running"
         time.sleep(0.01)
@@ -139,9 +139,9 @@ def test_limits_are_those_of_the_call(boxed: Box) -> None:
     assert boxed.run("print('x' * 5000)", limits=Limits(output_bytes=1000)).status == "output"
     assert len(boxed.run("print('x' * 5000)", limits=Limits(output_bytes=1000)).stdout) == 1000
     assert boxed.run("print('x' * 999)", limits=Limits(output_bytes=1000)).status == "ok"
-    late = boxed.run("print('early', flush=True)\nimport time; time.sleep(60)", limits=Limits(wall_s=0.5))
+    late = boxed.run("print('early', flush=True)\nimport time; time.sleep(60)", limits=Limits(wall_s=2.0))
     assert (late.status, late.stdout) == ("time", "early\n")
-    busy = boxed.run("while True: pass", limits=Limits(wall_s=30.0, cpu_s=1.0))
+    busy = boxed.run("while True: pass", limits=Limits(wall_s=60.0, cpu_s=1.0))
     assert busy.status == "time"
     assert 0.2 <= busy.cpu_s <= 5.0  # the kernel counts this limit in ticks
     big = "open('x', 'wb').write(bytes(3 << 20))"
@@ -224,7 +224,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
     if owner.stdout.readline() != b"1\n":
         owner.wait()
         pytest.skip("no sandbox works here")
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while len(inside := descendants(owner.pid)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert inside
@@ -236,7 +236,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
 
 def test_the_asynchronous_form_runs_as_many_at_once_as_it_has_sandboxes() -> None:
     async def main() -> list[str]:
-        async with sandbox(size=2, limits=Limits(wall_s=20.0)) as boxes:
+        async with sandbox(size=2, limits=Limits(wall_s=60.0)) as boxes:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(boxes.run(f"print(input(), {n})", "a")) for n in range(6)]
             return [task.result().stdout for task in tasks]
@@ -251,7 +251,7 @@ def test_cancelling_kills_the_program_and_the_sandbox_lives_on() -> None:
         async with sandbox(limits=Limits(wall_s=60.0)) as boxes:
             inside = set(descendants())
             task = asyncio.get_running_loop().create_task(boxes.run("import time; time.sleep(60)"))
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 while set(descendants()) <= inside:
                     await asyncio.sleep(0.005)
             task.cancel()
@@ -315,7 +315,7 @@ def test_the_unsafe_rung_shows_what_the_battery_looks_for(tmp_path: pathlib.Path
     secret, mark = tmp_path / "secret", tmp_path / "mark"
     secret.write_text("planted")
     before = set(descendants())
-    with sandbox("unsafe", allow_unsafe=True, limits=Limits(wall_s=20.0)) as one:
+    with sandbox("unsafe", allow_unsafe=True, limits=Limits(wall_s=60.0)) as one:
         assert one.run(f"print(open({str(secret)!r}).read())").stdout == "planted\n"
         assert one.run(f"open({str(mark)!r}, 'w').write('x')").ok
         assert one.run("import socket; socket.socket().bind(('127.0.0.1', 0))").ok

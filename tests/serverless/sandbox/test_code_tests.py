@@ -141,10 +141,14 @@ def test_without_a_sandbox_it_is_the_platforms_fault(monkeypatch: pytest.MonkeyP
     )
 
 
-def _asleep(backend: LocalBackend) -> bool:
-    """Whether a worker's sandbox runs a program."""
+def _idle() -> int:
+    """Processes of a worker whose sandbox runs nothing."""
     with sandbox() as other:
-        idle = len(descendants(other.pid)) + 1
+        return len(descendants(other.pid)) + 1
+
+
+def _asleep(backend: LocalBackend, idle: int) -> bool:
+    """Whether a worker's sandbox runs a program."""
     return any(len(descendants(worker)) > idle for zygote in backend.zygote_pids for worker in children(zygote))
 
 
@@ -169,7 +173,11 @@ def test_it_runs_in_the_workers_of_the_local_backend(score: CodeTests) -> None:
         "x = bytearray(4 << 30)",
         DOUBLE,
     ]
-    items = [item(p, str(n), tests=PAIRS, timeout_s=2.0, memory_mb=256) for n, p in enumerate(programs)]
+    limits = [2.0 if "os.fork" in p else 30.0 for p in programs]
+    items = [
+        item(p, str(n), tests=PAIRS, timeout_s=limit, memory_mb=256)
+        for n, (p, limit) in enumerate(zip(programs, limits, strict=True))
+    ]
     right, wrong, bomb, killer, eater, again = asyncio.run(_offloaded(items, concurrency=2))
     assert isinstance(right, Scored)
     assert isinstance(wrong, Scored)
@@ -187,16 +195,17 @@ def test_a_killed_worker_leaves_no_sandbox_and_the_item_goes_to_another(
 ) -> None:
     async def main() -> Outcome:
         one = build(FunctionSpec(name="code", source="serverless.rewards.code_tests:CodeTests", concurrency=1))
+        idle = _idle()
         async with LocalBackend() as backend:
             await backend.deploy(one)
             async with Offload([one], backend) as offload, asyncio.TaskGroup() as group:
-                slow = "import time; time.sleep(1.0); print(2 * int(input()))"
-                task = group.create_task(offload.submit("code", item(slow, tests=PAIRS[:1], timeout_s=20.0), 60.0))
+                slow = "import time; time.sleep(3.0); print(2 * int(input()))"
+                task = group.create_task(offload.submit("code", item(slow, tests=PAIRS[:1], timeout_s=60.0), 120.0))
                 # The worker, its sandbox (of one process or two) and, in it, the program.
-                await until(lambda: _asleep(backend), 20.0)
+                await until(lambda: _asleep(backend, idle))
                 worker, *inside = [d for zygote in backend.zygote_pids for d in descendants(zygote)]
                 os.kill(worker, signal.SIGKILL)
-                await until(lambda: not any(map(alive, [worker, *inside])), 10.0)
+                await until(lambda: not any(map(alive, [worker, *inside])))
             return task.result()
 
     before = set(descendants())

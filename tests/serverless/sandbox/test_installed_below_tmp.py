@@ -69,7 +69,7 @@ def test_a_sandbox_of_an_installation_below_tmp_works_and_is_as_closed(way: str,
         pass  # skipped where this way does not work at all
     environment = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [str(python), "-c", PROGRAM, *WAYS[way]], env=environment, capture_output=True, text=True, timeout=120
+        [str(python), "-c", PROGRAM, *WAYS[way]], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     said, _ = json.loads(done.stdout)
