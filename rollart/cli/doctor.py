@@ -25,6 +25,8 @@ EXTRAS = {
     "transformers": "local: model configurations",
     "gymnasium": "envs",
     "reasoning-gym": "envs",
+    "peft": "lora",
+    "jinja2": "proxy: chat templates",
     "aiobotocore": "aws",
     "modal": "modal",
     "ray": "ray",
@@ -42,17 +44,20 @@ class Check:
 
 
 @click.command()
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec of RUN.yaml. Default: this machine.")
 @output_option
 @runs_option
-def doctor(output: str, runs_dir: Path) -> None:
+def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_dir: Path) -> None:
     """Check this machine and the installed extras.
 
-    Python, cores, memory, disk, ports. Fails only for what nothing runs without.
+    Python, cores, memory, disk, ports. Fails only for what nothing runs without, and, given RUN.yaml, for what that
+    run cannot start without.
     """
     from rollart.report.render import render
     from rollart.report.rows import Column, Report, Table
 
-    checks = [*_machine(runs_dir), *_sandboxes(), *_extras(), _vllm()]
+    checks = [*_machine(runs_dir), *_sandboxes(), *_extras(), _vllm(), *_needs(arguments, cluster)]
     columns = (Column("what"), Column("result"), Column("detail"))
     table = Table("checks", "Checks", columns, tuple((c.what, c.result, c.detail) for c in checks))
     click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
@@ -105,6 +110,21 @@ def _extras() -> Iterator[Check]:
             yield Check(package, "ok", f"{importlib.metadata.version(package)} ({purpose})")
         except importlib.metadata.PackageNotFoundError:
             yield Check(package, "missing", f"not installed ({purpose})")
+
+
+def _needs(arguments: tuple[str, ...], cluster: Path | None) -> Iterator[Check]:
+    """What a run's spec asks for."""
+    if not arguments and cluster is None:
+        return
+    from rollart.cli.launch import split_arguments
+    from rollart.compose.extras import needs
+    from rollart.spec.resolve import resolve_files
+
+    run, overrides = split_arguments(arguments)
+    for need in needs(resolve_files(run, cluster, overrides)):
+        missing = "fails" if need.needed else "missing"
+        detail = need.asked if need.here else f"{need.asked}: {need.remedy}"
+        yield Check(f"this run: {need.module}", "ok" if need.here else missing, detail)
 
 
 def _vllm() -> Check:

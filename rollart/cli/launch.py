@@ -70,6 +70,9 @@ def launch(
         for line in commands(resolved):
             click.echo(f"# {line}")
         return
+    from rollart.compose.extras import refuse_missing
+
+    refuse_missing(resolved)
     if resolved.cluster.engines.kind == "vllm":  # others have nothing to look for, and need not wait for imports
         from rollart.compose.vllm_home import ready
 

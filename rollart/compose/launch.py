@@ -13,6 +13,7 @@ from pathlib import Path
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
 from rollart.compose.elastic import follow
+from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
@@ -81,6 +82,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         sys.path.insert(0, resolved.base)
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
+    refuse_missing(resolved)
     check(resolved)
     refuse_lending(resolved)
     async with wire(start, directory, progress) as parts:

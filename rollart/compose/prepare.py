@@ -275,7 +275,7 @@ def _no_environment(domain: str) -> Any:
 
 async def _produce(function: str, producer: str, directory: Path, seed: int) -> None:
     module, _, name = producer.partition(":")
-    guard = f"from rollart.adapters.clusters.pdeathsig import die_with_parent; die_with_parent({os.getpid()})"
+    guard = f"from rollart.lifeline import die_with_parent; die_with_parent({os.getpid()})"
     code = f"{guard}; import sys; from {module} import {name}; {name}(sys.argv[1], int(sys.argv[2]))"
     process = await asyncio.create_subprocess_exec(
         sys.executable,

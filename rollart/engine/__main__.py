@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -27,9 +26,7 @@ from rollart.engine.server import Server
 from rollart.engine.shm import BASE
 from rollart.engine.transfer import DTYPES
 from rollart.errors import RollartError, UsageError
-
-PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal to receive when the parent dies."""
+from rollart.lifeline import die_with_parent
 
 SHUTDOWN_S = 2.0
 """How long open connections may take to end after SIGTERM, seconds."""
@@ -39,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; returns the exit code."""
     args = _arguments(argv)
     if not args.detached:
-        _die_with_parent()
+        die_with_parent(os.getppid(), code=0)  # no controller that was killed leaves an engine behind
     try:
         torch.set_num_threads(args.threads)
         runner = load(args)
@@ -154,15 +151,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if not 0.0 < getattr(args, name) < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     return args
-
-
-def _die_with_parent() -> None:
-    """SIGKILL when the parent ends (Linux): a killed controller leaves no engine behind, not even a stopped one."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
-            raise SystemExit(0)
 
 
 if __name__ == "__main__":

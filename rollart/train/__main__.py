@@ -22,12 +22,13 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from rollart.lifeline import die_with_parent
+
 if TYPE_CHECKING:  # torch takes seconds to load, and a port that is taken is told before
     from rollart.train.config import TrainerConfig
     from rollart.train.followers import Followers
     from rollart.train.server import TrainerService
 
-PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEEP_BYTES = 1 << 30
 """glibc gives large blocks back to the kernel at once and faults them in again at the next micro-batch: 8,000 to 20,000
@@ -45,7 +46,7 @@ def main() -> int:
     parser.add_argument("--local", type=int, default=0, help="number of this rank on its host, and of its GPU")
     parser.add_argument("--leader", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    _die_with_parent(arguments.leader)
+    die_with_parent(arguments.leader or os.getppid(), code=0)
     _keep_memory()
     listener = None
     if arguments.rank == 0:
@@ -137,17 +138,6 @@ def _lost_alone(reason: str) -> None:
 def _end(why: str) -> None:
     print(f"rollart.train: {why}", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _die_with_parent(known: int | None = None) -> None:
-    """SIGKILL when the parent dies (Linux; elsewhere the caller's own supervision has to do)."""
-    parent = os.getppid() if known is None else known
-    try:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:
-        sys.exit(0)
 
 
 def _keep_memory() -> None:

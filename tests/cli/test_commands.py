@@ -213,6 +213,12 @@ class TestSpecs:
         found = {row["what"]: row["result"] for row in json.loads(done.out)["tables"]["checks"]}
         assert (found["python"], found["ports"]) == ("ok", "ok")
         assert done.code == 0
+        done = rollart("doctor", "training.lora={rank: 2}", "cluster.runtime.backend=ray", "-o", "json")
+        found = {row["what"]: row["result"] for row in json.loads(done.out)["tables"]["checks"]}
+        asked = {what.removeprefix("this run: ") for what in found if what.startswith("this run: ")}
+        assert asked == {"torch", "peft", "ray", "gymnasium", "reasoning_gym"}
+        assert (found["this run: peft"] == "ok") == (found["peft"] == "ok")
+        assert done.code == int("fails" in found.values())
 
     def test_no_command_and_a_wrong_one(self, rollart: Call) -> None:
         done = rollart("lanch")

@@ -118,6 +118,32 @@ async def test_blobs(objects: Objects) -> None:
         await objects.get("a/1")
 
 
+@pytest.mark.slow  # moto's server
+@pytest.mark.asyncio
+async def test_first_calls_that_come_together_open_one_client(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    from aiobotocore.session import AioSession
+
+    from rollart.adapters.weights.s3 import S3Objects
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    boto3.client("s3", region_name="us-east-1", endpoint_url=s3_url).create_bucket(Bucket="together")
+    opened: list[str] = []
+    create = AioSession.create_client
+
+    def counted(self: Any, service: str, *args: Any, **more: Any) -> Any:
+        opened.append(service)
+        return create(self, service, *args, **more)
+
+    monkeypatch.setattr(AioSession, "create_client", counted)
+    store = S3Objects("together", region="us-east-1", endpoint_url=s3_url)
+    await asyncio.gather(*(store.put(f"{n}", b"x") for n in range(8)))
+    assert await store.keys("") == set("01234567")
+    await store.aclose()
+    assert opened == ["s3"]
+
+
 @pytest.mark.asyncio
 async def test_what_is_pulled_is_what_was_published_and_engines_of_a_host_share_a_copy(
     objects: Objects, tmp_path: Path

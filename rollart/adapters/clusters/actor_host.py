@@ -10,8 +10,8 @@ import socket
 import sys
 from typing import Any
 
-from rollart.adapters.clusters.pdeathsig import die_with_parent
 from rollart.adapters.clusters.process import read_frame, write_frame
+from rollart.lifeline import die_with_parent
 
 
 async def serve(fd: int) -> None:

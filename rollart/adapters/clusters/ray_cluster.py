@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.clusters.pdeathsig import die_with_parent
 from rollart.adapters.clusters.program import Program
+from rollart.lifeline import die_with_parent
 from rollart.ports import Node
 
 __all__ = ["MODULE", "TOKEN", "PrivateCluster", "add_node", "auth", "health_settings", "prepare", "raylet"]

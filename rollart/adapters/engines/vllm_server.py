@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from rollart.adapters.clusters.ending import end
-from rollart.adapters.clusters.pdeathsig import die_with_parent
+from rollart.lifeline import die_with_parent
 
 __all__ = ["environment", "main"]
 

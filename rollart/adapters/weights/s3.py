@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -26,6 +27,7 @@ class S3Objects:
         self._place = {"region_name": region, "endpoint_url": endpoint_url}
         self._stack = contextlib.AsyncExitStack()
         self._client: Any = None
+        self._opening = asyncio.Lock()
 
     async def put(self, key: str, data: bytes) -> None:
         async with self._call(f"write {key}") as client:
@@ -68,10 +70,11 @@ class S3Objects:
         except ImportError as error:
             raise UsageError("weights in S3 need aiobotocore", remedy="pip install 'rollart[aws]'") from error
         try:
-            if self._client is None:
-                self._client = await self._stack.enter_async_context(
-                    get_session().create_client("s3", **{k: v for k, v in self._place.items() if v is not None})
-                )
+            async with self._opening:  # the first calls come together
+                if self._client is None:
+                    self._client = await self._stack.enter_async_context(
+                        get_session().create_client("s3", **{k: v for k, v in self._place.items() if v is not None})
+                    )
             yield self._client
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")

@@ -1,0 +1,67 @@
+"""What a run needs beside rollart itself, by what its spec asks for; said before anything is made or started."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollart.errors import SpecError
+from rollart.spec.resolve import Resolved
+from rollart.spec.run_parts import HarnessSpec
+
+__all__ = ["Need", "needs", "refuse_missing"]
+
+ENVIRONMENTS = {
+    "rollart.adapters.envs.frozen_lake": "gymnasium",
+    "rollart.adapters.envs.gymnasium": "gymnasium",
+    "rollart.adapters.envs.reasoning_gym": "reasoning_gym",
+}
+"""Modules that our own environments import when they are made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A module, the extra that installs it, and what in the spec asks for it. Without those that are not `needed`
+    some runs like it start all the same."""
+
+    module: str
+    extra: str
+    asked: str
+    needed: bool = True
+
+    @property
+    def here(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install 'rollart[{self.extra}]'"
+
+
+def needs(resolved: Resolved) -> Iterator[Need]:
+    """Of the interpreter that rollart runs in. A module may be asked for more than once."""
+    run, cluster = resolved.run, resolved.cluster
+    yield Need("torch", "local", "the embedded trainer")
+    if run.training.lora is not None:
+        yield Need("peft", "lora", "training.lora")
+    if cluster.runtime.backend == "ray":
+        yield Need("ray", "ray", "cluster.runtime.backend is 'ray'")
+    if run.weights.store is not None and run.weights.store.kind == "s3":
+        yield Need("aiobotocore", "aws", "weights.store.kind is 's3'")
+    for domain in run.domains:
+        if isinstance(domain.environment, HarnessSpec):
+            yield Need("jinja2", "proxy", f"domains.{domain.name}: a chat template, if the tokenizer has one", False)
+        elif cluster.environments.python is None:
+            module = ENVIRONMENTS.get(domain.environment.partition(":")[0])
+            if module is not None:
+                yield Need(module, "envs", f"domains.{domain.name}.environment")
+
+
+def refuse_missing(resolved: Resolved) -> None:
+    """`SpecError` for the first that is not here. What runs on machines of a cluster of others is theirs to have."""
+    runtime = resolved.cluster.runtime
+    elsewhere = runtime.backend == "ray" and runtime.address != "local"
+    for need in needs(resolved):
+        if need.needed and not need.here and (not elsewhere or need.module == "ray"):
+            raise SpecError(f"{need.asked}, and {need.module} is not installed", remedy=need.remedy)

@@ -1,0 +1,23 @@
+"""A process that never outlives its parent: Linux's parent-death signal. Of programs and of what starts them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["die_with_parent"]
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL, *, code: int = 1) -> None:
+    """Ask the kernel for a signal when the parent ends; exit at once with `code` if `parent` has ended already. Without
+    Linux the parent's own supervision has to do."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(code)
