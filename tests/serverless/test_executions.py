@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import pathlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,8 @@ class Cutting:
     def __init__(self, port: int) -> None:
         self._port = port
         self.cut: set[int] = set()
+        self.until: Callable[[], bool] | None = None
+        """What has happened before a connection is lost; else it is lost after a while."""
         self.seen = 0
         self._server: asyncio.Server | None = None
 
@@ -48,7 +50,7 @@ class Cutting:
                 length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
                 answers.write(head + await reader.readexactly(length))
                 if lose:
-                    await asyncio.sleep(0.2)
+                    await (asyncio.sleep(0.2) if self.until is None else until(self.until))
                     writer.transport.abort()
                     await asyncio.sleep(0.05)
                     break
@@ -138,7 +140,7 @@ def test_a_front_that_has_not_said_that_it_knows_keys_is_not_asked_twice(tmp_pat
 
     async def main() -> list[Outcome]:
         async with fronted(one) as proxy:
-            proxy.cut = {1}
+            proxy.cut, proxy.until = {1}, file.exists
             return await ask(proxy, [item("a", file=str(file))], one)
 
     [fault] = asyncio.run(main())
