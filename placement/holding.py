@@ -21,7 +21,7 @@ from placement.window import Slopes, slopes
 if TYPE_CHECKING:
     from placement.program import Program
 
-__all__ = ["at_seconds", "hold", "kept", "seconds_of", "size_of", "step_s", "windows"]
+__all__ = ["at_seconds", "hold", "kept", "seconds_of", "size_of", "step_s", "used", "windows"]
 
 FLAT = 1e-2
 """Least slope in a trajectory's seconds: where training alone takes longer than any group, it is none."""
@@ -112,10 +112,20 @@ def hold(p: Program, at: Sequence[Slopes], train_s: float, publish_s: float, *, 
 
 
 def kept(p: Program, x: Floats, train_s: float, publish_s: float) -> bool:
-    """Whether a solution's flows are within the window at these seconds."""
-    seconds, rest_s = seconds_of(p, x), train_s + publish_s
+    """Whether a solution's flows are within the window at these seconds, as those of a plan made without it are only
+    where nothing that starts is lost."""
+    used, started = _used(p, x, train_s + publish_s)
+    return max(started) <= 1 + LOST and used <= 1 + 1e-9
+
+
+def used(p: Program, x: Floats, train_s: float, publish_s: float) -> float:
+    """Places that a solution's flows hold at these seconds over those that there are, of the domain with most."""
+    return _used(p, x, train_s + publish_s)[0]
+
+
+def _used(p: Program, x: Floats, rest_s: float) -> tuple[float, list[float]]:
+    seconds = seconds_of(p, x)
     at = at_seconds(p, seconds, rest_s)
     rate = float(x[p.rate]) * p.scale * p.tableau.weights
     held = np.array([slope.own * s + slope.rest * rest_s for slope, s in zip(at, seconds.tolist(), strict=True)])
-    lost = any(slope.started > 1 + LOST for slope in at)
-    return not lost and bool((rate * held <= _places(p) * (1 + 1e-9)).all())
+    return float((rate * held / _places(p)).max()), [slope.started for slope in at]

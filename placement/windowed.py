@@ -3,17 +3,20 @@ the window has places for.
 
 How long a training step takes is chosen first, over the relaxed problem: at a given rate the times at which it can be
 kept are an interval (linear rows, and `devices × seconds >= work`, which is convex), so that the best value has one
-peak, which a golden-section search finds. Slopes of the window are those at the last solution's seconds, so that they
-settle as the search does. The whole numbers are solved for there, and again while the trainer, with what rounding left
-over, is faster than was assumed.
+peak, which a golden-section search finds. Slopes of the window are those at the seconds that they lead to, at each time
+anew: those of another time may hide its best plans. The whole numbers are solved for there and beside it, and again
+while the trainer, with what rounding left over, is faster than was assumed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import numpy as np
 
 from placement import holding
 from placement.milp import Floats
@@ -27,6 +30,8 @@ NEAR = 0.02
 """Relative distance between times of a step at which the search among them ends: near its peak the value is flat."""
 ROUNDS = 3
 """Solutions in whole numbers at most; the second is rarely better by more than rounding."""
+MISSED = 4
+"""Numbers of devices that train without a plan in whole numbers, until there is none."""
 SETTLED = 2
 """Solutions for slopes to be those of the seconds that they lead to."""
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -108,7 +113,8 @@ def within(p: Program, solve: Solve, worth: Worth, *, seconds: Floats) -> Kept |
 
 
 def _settled(p: Program, case: _Case, worth: Worth, low: float, high: float) -> float:
-    """What a case is worth at most: the shortest training with the smallest trainer."""
+    """What a case is worth at most in an interval: the shortest training with the smallest trainer. Slopes are those
+    that this leads to."""
     value = -math.inf
     for _ in range(SETTLED):
         case.hold(p, low, high)
@@ -156,11 +162,10 @@ def _range(p: Program, place: TrainPlace) -> tuple[float, float]:
 
 def _peak(p: Program, case: _Case, worth: Worth, low: float, high: float) -> tuple[float, float, float]:
     """Seconds of a step at which the relaxed problem is worth most, what it is there, and a bound on what it could be
-    at any."""
+    at any, as long as it has the slopes that it has there."""
 
     def at(train_s: float) -> float:
-        case.hold(p, train_s)
-        return case.worth(p, worth)
+        return _settled(p, case, worth, train_s, train_s)
 
     a, b = low, high
     c, d = a * (b / a) ** (1 - GOLDEN), a * (b / a) ** GOLDEN
@@ -184,47 +189,93 @@ def _peak(p: Program, case: _Case, worth: Worth, low: float, high: float) -> tup
 
 def _whole(p: Program, case: _Case, train_s: float, solve: Solve, worth: Worth) -> Kept | None:
     """Whole numbers near these seconds of a step, then at those of the trainer that this leaves room for and where its
-    trajectories are as long as they came out."""
+    trajectories are as long as they came out. Where they leave no plan, those beside them."""
     found: Kept | None = None
-    told = list[str]()
+    told, tried, missed = list[str](), dict[float, Floats](), 0
     ahead = _sizes(p, case, train_s, worth)
-    while ahead and len(told) < ROUNDS:
-        train_s = holding.step_s(p, case.place, ahead.pop(0))
-        q = p.copy()
-        case.hold(q, train_s)
-        answer = solve(q)
-        if answer is None:
+    while ahead and len(told) < ROUNDS and missed < MISSED:
+        hope, size = ahead.pop(0)
+        tried[size] = case.seconds
+        if found is not None and hope <= _more(p, found):
             continue
-        x, bound = answer
-        case.seconds = holding.seconds_of(q, x)
-        devices = round(x[case.place.devices])
-        case.hold(q, holding.step_s(q, case.place, devices))
-        told.append(f"{float(x[q.rate]) * q.scale:.4g}/s with {devices} devices")
-        if found is not None:
-            before = _value(found.p, found.x)  # below 0 where it is a cost
-            if _value(q, x) <= before + abs(before) * p.problem.gap:
-                break
-        found = Kept(q, x, bound)
-        ahead = [] if holding.size_of(p, case.place) is not None else [_room(q, case, x)]
+        answer = _at_size(p, case, size, solve)
+        if answer is None:
+            missed += 1
+            beside = {size - 1, size + 1, *(s for _, s in ahead)}
+            again = found is None and holding.size_of(p, case.place) is None
+            ahead = [each for each in _ranked(p, case, beside, worth) if each[1] not in tried] if again else []
+            continue
+        devices = round(answer.x[case.place.devices])
+        told.append(f"{float(answer.x[p.rate]) * p.scale:.4g}/s with {devices} devices")
+        if found is not None and _value(answer.p, answer.x) <= _more(p, found):
+            continue
+        found = answer
+        room = float(_room(answer.p, case, answer.x))
+        if room not in tried or not np.allclose(tried[room], case.seconds, rtol=NEAR):
+            ahead.insert(0, (math.inf, room))
     if found is not None:
         found.p.notes.append(f"training chosen with the window in {case.solved} linear programs: {', '.join(told)}")
     return found
 
 
-def _sizes(p: Program, case: _Case, train_s: float, worth: Worth) -> list[float]:
+def _more(p: Program, found: Kept) -> float:
+    """What a plan has to be worth to replace this one."""
+    value = _value(found.p, found.x)  # below 0 where it is a cost
+    return value + abs(value) * p.problem.gap
+
+
+def _at_size(p: Program, case: _Case, size: float, solve: Solve) -> Kept | None:
+    """The best plan with so many devices that train, at slopes near its own. Slopes that leave none of the rate asked
+    for may be too far from those of any: they are taken once more where the most is reached."""
+    train_s = holding.step_s(p, case.place, size)
+    least_cost, last = p.problem.objective is Objective.MIN_COST, None
+    once_more = least_cost
+    for _ in range(SETTLED + 2):
+        q = p.copy()
+        case.hold(q, train_s)
+        answer = solve(q)
+        if answer is not None:
+            x, bound = answer
+            own_s = holding.step_s(q, case.place, round(x[case.place.devices]))
+            case.seconds = holding.seconds_of(q, x)
+            case.hold(q, own_s)
+            last = Kept(q, x, bound)
+            if holding.used(q, x, own_s, case.publish_s) <= 1 + NEAR:
+                return last
+        elif not once_more:
+            break
+        else:
+            once_more = False
+            q = p.copy()
+            q.problem = dataclasses.replace(p.problem, objective=Objective.MAX_THROUGHPUT, rate=None)
+            case.hold(q, train_s)
+            most = solve(q)
+            if most is None:
+                break
+            case.seconds = holding.seconds_of(q, most[0])
+    return None if least_cost else last
+
+
+def _sizes(p: Program, case: _Case, train_s: float, worth: Worth) -> list[tuple[float, float]]:
     """Whole numbers of devices about those that a step of so many seconds takes, the better one first."""
     size, train = holding.size_of(p, case.place), p.problem.train
     if size is not None or train is None:
-        return [] if size is None else [size]
+        return [] if size is None else [(math.inf, size)]
     devices = case.place.work / (train_s / train.batch - case.place.fixed)
-    most = p.problem.pools[case.place.pool].count
-    near = {max(case.place.least, min(most, around(devices))) for around in (math.floor, math.ceil)}
+    about = {float(around(devices)) + more for around in (math.floor, math.ceil) for more in (-1, 0, 1)}
+    return _ranked(p, case, about, worth)
 
-    def at(count: int) -> float:
-        case.hold(p, holding.step_s(p, case.place, count))
-        return case.worth(p, worth)
 
-    return sorted(map(float, near), key=lambda count: (-at(int(count)), count))
+def _ranked(p: Program, case: _Case, sizes: Iterable[float], worth: Worth) -> list[tuple[float, float]]:
+    """What the relaxed problem is worth at these numbers of devices that train, and the numbers; the best first."""
+    least, most = case.place.least, p.problem.pools[case.place.pool].count
+
+    def at(size: float) -> float:
+        train_s = holding.step_s(p, case.place, size)
+        return _settled(p, case, worth, train_s, train_s)
+
+    possible = {float(max(least, min(most, size))) for size in sizes}
+    return sorted(((at(size), size) for size in sorted(possible)), key=lambda each: (-each[0], each[1]))
 
 
 def _room(p: Program, case: _Case, x: Floats) -> int:

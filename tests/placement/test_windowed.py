@@ -116,6 +116,54 @@ def test_rate_per_dollar_is_within_the_window_too() -> None:
     assert found.rate / found.usd_per_hour >= 0.99 * plan(problem()).rate / plan(problem()).usd_per_hour
 
 
+def small(seed: int) -> Problem:
+    """One of which every size of the trainer can be tried."""
+    r = Random(seed)
+    pools = [
+        Pool("a", GPU, r.choice([4, 6, 8]), 2.0, rented=r.random() < 0.7),
+        Pool("b", SLOW, r.choice([2, 4]), 1.0, rented=r.random() < 0.7),
+    ]
+    return problem(
+        *pools[: r.choice([1, 1, 2])], domains=r.choice([(LONG,), (LONG, AGENT)]), gap=1e-3,
+        window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5, publish_s=r.choice([5.0, 20.0, 60.0])),
+        train=Train(
+            r.choice([32, 64, 128]), seconds_per_token=r.choice([5e-4, 2e-3, 4e-3]), staleness=r.choice([1, 2])
+        ),
+    )  # fmt: skip
+
+
+def tried(asked: Problem) -> list[Placement]:
+    """The best plan with each number of devices that train."""
+    assert asked.train is not None
+    trains = [dataclasses.replace(asked.train, devices=n) for n in range(1, max(p.count for p in asked.pools))]
+    found = [solve(dataclasses.replace(asked, train=train)) for train in trains]
+    return [one for one in found if isinstance(one, Placement)]
+
+
+def as_good_as_tried(asked: Problem, share: float) -> None:
+    most = max([plan(asked), *tried(asked)], key=lambda each: each.rate)
+    found = plan(asked)
+    assert found.rate >= most.rate * (1 - 0.01)
+    assert found.bound >= most.rate * (1 - 1e-3)
+    cheap = dataclasses.replace(asked, objective=Objective.MIN_COST, rate=share * most.rate)
+    costs = [one.usd_per_hour for one in tried(cheap)]
+    least = plan(cheap)
+    assert all(least.usd_per_hour <= cost * 1.1 for cost in costs), "at most one device of ten more"
+
+
+@pytest.mark.slow  # up to fifteen plans
+@pytest.mark.parametrize(("seed", "share"), [(4, 0.999), (6, 0.9)])
+def test_what_a_search_by_the_slopes_of_another_place_missed(seed: int, share: float) -> None:
+    as_good_as_tried(small(seed), share)
+
+
+@pytest.mark.slow  # up to fifteen plans for each example
+@settings(max_examples=6)
+@given(st.integers(0, 10**6), st.floats(0.5, 0.98))
+def test_no_plan_is_missed_that_a_given_size_of_the_trainer_finds(seed: int, share: float) -> None:
+    as_good_as_tried(small(seed), share)
+
+
 @settings(max_examples=4)
 @given(st.integers(0, 10**6))
 def test_a_simpler_plan_is_never_better(seed: int) -> None:
