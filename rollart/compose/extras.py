@@ -42,7 +42,8 @@ class Need:
 def needs(resolved: Resolved) -> Iterator[Need]:
     """Of the interpreter that rollart runs in. A module may be asked for more than once."""
     run, cluster = resolved.run, resolved.cluster
-    yield Need("torch", "local", "the embedded trainer")
+    if cluster.trainer.external is None:
+        yield Need("torch", "local", "the embedded trainer")
     if run.training.lora is not None:
         yield Need("peft", "lora", "training.lora")
     if cluster.runtime.backend == "ray":
