@@ -65,7 +65,7 @@ def test_sigterm_ends_it_with_a_request_in_flight(qwen: Path) -> None:
     [
         (["--model", "/nowhere"], "model directory /nowhere does not exist"),
         (["--model", "MAMBA"], "architecture MambaForCausalLM is not supported"),
-        (["--model", "QWEN", "--device", "cuda:9"], "cannot start on cuda:9"),
+        (["--model", "QWEN", "--device", "cuda:9"], "device cuda:9 is not the first"),
         (["--model", "QWEN", "--port", "TAKEN"], "cannot listen on 127.0.0.1:"),
         (["--model", "QWEN", "--max-slots", "0"], "--max-slots must be at least 1"),
     ],
