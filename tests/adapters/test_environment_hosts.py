@@ -56,7 +56,7 @@ class Liar:
             while True:
                 ask = Ask.from_json(await read_frame(reader))
                 if ask.op is Op.HELLO:
-                    write_frame(writer, Answer(ask.id, "", Told.OK, [7, {}]).to_json())
+                    write_frame(writer, Answer(ask.id, "", Told.OK, [7, {}, []]).to_json())
                     continue
                 said = self._lie(ask)
                 if isinstance(said, bytes):
