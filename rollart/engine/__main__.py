@@ -60,7 +60,7 @@ def load(args: argparse.Namespace) -> Runner:
         device = torch.device(args.device)
         if device.index:
             raise UsageError(
-                f"cannot start on {args.device}: it is not the first (rule: an engine has the first GPU that it sees)",
+                f"device {args.device} is not the first (rule: an engine has the first GPU that it sees)",
                 remedy=f"CUDA_VISIBLE_DEVICES={device.index} and --device {device.type}",
             )
         network = Network(architecture, context=args.max_context, device=device, dtype=DTYPES[args.dtype])
