@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollart.adapters.clusters.ray_cluster import raylet
+from rollart.ports import Node
+from tests.contracts.ray_fixture import ray_cluster_of
 from tests.e2e.harness import Home, Launched, events, processes, sound, tiny, wait
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # Ray is started twice: about a minute on idle cores
@@ -60,6 +64,51 @@ def test_a_run_on_ray_survives_its_controller_and_a_node(home: Home) -> None:
     down = home.run("report", "utilization", "tiny-1")
     assert "engine_down" in down.stdout, down.stdout + down.stderr
     assert "engine_restart" in down.stdout
+
+
+def test_a_cluster_whose_programs_are_killed_leaves_nothing(tmp_path: Path) -> None:
+    """It is two processes: the death of either one is the end of all of Ray's."""
+    pytest.importorskip("ray")
+    with ray_cluster_of([Node("n0", {}, {"CPU": 1.0}, {})], tmp_path) as cluster:
+        below = parents()
+        keeper = next(pid for pid, parent in below.items() if parent == cluster.pid)
+        ours = {pid for pid in below if keeper in ancestors(pid, below)}
+        assert len(ours) > 3, "Ray's processes"
+        os.kill(keeper, signal.SIGKILL)
+        wait(lambda: not ours & set(parents()), "every process of Ray has ended", 60.0)
+
+
+def parents() -> dict[int, int]:
+    """Of every process that lives, its parent."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[int(stat.parent.name)] = int(fields[1])
+    return found
+
+
+def ancestors(pid: int, below: dict[int, int]) -> set[int]:
+    found: set[int] = set()
+    while (pid := below.get(pid, 0)) and pid not in found:
+        found.add(pid)
+    return found
+
+
+def test_a_cluster_that_accepts_and_never_answers_is_left_at_once(home: Home) -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        silent.settimeout(LIMIT_S)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        run = home.launch(tiny(), cluster={**CLUSTER, "runtime": {"backend": "ray", "address": address}})
+        asked = [silent.accept() for _ in range(2)]  # the look whether anything listens, and Ray
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(LIMIT_S) == 130, run.said
+        for connection, _ in asked:
+            connection.close()
+    assert "rollart: interrupted" in run.said
+    assert "Traceback" not in run.said
 
 
 def starts(run: Launched, engine: str) -> int:

@@ -23,9 +23,11 @@ HEALTH_S = 10.0
 
 
 class RayCluster:
-    def __init__(self, directory: Path, address: str) -> None:
+    def __init__(self, directory: Path, address: str, pid: int = 0) -> None:
+        """`pid` of its program."""
         self.directory = directory
         self.address = address
+        self.pid = pid
 
     def runtime(self) -> RayRuntime:
         return RayRuntime(self.address, env=auth(self.directory / TOKEN))
@@ -52,7 +54,7 @@ def ray_cluster_of(nodes: Sequence[Node], directory: Path) -> Iterator[RayCluste
         assert process.stdout is not None
         said = next((line for line in process.stdout if line.startswith(b"ready ")), b"")
         assert said, (directory / "log").read_text()
-        yield RayCluster(directory, said.split()[1].decode())
+        yield RayCluster(directory, said.split()[1].decode(), process.pid)
     finally:
         process.terminate()
         process.wait(120)

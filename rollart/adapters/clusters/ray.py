@@ -22,6 +22,7 @@ from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.ray_groups import RayGroups
 from rollart.adapters.clusters.ray_handle import RayHandle
 from rollart.adapters.clusters.ray_host import pack, unpack
+from rollart.adapters.clusters.threads import in_daemon
 from rollart.errors import ProviderError, UsageError
 from rollart.fleet import BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RuntimeEvent
@@ -69,7 +70,7 @@ class RayRuntime:
         os.environ.update(self._env)
         try:
             # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
-            await asyncio.to_thread(_connect, self._address)
+            await in_daemon(_connect, self._address)
             await self.look()
         except Exception:
             await self.close()
@@ -113,7 +114,7 @@ class RayRuntime:
         import ray
 
         ref = f"object-{next(self._ids)}"
-        self._objects[ref] = await asyncio.to_thread(ray.put, pack(value))
+        self._objects[ref] = await in_daemon(ray.put, pack(value))
         return ref
 
     async def get(self, ref: str) -> Any:
@@ -133,7 +134,7 @@ class RayRuntime:
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
         await self.groups.close()
         self._objects.clear()
-        await asyncio.to_thread(ray.shutdown)
+        await in_daemon(ray.shutdown)
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -179,7 +180,7 @@ class RayRuntime:
         import ray
 
         async with self._look:
-            self._seen(await asyncio.to_thread(ray.nodes))
+            self._seen(await in_daemon(ray.nodes))
 
     def _seen(self, rows: Sequence[Mapping[str, Any]]) -> None:
         alive = {_name(row): row for row in rows if row["Alive"]}

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rollart.adapters.clusters.program import Program
 from rollart.lifeline import die_with_parent
@@ -116,22 +116,42 @@ def add_node(directory: Path, node: Node) -> None:
 
 
 def main(directory: Path) -> None:
+    """Two processes, so that whichever is killed, the other ends all of Ray's: some of those would live on."""
+    _adopt_orphans()
+    own = os.getpid()
+    keeper = os.fork()
+    if keeper == 0:
+        _adopt_orphans()
+        # Ray's parts are below this process from its first one on. It is no longer SIGKILL that comes with the end.
+        signal.signal(signal.SIGTERM, lambda *_: _end())
+        die_with_parent(own, signal.SIGTERM)
+        _keep(directory)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.kill(keeper, signal.SIGTERM))
+    _, status = os.waitpid(keeper, 0)
+    end_descendants()
+    os._exit(0 if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 else 1)
+
+
+def _keep(directory: Path) -> None:
     """Start the nodes and keep them until SIGTERM."""
     from ray.cluster_utils import Cluster
 
     cluster, raylets = Cluster(), dict[str, Any]()
     seen = _start(cluster, directory, raylets)
     cluster.wait_for_nodes()
-    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())  # in place of Ray's handlers, which drain node after node
+        signal.signal(number, lambda *_: _end())  # in place of Ray's handlers, which drain node after node
     print(f"ready {cluster.address}", flush=True)
-    die_with_parent(os.getppid(), signal.SIGTERM)  # no longer SIGKILL: some of Ray's would live on for a minute
-    while not stop.wait(LOOK_S):
+    while True:
+        threading.Event().wait(LOOK_S)
         if (directory / NODES).stat().st_mtime_ns != seen:
             seen = _start(cluster, directory, raylets)
         for process in raylets.values():
             process.poll()
+
+
+def _end() -> NoReturn:
     end_descendants()
     os._exit(0)  # Ray's own shutdown would look for what is gone
 
@@ -159,9 +179,14 @@ def _told(node: Node) -> dict[str, Any]:
     return {"name": node.id, "labels": dict(node.labels), "total": dict(node.total)}
 
 
+def _adopt_orphans() -> None:
+    """Processes below this one whose parents die become its children."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def end_descendants() -> None:
     """Kill every process below this one, and those that their parents' deaths orphan; returns when all are reaped."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _adopt_orphans()
     while found := _descendants(os.getpid()):
         for pid in found:
             with contextlib.suppress(ProcessLookupError):

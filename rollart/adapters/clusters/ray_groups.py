@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollart.adapters.clusters.gang import check, no_room
+from rollart.adapters.clusters.threads import in_daemon
 from rollart.errors import UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import Node
@@ -109,7 +110,7 @@ class RayGroups:
     async def follow(self, alive: Mapping[str, Node], name: Named) -> None:
         """Where bundles are now whose nodes died: Ray moves them by itself, as soon as there is room."""
         moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
-        table = await asyncio.to_thread(_table) if moved else {}
+        table = await in_daemon(_table) if moved else {}
         for held in moved:
             places = _places(table, held, name)
             for index, bundle in enumerate(held.group.bundles):
@@ -128,9 +129,9 @@ class RayGroups:
         try:
             # The largest first: Ray gives room in this order.
             for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
-                asked.append(_Held(group, await asyncio.to_thread(_ask, group), [None] * len(group.bundles)))
+                asked.append(_Held(group, await in_daemon(_ask, group), [None] * len(group.bundles)))
             while True:
-                table = await asyncio.to_thread(_table)
+                table = await in_daemon(_table)
                 without = [held for held in asked if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
                 if not without:
                     break
@@ -184,4 +185,4 @@ async def _remove(groups: Sequence[_Held]) -> None:
     from ray.util.placement_group import remove_placement_group
 
     for held in groups:
-        await asyncio.to_thread(remove_placement_group, held.ray)
+        await in_daemon(remove_placement_group, held.ray)

@@ -1,0 +1,40 @@
+"""Blocking calls that may never return, and that nobody can interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["in_daemon"]
+
+T = TypeVar("T")
+
+
+async def in_daemon(function: Callable[..., T], *args: object) -> T:
+    """As `asyncio.to_thread`, but whoever is cancelled leaves the call behind: neither the end of the loop nor that of
+    the process waits for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args)
+        except BaseException as problem:
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
+    return await done
