@@ -63,6 +63,8 @@ class ProgressLines:
                 )
             case "engine_started":
                 return f"{event.subject} serves v{fields['version']}"
+            case "join":
+                return f"{event.subject}: {fields['command']}"
             case "finished":
                 return f"finished: {fields['steps']} steps, v{fields['version']}"
             case _:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +17,11 @@ from rollart.compose.actors import attached, hosts, nodes, part_room, resource, 
 from rollart.compose.elastic import present
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import Bundle, BundleGroup
-from rollart.ports import ActorSpec, Handle, Runtime
+from rollart.ports import ActorSpec, Handle, Node, RunEvent, Runtime
+from rollart.spec.fleet import pool_labels
 from rollart.spec.resolve import Resolved
 
-__all__ = ["gang", "opened", "placed", "tell"]
+__all__ = ["gang", "joining", "opened", "placed", "tell"]
 
 LOOK_S = 0.25
 """Seconds between two looks whether the nodes of the plan have joined."""
@@ -37,7 +40,9 @@ TOLD = {
 
 
 @contextlib.asynccontextmanager
-async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[tuple[Runtime, Resolved]]:
+async def opened(
+    resolved: Resolved, directory: Path, progress: Callable[[RunEvent], None] = lambda _: None
+) -> AsyncIterator[tuple[Runtime, Resolved]]:
     """The cluster's runtime, started, and the run as it can begin on the nodes that are there, with room for every part
     of its plan reserved; at the end all of it stops."""
     async with contextlib.AsyncExitStack() as stack:
@@ -46,7 +51,7 @@ async def opened(resolved: Resolved, directory: Path) -> AsyncIterator[tuple[Run
         if spec.backend == "local":
             runtime = LocalRuntime(nodes(resolved))
         else:
-            runtime = await _ray(resolved, directory, stack)
+            runtime = await _ray(resolved, directory, stack, progress)
         await runtime.start()
         stack.push_async_callback(runtime.close)
         if spec.backend == "ray":
@@ -104,7 +109,9 @@ async def tell(runtime: Runtime, say: Callable[..., None]) -> None:
             say(TOLD[event.kind], event.subject, **node)
 
 
-async def _ray(resolved: Resolved, directory: Path, stack: contextlib.AsyncExitStack) -> Runtime:
+async def _ray(
+    resolved: Resolved, directory: Path, stack: contextlib.AsyncExitStack, progress: Callable[[RunEvent], None]
+) -> Runtime:
     import importlib.util
 
     if importlib.util.find_spec("ray") is None:
@@ -113,11 +120,32 @@ async def _ray(resolved: Resolved, directory: Path, stack: contextlib.AsyncExitS
     from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth
 
     spec = resolved.cluster.runtime
-    if spec.address != "local":
+    if spec.address not in ("local", "start"):
         return RayRuntime(spec.address, env={} if spec.token is None else auth(Path(spec.token)))
-    cluster = PrivateCluster(directory / "ray", hosts(resolved), health_s=spec.health_s)
+    there = hosts(resolved) if spec.address == "local" else [Node("head", {}, {}, {})]
+    cluster = PrivateCluster(directory / "ray", there, health_s=spec.health_s, port=spec.port)
     stack.push_async_callback(cluster.close)
-    return RayRuntime(await cluster.start(), env=auth(cluster.token))
+    address = await cluster.start()
+    if spec.address == "start":
+        now = asyncio.get_running_loop().time()
+        for who, command in joining(resolved, address, cluster.token):
+            progress(RunEvent(now, "join", who, {"command": command}))
+    return RayRuntime(address, env=auth(cluster.token))
+
+
+def joining(resolved: Resolved, address: str, token: Path) -> list[tuple[str, str]]:
+    """For each pool how many hosts should join, in words, and the command that each of them runs. A host that has no
+    shared directory needs a copy of the token's file."""
+    found: Counter[tuple[str, str]] = Counter()
+    by_host = {f"{pool.name}-": pool for pool in resolved.cluster.pools}
+    for host in hosts(resolved):
+        pool = by_host[host.id.rstrip("0123456789")]
+        labels = ",".join(f"{key}={value}" for key, value in pool_labels(pool).items())
+        amounts = [f"--num-{kind.lower()}s={host.total.get(kind, 0.0):g}" for kind in ("CPU", "GPU")]
+        command = ["ray", "start", f"--address={address}", f"--labels={labels}", *amounts, "--block"]
+        env = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(str(token))}"
+        found[pool.name, f"{env} {shlex.join(command)}"] += 1
+    return [(f"on {n} host{'s' * (n > 1)} of pool '{pool}'", command) for (pool, command), n in found.items()]
 
 
 async def _joined(resolved: Resolved, runtime: Runtime) -> None:

@@ -342,7 +342,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         stored = weights if isinstance(weights, StoredWeights) else None
         if stored is not None:
             stack.push_async_callback(stored.aclose)
-        runtime, resolved = await stack.enter_async_context(opened(resolved, directory))
+        runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
         elsewhere = on_hosts(resolved)
         others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in elsewhere]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}

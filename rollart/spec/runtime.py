@@ -34,8 +34,10 @@ class RuntimeSpec(Entry):
         default="local",
         min_length=1,
         description="Of the Ray cluster: `local`: a private one on this machine while the run runs, with a node per "
-        "host of each pool; `auto`: the one that RAY_ADDRESS names; `host:port`.",
+        "host of each pool; `start`: a head on this machine while the run runs, which hosts join by the commands that "
+        "are printed; `auto`: the one that RAY_ADDRESS names; `host:port`.",
     )
+    port: int = Field(default=0, ge=0, le=65535, description="Of the head of `address: start`; 0: a free one.")
     token: str | None = Field(
         default=None,
         min_length=1,
@@ -67,6 +69,11 @@ class RuntimeSpec(Entry):
     def _only_ray_has_an_address(self) -> RuntimeSpec:
         if self.backend == "local" and (self.address != "local" or self.token is not None):
             raise ValueError("address and token are for backend: ray")
+        if self.port and self.address != "start":
+            raise ValueError("port is for address: start")
         if self.address.startswith("ray://"):
-            raise ValueError("host:port of the cluster itself: Ray's client (ray://) is not supported")
+            raise ValueError(
+                "Ray's client (ray://) is not supported: it is for those outside of the cluster's network, and the "
+                "controller speaks HTTP with engines at their nodes; give host:port, and launch inside of it"
+            )
         return self

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +113,44 @@ def test_a_cluster_that_accepts_and_never_answers_is_left_at_once(home: Home) ->
             connection.close()
     assert "rollart: interrupted" in run.said
     assert "Traceback" not in run.said
+
+
+@pytest.mark.timeout(900)
+def test_a_head_is_started_that_hosts_join_by_its_command(home: Home) -> None:
+    pytest.importorskip("ray")
+    limit_s = 500.0
+    fleet = {**CLUSTER, "pools": [{"name": "cores", "device": "cpu", "count": 2, "labels": {"gpu": "none"}}]}
+    fleet["runtime"] = {"backend": "ray", "address": "start", "wait_s": limit_s}
+    fleet["engines"] = {**CLUSTER["engines"], "count": 1}
+    run = home.launch(tiny(), cluster=fleet)
+    run.until(lambda: "--block" in run.said, "the command is printed", limit_s)
+    command = re.search(r"on 1 host of pool 'cores': (.*)", run.said)
+    assert command is not None, run.said
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    joins = ["sh", "-c", f"exec env {command[1]}"]
+    said = home.path / "host.log"
+    try:
+        for _ in range(5):  # on a machine that is very busy Ray gives its own node up after 30 s
+            with said.open("wb") as log:
+                host = subprocess.Popen(joins, stdout=log, stderr=log, env=environment, cwd=home.path)
+            wait(functools.partial(joined, host, said), "it joins", limit_s)
+            if host.poll() is None:
+                break
+        assert run.process.wait(limit_s) == 0, run.said + said.read_text()
+        sound(home.directory)
+        assert len(set(placed(run)["engine-0"] + placed(run)["trainer-0"])) == 1, "the host, not the head"
+        assert "head" not in placed(run)["engine-0"]
+    finally:
+        host.terminate()
+        host.wait(60)
+        for left in processes(home.path):  # Ray's on a host whose head is gone, which give up a minute later
+            left.kill()
+    wait(lambda: not processes(home.path), "the host's processes have ended", 60.0)
+
+
+def joined(host: subprocess.Popen[bytes], said: Path) -> bool:
+    """Whether it has, or has ended."""
+    return host.poll() is not None or b"runtime started" in said.read_bytes()
 
 
 def starts(run: Launched, engine: str) -> int:

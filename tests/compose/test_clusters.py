@@ -11,7 +11,7 @@ import pytest
 from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose.actors import engine_actor, hosts, trainer_actor
-from rollart.compose.clusters import _joined, gang, placed, tell
+from rollart.compose.clusters import _joined, gang, joining, placed, tell
 from rollart.errors import SpecError, UsageError
 from rollart.ports import ActorSpec, Node
 from rollart.sim import loop as virtual
@@ -90,6 +90,15 @@ class Unmade:
         raise UsageError("it cannot be made")
 
 
+def test_hosts_are_told_how_to_join(fake: Resolved) -> None:
+    told = dict(joining(fake, "10.0.0.1:6379", Path("/runs/a b/token")))
+    assert list(told) == ["on 1 host of pool 'cores'", "on 1 host of pool 'h800'", "on 2 hosts of pool 'h20'"]
+    assert told["on 2 hosts of pool 'h20'"] == (
+        "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH='/runs/a b/token' ray start --address=10.0.0.1:6379 "
+        "--labels=pool=h20,device=bandwidth-rich,gpu=H20 --num-cpus=1 --num-gpus=0 --block"
+    )
+
+
 def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:
     async def main() -> None:
         runtime = LocalRuntime([n for n in hosts(fake) if n.id != "h800-0"])
@@ -126,6 +135,7 @@ def test_what_happens_to_the_cluster_is_told() -> None:
         ("cluster.runtime.backend=local", None),
         ("cluster.runtime.address=ray://host:10001", "not supported"),
         ("cluster.runtime.health_s=0", "health_s"),
+        ("cluster.runtime.port=6379", "port is for address: start"),
         ("cluster.runtime.address=", "address"),
     ],
 )

@@ -62,8 +62,10 @@ class PrivateCluster:
     """The controller's side. Owns the program, the token that its processes ask for, and a short temporary directory:
     Ray's sockets have paths of at most 107 characters."""
 
-    def __init__(self, directory: Path, nodes: Sequence[Node], *, health_s: float) -> None:
-        """The first of `nodes` is the head: the controller is its driver, and the cluster ends with it."""
+    def __init__(self, directory: Path, nodes: Sequence[Node], *, health_s: float, port: int = 0) -> None:
+        """The first of `nodes` is the head: the controller is its driver, and the cluster ends with it. `port` of the
+        head; 0: a free one."""
+        self._port = port
         self._directory = directory
         self._nodes = nodes
         self._health_s = health_s
@@ -80,7 +82,7 @@ class PrivateCluster:
         if left.exists():  # by a controller that was killed
             shutil.rmtree(left.read_text(), ignore_errors=True)
         self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
-        env = prepare(self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary)
+        env = prepare(self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary, port=self._port)
         log = self._directory / "cluster.log"
         self._program = Program("ray", MODULE, [str(self._directory)], str(log), env=env)
         return await self._program.start([])
@@ -92,13 +94,16 @@ class PrivateCluster:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def prepare(directory: Path, nodes: Sequence[Node], *, health_s: float, temporary: str) -> dict[str, str]:
+def prepare(
+    directory: Path, nodes: Sequence[Node], *, health_s: float, temporary: str, port: int = 0
+) -> dict[str, str]:
     """Write what the program reads, and a token; the environment that the program wants. The first node is the head."""
     directory.mkdir(parents=True, exist_ok=True)
     token = directory / TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    _write(directory / NODES, {"nodes": [_told(n) for n in nodes], "system": health_settings(health_s)})
+    told = [_told(n) for n in nodes]
+    _write(directory / NODES, {"nodes": told, "system": health_settings(health_s), "port": port})
     (directory / TEMPORARY).write_text(temporary)
     return {**auth(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
 
@@ -162,7 +167,7 @@ def _start(cluster: Any, directory: Path, raylets: dict[str, Any]) -> int:
     config = json.loads((directory / NODES).read_text())
     for node in config["nodes"]:
         if node["name"] not in raylets:
-            made = cluster.add_node(**_arguments(node, None if raylets else config["system"]))
+            made = cluster.add_node(**_arguments(node, None if raylets else config))
             raylets[node["name"]] = made.all_processes["raylet"][0].process
     _write(directory / RAYLETS, {name: process.pid for name, process in raylets.items()})
     return changed
@@ -212,7 +217,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _arguments(node: Mapping[str, Any], system: Mapping[str, int] | None) -> dict[str, Any]:
+def _arguments(node: Mapping[str, Any], head: Mapping[str, Any] | None) -> dict[str, Any]:
     total = dict(node["total"])
     arguments: dict[str, Any] = {
         "node_name": node["name"],
@@ -221,10 +226,16 @@ def _arguments(node: Mapping[str, Any], system: Mapping[str, int] | None) -> dic
         "num_gpus": int(total.pop("GPU", 0)),
         "resources": total,
         "object_store_memory": STORE_BYTES,
-        "wait": system is not None,
+        "wait": head is not None,
     }
-    if system is not None:
-        arguments |= {"_system_config": dict(system), "include_dashboard": False, "dashboard_agent_listen_port": 0}
+    if head is not None:
+        if head["port"]:
+            arguments["gcs_server_port"] = head["port"]
+        arguments |= {
+            "_system_config": dict(head["system"]),
+            "include_dashboard": False,
+            "dashboard_agent_listen_port": 0,
+        }
     return arguments
 
 
