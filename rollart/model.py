@@ -280,11 +280,12 @@ class Sampling:
 
 @_value(frozen=True, slots=True)
 class Piece:
-    """Tokens of an answer that is still being generated: those after the piece before, all drawn by `version`."""
+    """Tokens of an answer that is still being generated: those after the piece before, all drawn by `version`; None:
+    its engine says that with the answer's end only, and weights may have changed meanwhile."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    version: int
+    version: int | None
 
 
 @_value(frozen=True, slots=True)

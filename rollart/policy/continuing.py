@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
@@ -14,10 +15,12 @@ ODD = 6364136223846793005
 
 
 def drawn(pieces: Sequence[Piece]) -> Completion:
-    """What was told of an answer before it broke off."""
+    """What was told of an answer before it broke off, as far as it is known which version drew it."""
+    pieces = list(itertools.takewhile(lambda piece: piece.version is not None, pieces))
     spans: list[VersionSpan] = []
     at = 0
     for piece in pieces:
+        assert piece.version is not None
         end = at + len(piece.token_ids)
         if spans and spans[-1].version == piece.version:
             spans[-1] = VersionSpan(piece.version, spans[-1].start, end)

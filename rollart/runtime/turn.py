@@ -71,6 +71,8 @@ class Turn:
     listener: Callable[[Piece], None] | None = None
     heard: list[Piece] = field(default_factory=list)
     """Of the attempt that is under way."""
+    unsure: bool = False
+    """Weights changed under the attempt, and its engine says only at its end what drew what."""
 
     def keep(self, part: Completion) -> None:
         """It goes on elsewhere: what is there already becomes part of the prompt, which is prefilled again."""
@@ -86,7 +88,11 @@ class Turn:
         return joined(self.kept, rest)
 
     def hear(self, piece: Piece) -> None:
-        """Tokens that somebody reads already: whatever becomes of the attempt, the answer begins with them."""
+        """Tokens that somebody reads already: whatever becomes of the attempt, the answer begins with them. Those whose
+        version nobody knows yet are not shown before it is over: they may have to be drawn anew."""
+        self.unsure = self.unsure or piece.version is None
+        if self.unsure:
+            return
         self.heard.append(piece)
         if self.listener is not None:
             self.listener(piece)
@@ -98,7 +104,7 @@ class Turn:
             if part is not None and lent:
                 self.keep(part)
             return
-        heard, self.heard = drawn(self.heard), []
+        heard, self.heard, self.unsure = drawn(self.heard), [], False
         for span in () if part is None else part.spans:
             at = slice(max(heard.sampled, span.start), span.end)
             if part is not None and at.start < at.stop:

@@ -18,10 +18,13 @@ RETRYABLE = {408, 409, 425, 429}
 class Events:
     """Puts an answer together, telling of its tokens as they come. `add` the data of every event, then `completion`.
 
-    vLLM says which version drew what with the last tokens only: until then they are taken to be of `version`."""
+    vLLM says which version drew what with the last tokens only: until then they are of the one that `drawing` names at
+    that moment, or of one that nobody knows (None). `first` is that of a server that has only a word for it."""
 
-    def __init__(self, url: str, version: int, told: Callable[[Piece], None] | None) -> None:
-        self._url, self._version, self._told = url, version, told
+    def __init__(
+        self, url: str, first: int, told: Callable[[Piece], None] | None, drawing: Callable[[], int | None]
+    ) -> None:
+        self._url, self._first, self._told, self._drawing = url, first, told, drawing
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] | None = None
@@ -49,7 +52,8 @@ class Events:
             raise EngineError(f"{self._url}: the answer broke off", retryable=True, remedy="is the engine alive?")
         spans = self._spans
         if spans is None:
-            spans = [VersionSpan(self._version, 0, len(self._ids))] if self._ids else []
+            version = self._drawing()
+            spans = [VersionSpan(self._first if version is None else version, 0, len(self._ids))] if self._ids else []
         return Completion(
             tuple(self._ids), tuple(self._logprobs), tuple(spans), FinishReason(self._finish),
             self._usage.get("prompt_tokens", 0),
@@ -67,14 +71,15 @@ class Events:
             self._finish = str(choice["finish_reason"])
         if choice.get("weight_versions") is not None:
             versions = choice["weight_versions"]
-            self._spans = [VersionSpan(version_of(s["version"], self._version), s["start"], s["end"]) for s in versions]
+            self._spans = [VersionSpan(version_of(s["version"], self._first), s["start"], s["end"]) for s in versions]
         if ids and self._told is not None and self._finish is None:
-            self._told(Piece(ids, logprobs, version_of(choice.get("weight_version"), self._version)))
+            named = choice.get("weight_version")
+            self._told(Piece(ids, logprobs, self._drawing() if named is None else version_of(named, self._first)))
 
 
-def version_of(value: object, fallback: int) -> int:
+def version_of(value: object, first: int) -> int:
     """vLLM's versions are strings, and a word before the first update."""
-    return int(str(value)) if str(value).isdigit() else fallback
+    return int(str(value)) if str(value).isdigit() else first
 
 
 def refusal(url: str, path: str, status: int, raw: bytes) -> EngineError:

@@ -100,8 +100,13 @@ class HttpEngine:
     async def started_with(self, weights: WeightsRef) -> None:
         """Before its first request: `EngineError` where it does not compute what it should."""
 
+    def _drawing(self) -> Callable[[], int | None]:
+        """Which version draws for a request that is sent now, asked as its tokens come, of a server that says so at the
+        end: nobody knows where others may load weights meanwhile."""
+        return lambda: None
+
     async def _generate_told(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
-        events = Events(self._url, self._first, request.told)
+        events = Events(self._url, self._first, request.told, self._drawing())
         headers = {"X-Session-ID": request.session} if request.session else {}
         data = {**body, "stream": True, "stream_options": {"include_usage": True}}
         path = "/inference/v1/generate"

@@ -58,6 +58,10 @@ class VllmEngine(HttpEngine):
         self._sent: dict[str, asyncio.Event] = {}
         self._paused = False
         self._loaded = version
+        self._updates = 0
+        """So many were begun."""
+        self._settled = True
+        """The last of them succeeded."""
         self._tolerance = tolerance
         self.silent = asyncio.Event()
         """Set once it did not answer whether it is healthy."""
@@ -120,8 +124,10 @@ class VllmEngine(HttpEngine):
             await self._prove(Path(path))
 
     async def update_weights(self, weights: WeightsRef) -> None:
+        self._updates += 1
+        self._settled = False
         await super().update_weights(weights)
-        self._loaded = weights.version
+        self._settled, self._loaded = True, weights.version
         self._unproven = weights.path if self._tolerance else None
 
     async def healthy(self) -> bool:
@@ -158,6 +164,12 @@ class VllmEngine(HttpEngine):
             raise EngineError(f"{self.url} was started without --enable-scale-out", retryable=False) from None
         if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
             raise EngineError(f"{self.url} was started without --enable-prompt-tokens-details", retryable=False)
+
+    def _drawing(self) -> Callable[[], int | None]:
+        """The version that was loaded when the request was sent, until an update begins: whoever made this loads all
+        weights through it."""
+        version, updates = self._loaded if self._settled else None, self._updates
+        return lambda: version if self._updates == updates else None
 
     async def _prove(self, version: Path) -> None:
         try:

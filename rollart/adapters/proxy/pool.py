@@ -69,7 +69,8 @@ class PooledSession:
     """A session's engine. Implements `Policy`.
 
     A request whose engine is gone goes on at another, if there is one, and the session with it. What was told of the
-    answer stays its beginning: it is sent as part of the prompt, and none of it is told again."""
+    answer stays its beginning: it is sent as part of the prompt, and none of it is told again. Where nobody knows
+    which version drew that (vLLM says so at the end), the answer fails: it can neither be kept nor unsaid."""
 
     def __init__(self, pool: EnginePool, engine: HttpEngine, name: str) -> None:
         self._pool, self._engine, self._name = pool, engine, name
@@ -91,9 +92,10 @@ class PooledSession:
                 part = await self._ask(token_ids, sampling, told, pieces)
             except EngineError as error:
                 tried.append(self._engine.id)
-                if not error.retryable or not self._pool.move(self, tried):
-                    raise
                 part = drawn(pieces)
+                unknown = any(piece.version is None for piece in pieces)
+                if not error.retryable or not self._pool.move(self, tried) or unknown:
+                    raise
             else:
                 interrupted += 1
                 if part.finish is not FinishReason.ABORT or told is None or interrupted > INTERRUPTIONS:
