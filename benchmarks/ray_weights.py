@@ -67,7 +67,7 @@ class OnItsNode:
         return self._of.node
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if method == "pull":
+        if args and isinstance(args[0], Place):  # a pull, and what is told of buckets that come
             place, *rest = args
             args = (replace(place, root=f"{place.root}/{self._of.node}"), *rest)
         return await self._of.call(method, *args, **kwargs)
