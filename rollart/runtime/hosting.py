@@ -110,6 +110,9 @@ class HostFleet:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 await self.resize(self._count)
+                while not all(host.link for host in self._hosts.values()):
+                    await self._changed.wait()
+                self._ready.set()
                 await asyncio.Event().wait()
         finally:
             self._tasks = None
@@ -180,7 +183,7 @@ class HostFleet:
     async def call(self, host: _Host, work: Awaitable[tuple[T, float]]) -> T:
         """What the host answers; its overhead and its silence are counted."""
         began = _now()
-        if not host.calls:
+        if not host.calls and host.link is not None:
             host.part.clock.enter(State.BUSY)
         host.calls += 1
         try:
@@ -193,7 +196,8 @@ class HostFleet:
             host.calls -= 1
             if not host.calls and host.link is not None:
                 host.part.clock.enter(State.IDLE)
-        self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
+        if self._hosts.get(host.id) is host:
+            self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
         return result
 
     def made(self, host: _Host, domain: str, made: Made) -> None:
@@ -210,16 +214,20 @@ class HostFleet:
         """Whether its episodes need images that hosts bring."""
         return any(host.link is not None and domain in host.link.pictured for host in self._hosts.values())
 
-    async def wanted(self, domain: str, seed: int) -> frozenset[str] | None:
+    async def placed(self, domain: str, seed: int, owner: str) -> _Host | None:
+        """The host of an episode that needs images, which holds a place there from now on; None if it needs none."""
+        with self._leases.hold(owner, "a host for its environment", self._limits.pull_s, Expiry.GAP_FILL):
+            wanted = await self._wanted(domain, seed)
+            return await self.place(wanted) if wanted else None
+
+    async def _wanted(self, domain: str, seed: int) -> frozenset[str] | None:
         """Images that an episode needs; None where none are brought. Any host knows."""
-        for host in self._hosts.values():
-            if host.link is not None and host.up:
-                if domain not in host.link.pictured:
-                    return None
-                (said, _) = await host.link.images("", domain, seed, pull=False)
-                host.images = said.there
-                return frozenset(said.wanted)
-        return None
+        host = next((host for host in self._hosts.values() if host.up), None)
+        if host is None or host.link is None or domain not in host.link.pictured:
+            return None
+        (said, _) = await host.link.images("", domain, seed, pull=False)
+        host.images = said.there
+        return frozenset(said.wanted)
 
     async def pull(self, host: _Host, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str) -> None:
         """The host has the episode's images. Bounded by a lease of its own: a reset's is too short for it."""
@@ -233,13 +241,12 @@ class HostFleet:
         """Whether a call that is given up now was given up because it took too long."""
         return _now() - began >= self._limits.call_s * (1 - 1e-6)
 
-    def leave(self, host: _Host, *, fault: bool) -> None:
-        """An episode is over: its place is free."""
+    def leave(self, host: _Host, *, fault: bool, alive: bool) -> None:
+        """An episode is over: its place is free. `alive`: its life of the host is not."""
         host.live -= 1
         host.episodes += 1
         host.faults += fault
-        if not fault:
-            host.restarts = 0
+        host.restarts = 0 if alive and not fault else host.restarts
         if self._hosts.get(host.id) is host:
             self._left_alone(host, self._policy.ended(host.id, fault=fault, now=_now()))
         host.changed.set()
@@ -311,8 +318,6 @@ class HostFleet:
             self._notify()
 
     def _notify(self) -> None:
-        if not self._ready.is_set() and all(host.link for host in self._hosts.values()):
-            self._ready.set()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -337,14 +342,12 @@ class HostedEnvironment:
         """It has a host with its images, if it needs any: before the reset, whose time that is not."""
         if self._host is not None or not self._fleet.pictured(self._domain):
             return
-        wanted = await self._fleet.wanted(self._domain, seed)
-        if not wanted:
+        if (host := await self._fleet.placed(self._domain, seed, owner)) is None:
             return
-        self._host = await self._fleet.place(wanted)
-        self._link = self._host.link
+        self._host, self._link = host, host.link
         assert self._link is not None
         try:
-            await self._fleet.pull(self._host, self._link, self._episode, self._domain, seed, owner)
+            await self._fleet.pull(host, self._link, self._episode, self._domain, seed, owner)
         except Exception:
             self._fault = True
             raise
@@ -374,7 +377,7 @@ class HostedEnvironment:
             if not fault.incident:  # else it is gone with its host
                 raise
         finally:
-            self._fleet.leave(host, fault=self._fault)
+            self._fleet.leave(host, fault=self._fault, alive=link.alive)
 
     async def _call(self, host: _Host, work: Awaitable[tuple[T, float]]) -> T:
         began = _now()

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rollart.adapters.envs.host import Front
 from rollart.adapters.envs.images import ImageCache, PullFailed, TarImages
+from rollart.adapters.envs.seats import Maker
+from rollart.adapters.envs.wire import Ask, Op
 
 
 class Shelf:
@@ -89,6 +92,84 @@ def test_the_bound_removes_what_was_used_longest_ago_and_nothing_that_is_held() 
             await cache.release(["a"])
             assert shelf.removed == ["b", "c"]
             assert list(cache.there) == ["a", "d"]
+
+    asyncio.run(play())
+
+
+def test_an_image_that_cannot_be_removed_is_nobodys_fault_and_is_tried_again() -> None:
+    async def play() -> None:
+        shelf = Shelf()
+        shelf.go.set()
+        remove, used = shelf.remove, {"a"}
+
+        async def kept(image: str) -> None:
+            if image in used:
+                raise OSError("a container of somebody else uses it")
+            await remove(image)
+
+        shelf.remove = kept  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as tasks:
+            cache = ImageCache(shelf, tasks, most=0)
+            await cache.ensure(["a"])
+            await cache.release(["a"])
+            assert cache.there == {"a": 10}
+            used.clear()
+            await cache.ensure(["b"])
+            await cache.release(["b"])
+        assert sorted(shelf.removed) == ["a", "b"]
+        assert not cache.there
+
+    asyncio.run(play())
+
+
+def test_an_image_that_is_being_removed_is_brought_once_it_is_gone() -> None:
+    async def play() -> None:
+        shelf = Shelf()
+        shelf.go.set()
+        begun, gone = asyncio.Event(), asyncio.Event()
+
+        async def slow(image: str) -> None:
+            begun.set()
+            await gone.wait()
+            shelf.removed.append(image)
+
+        shelf.remove = slow  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as tasks:
+            cache = ImageCache(shelf, tasks, most=0)
+            await cache.ensure(["old"])
+            removing = tasks.create_task(cache.release(["old"]))
+            await begun.wait()
+            await cache.known()  # it is listed still
+            assert "old" not in cache.there
+            again = tasks.create_task(cache.ensure(["old"]))
+            while not cache.pulling:
+                await asyncio.sleep(0)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert shelf.pulled == ["old"]
+            gone.set()
+            await removing
+            assert await again == 1
+        assert shelf.pulled == ["old", "old"]
+        assert cache.there == {"old": 10}
+
+    asyncio.run(play())
+
+
+def test_a_host_holds_no_images_for_an_episode_that_gave_up_waiting_for_them() -> None:
+    async def play() -> None:
+        shelf = Shelf()
+        front = Front({"tale": Maker(None, images=lambda seed: ["a"])}, asyncio.get_running_loop(), hook=shelf)
+        async with asyncio.TaskGroup() as tasks:
+            front.images = ImageCache(shelf, tasks)
+            pull = tasks.create_task(front._do(Ask(1, Op.PULL, "tale-0", ["tale", 0])))
+            await shelf.under_way.wait()
+            await front._do(Ask(2, Op.CANCEL, "tale-0", 1))
+            await front._do(Ask(3, Op.CLOSE, "tale-0", None))
+            shelf.go.set()
+            await asyncio.gather(pull, return_exceptions=True)
+            assert (front.held, front.calls) == ({}, {})
+            assert front.images.held == {}
 
     asyncio.run(play())
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.errors import EnvironmentFault, FaultRateExceeded, PartDied
-from rollart.hosted import HostHealth, Made
+from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, PartDied
+from rollart.hosted import HostHealth, Images, Made
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import tears
 from rollart.ledger.memory import MemoryRecorder
@@ -353,6 +353,99 @@ def test_the_last_host_that_cannot_be_kept_ends_the_run() -> None:
         (error,) = group.value.exceptions
         assert isinstance(error, PartDied)
         assert "after 5 restarts" in str(error)
+
+    play(main)
+
+
+def test_episodes_that_are_cancelled_where_their_host_died_do_not_count_as_its_good_ones() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            part = bench.parts["environment-1"]
+            for life in range(6):
+                while len(part.lives) <= life:
+                    await asyncio.sleep(0.5)
+                held = [bench.environment() for _ in range(4)]
+                async with asyncio.TaskGroup() as tasks:
+                    resets = [tasks.create_task(one.reset(0)) for one in held]
+                    await asyncio.sleep(0.2)
+                    assert bench.live["environment-1"] == 2
+                    await part.die()
+                    for reset in resets:
+                        reset.cancel()
+                for one in held:
+                    await one.close()
+            await asyncio.sleep(10.0)
+            assert [(s, f["restarts"]) for s, f in bench.events("host_given_up")] == [("environment-1", 5)]
+
+    play(main)
+
+
+def test_a_call_to_a_life_that_is_over_does_not_make_its_host_busy() -> None:
+    async def main() -> None:
+        bench = Bench(1)
+        async with running(bench):
+            one = bench.environment()
+            await one.reset(0)
+            part = bench.parts["environment-0"]
+            await part.die()
+            await asyncio.sleep(0.1)
+            assert part.clock.state == "startup"
+            await fault_of(one.step("left"))
+            assert part.clock.state == "startup"
+            await one.close()
+
+    play(main)
+
+
+def test_hosts_are_ready_once_the_last_of_them_is() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        make, room = bench.fleet._make, asyncio.Event()
+
+        async def made(name: str) -> Part:
+            if name == "environment-1":
+                await room.wait()
+            part = await make(name)
+            assert isinstance(part, Part)
+            return part
+
+        bench.fleet._make = made
+        async with asyncio.TaskGroup() as tasks:
+            fleet = tasks.create_task(bench.fleet.run())
+            ready = tasks.create_task(bench.fleet.ready())
+            await asyncio.sleep(5.0)
+            assert bench.parts["environment-0"].lives
+            assert not ready.done()
+            room.set()
+            await ready
+            assert bench.parts["environment-1"].lives
+            fleet.cancel()
+
+    play(main)
+
+
+class Pictured(Place):
+    """Needs images, and whoever lists them never answers."""
+
+    pictured = frozenset({"tale"})
+
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+        await self._gone_or(asyncio.Event().wait())
+        raise AssertionError("it is never over")
+
+
+def test_a_host_that_never_says_which_images_it_has_is_waited_for_under_a_lease() -> None:
+    async def main() -> None:
+        bench = Bench(1)
+        async with running(bench):
+            part = bench.parts["environment-0"]
+            bench.fleet._hosts[part.id].link = Pictured(part, 1)
+            one = bench.environment()
+            with pytest.raises(LeaseExpired, match=r"waited 600\.0 s for a host for its environment"):
+                await one.prepare(0, "tale-0")
+            assert one.host == ""
+            assert bench.live == {"environment-0": 0}
 
     play(main)
 

@@ -246,6 +246,9 @@ class Front:
         if maker is None or maker.images is None or self.images is None:
             return Answer(ask.id, ask.episode, Told.REFUSED, f"no images of domain '{domain}' here")
         began, pulled = asyncio.get_running_loop().time(), 0
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls[ask.id] = task  # who gives up the wait ends it here: nothing is held for nobody
         try:
             named = maker.images
 
@@ -261,6 +264,8 @@ class Front:
             return Answer(ask.id, ask.episode, Told.REFUSED, str(error))
         except Exception as error:
             return Answer(ask.id, ask.episode, Told.RAISED, f"{type(error).__name__}: {error}"[:500])
+        finally:
+            self.calls.pop(ask.id, None)
         seconds = asyncio.get_running_loop().time() - began
         return Answer(ask.id, ask.episode, Told.OK, [wanted, list(self.images.there), pulled], seconds)
 

@@ -51,11 +51,15 @@ class ImageCache:
     """Bytes by image, the one used longest ago first."""
     held: dict[str, int] = field(default_factory=dict)
     pulling: dict[str, asyncio.Task[str]] = field(default_factory=dict)
+    removing: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Set once it is gone: it is not brought before."""
 
     async def known(self) -> None:
         """Ask what is there."""
-        for image in await self.hook.images():
-            self.there.setdefault(str(image), 0)
+        going = set(self.removing)
+        for image in map(str, await self.hook.images()):
+            if image not in going and image not in self.removing:
+                self.there.setdefault(image, 0)
 
     async def ensure(self, images: Sequence[str]) -> int:
         """All of them are there, and held, once this returns: the number that had to be brought. `PullFailed`."""
@@ -90,6 +94,8 @@ class ImageCache:
     async def _brought(self, image: str) -> str:
         """What went wrong, in words; '' for nothing."""
         try:
+            while (going := self.removing.get(image)) is not None:
+                await going.wait()
             self.there[image] = int(await self.hook.ensure(image) or 0)
         except Exception as error:
             return f"image '{image}' could not be brought: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
@@ -105,8 +111,17 @@ class ImageCache:
             if sum(self.there.values()) <= self.most:
                 return
             if image not in self.held and self.there.get(image):
-                del self.there[image]
-                await remove(image)
+                await self._remove(image, remove)
+
+    async def _remove(self, image: str, remove: Callable[[str], Awaitable[object]]) -> None:
+        """One that cannot be removed (others may use it too) stays, and is tried again when something else is."""
+        size, self.removing[image] = self.there.pop(image), asyncio.Event()
+        try:
+            await remove(image)
+        except Exception:
+            self.there.setdefault(image, size)
+        finally:
+            self.removing.pop(image).set()
 
 
 def hook_of(spec: Mapping[str, Any]) -> tuple[ImageHook, int | None]:
