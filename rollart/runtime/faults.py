@@ -13,6 +13,9 @@ __all__ = ["FaultMeter"]
 INCIDENTS = 3
 """Ends of hosts before what they took is judged: two in a run are machines that failed."""
 
+HALF = 0.5
+"""Share of all attempts that the ends of hosts may take, or `max_rate` where that is more."""
+
 
 @dataclass(slots=True)
 class FaultMeter:
@@ -20,7 +23,9 @@ class FaultMeter:
     `min_count` faults nothing is judged, so that one early crash does not end a run.
 
     The end of an environment host takes hundreds of episodes at once, whatever they were doing: they are one fault.
-    From the third such end on a run also stops when more was lost so than ended otherwise."""
+    From the third such end, and the `min_count`-th attempt that was lost so, a run also stops when more was lost so
+    than ended otherwise. Bound: from then on no more than that and one host's episodes are lost so; where `max_rate` is
+    above a half it is the bound, and 1 is none."""
 
     max_rate: float
     min_count: int
@@ -53,7 +58,8 @@ class FaultMeter:
                 f"(limit {self.max_rate:.0%}); most often ({count}×): {worst}",
                 remedy="mend the part it names, or raise faults.max_rate, then rollart launch --resume",
             )
-        if len(self.incidents) >= INCIDENTS and self.together > self.attempts:
+        few = len(self.incidents) < INCIDENTS or self.together < self.min_count
+        if not few and self.together > max(HALF, self.max_rate) * (self.attempts + self.together):
             raise FaultRateExceeded(
                 f"{self.together} trajectories were lost with {len(self.incidents)} ends of environment hosts, more "
                 f"than the {self.attempts} that ended otherwise",

@@ -108,13 +108,29 @@ def test_a_host_that_lies_is_not_listened_to_any_more(lie: Callable[[Ask], Any],
         assert isinstance(one, EnvironmentFault)
         assert isinstance(two, EnvironmentFault)
         assert words in str(one)
-        assert one.incident == two.incident == "environment-0 of process 7"
+        assert one.incident == two.incident != ""
         assert words in await connection.lost()
         assert not connection.alive
         with pytest.raises(EnvironmentFault, match="on environment-0"):
             await connection.health()
 
     lied(lie, scenario)
+
+
+@pytest.mark.slow  # sockets
+def test_lives_of_a_host_that_have_the_same_process_id_end_apart() -> None:
+    """As those of a container do."""
+    ends = []
+
+    async def scenario(connection: HostConnection) -> None:
+        assert connection.pid == 7
+        with pytest.raises(EnvironmentFault) as fault:
+            await connection.step("e", "left")
+        ends.append(fault.value.incident)
+
+    for _ in range(2):
+        lied(lambda ask: [1, 2], scenario)
+    assert len(set(ends)) == 2
 
 
 @pytest.mark.slow  # sockets

@@ -152,7 +152,7 @@ def test_a_host_that_ends_or_is_blocked_is_started_again(stage: Stage, action: s
         with pytest.raises(EnvironmentFault) as fault:
             await ended
         assert fault.value.host == "environment-0"
-        assert fault.value.incident.startswith("environment-0 of process ")
+        assert fault.value.incident.startswith("environment-0 of life ")
         with pytest.raises(EnvironmentFault) as same:
             await other.step("left")
         assert same.value.incident == fault.value.incident

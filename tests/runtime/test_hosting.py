@@ -517,6 +517,27 @@ def test_the_end_of_a_host_is_one_fault_and_ends_that_take_more_than_is_left_sto
         meter.check()
 
 
+def test_ends_of_hosts_stop_no_run_before_the_count_nor_beyond_the_rate_that_its_spec_gives() -> None:
+    for max_rate, min_count, each in ((0.05, 10, 3), (1.0, 1, 500)):
+        meter = FaultMeter(max_rate=max_rate, min_count=min_count)
+        for end in range(3):
+            for _ in range(each):
+                meter.ended(AbortReason.INFRA_FAULT, "its connection broke", incident=f"environment-{end}")
+                meter.check()
+    meter = FaultMeter(max_rate=0.6, min_count=10)
+    for _ in range(100):
+        meter.ended(None)
+    for end in range(3):
+        for _ in range(52):
+            meter.ended(AbortReason.INFRA_FAULT, "its connection broke", incident=f"environment-{end}")
+            meter.check()
+    for _ in range(2):
+        meter.check()  # 153 of 256, then 154 of 257
+        meter.ended(AbortReason.INFRA_FAULT, "its connection broke", incident="environment-2")
+    with pytest.raises(FaultRateExceeded, match="155 trajectories were lost"):
+        meter.check()
+
+
 async def fault_of(work: Awaitable[Any]) -> EnvironmentFault:
     try:
         await work

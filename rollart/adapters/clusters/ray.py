@@ -204,7 +204,7 @@ class RayRuntime:
 
     async def _warned(self) -> None:
         """Nodes that are to go: preempted, or drained by whoever runs the cluster."""
-        draining = await asyncio.to_thread(_draining)
+        draining = await in_daemon(_draining)
         for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
             if name not in self._leaving:
                 self._leaving.add(name)

@@ -25,8 +25,11 @@ class HostConnection:
     cause. Invariant: an answer reaches the call of its id and its episode, or no call at all.
     """
 
+    _lives = itertools.count()
+    """Process ids tell lives apart on no more than one machine, and in no container: there each may have the same."""
+
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._name = name
+        self._name, self._life = name, next(self._lives)
         self._reader, self._writer = reader, writer
         self._ids = itertools.count(1)
         self._pending: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
@@ -164,7 +167,7 @@ class HostConnection:
             answered.set_result(answer)
 
     def _gone(self) -> EnvironmentFault:
-        return EnvironmentFault(self._name, self._cause.result(), incident=f"{self._name} of process {self.pid}")
+        return EnvironmentFault(self._name, self._cause.result(), incident=f"{self._name} of life {self._life}")
 
     def _end(self, cause: str) -> None:
         if self._cause.done():
