@@ -10,6 +10,7 @@ from rollart.adapters.service.desk import Desk
 from rollart.adapters.service.server import Service
 from rollart.adapters.service.store import Store
 from rollart.compose.proxy import listening
+from rollart.errors import StorageFailed
 
 __all__ = ["offering"]
 
@@ -26,4 +27,6 @@ async def offering(*, host: str, port: int, token: str, data: Path | None = None
             yield url
     finally:
         if store is not None:
+            with contextlib.suppress(StorageFailed):
+                await store.flush()
             store.close()

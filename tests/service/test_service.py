@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,8 +75,29 @@ def test_calls_need_the_token_where_there_is_one() -> None:
         with pytest.raises(ServiceError, match="not this service's"):
             Service(url).init(COLUMNS, TASKS)
         Service(url, token="secret").init(COLUMNS, TASKS)
+        asked = urllib.request.Request(f"{url}/v1/status", headers={"Authorization": "Bearer \xff"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=60)
+        assert refused.value.code == 401
 
     with_service(scenario, token="secret")
+
+
+def test_what_no_disk_can_hold_is_refused() -> None:
+    def scenario(url: str) -> None:
+        service = Service(url)
+        with pytest.raises(ServiceError, match="no text"):
+            service.init(["\ud800"], {"rollout": ["\ud800"]})
+        service.init(COLUMNS, TASKS)
+        for body in ({"key": "\ud800"}, {"tokens": 2**63}, {"group_size": 2**63}):
+            asked = urllib.request.Request(
+                f"{url}/v1/prompts", json.dumps({"prompts": [{"prompt": "a"}], **body}).encode(), method="POST"
+            )
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(asked, timeout=60)
+            assert refused.value.code == 400
+
+    with_service(scenario)
 
 
 def test_a_service_that_is_not_there_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from rollart.adapters.service.desk import Desk
 from rollart.adapters.service.loans import Loans
 from rollart.adapters.service.store import Store
 from rollart.adapters.service.terms import Refused, Setup, Task, Wish
-from rollart.errors import UsageError
+from rollart.errors import StorageFailed, UsageError
 from rollart.sim import loop
 
 COLUMNS = ("prompt", "response")
@@ -71,6 +72,45 @@ def test_what_was_answered_is_there_again(tmp_path: Path) -> None:
         await desk.notify(2, "/v2")
         assert desk.status()["rows"] == 2, "its group was sampled two publishes ago"
         life.store.close()
+
+    virtual(main)
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.asyncio
+async def test_a_client_that_goes_away_tears_no_writing(tmp_path: Path, turns: int) -> None:
+    """Real threads: the call is cancelled before its changes are written, and while they are."""
+    life = Life(tmp_path)
+    desk = await life.begin()
+    going = asyncio.Event()
+    loop, write, go_on = asyncio.get_running_loop(), life.store._write, threading.Event()
+
+    def held(batch: Any) -> None:
+        loop.call_soon_threadsafe(going.set)
+        assert go_on.wait(60)
+        write(batch)
+
+    life.store._write = held  # type: ignore[method-assign]
+    leaving = asyncio.ensure_future(desk.put_prompts([{"prompt": "a"}], 1))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if turns == 5:
+        await going.wait()
+    leaving.cancel()
+    staying = asyncio.ensure_future(desk.put_prompts([{"prompt": "b"}], 1))
+    await asyncio.gather(leaving, return_exceptions=True)
+    go_on.set()
+    assert len(await staying) == 1
+    held_now = desk.status()["rows"]
+    assert (await life.die()).status()["rows"] == held_now
+
+
+def test_whatever_the_disk_refuses_nothing_is_answered_after(tmp_path: Path) -> None:
+    async def main() -> None:
+        desk = await Life(tmp_path).begin()
+        for _ in range(2):
+            with pytest.raises(StorageFailed, match="too large"):
+                await desk.put_prompts([{"prompt": "a"}], 1, tokens=2**70)
 
     virtual(main)
 

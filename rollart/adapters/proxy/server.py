@@ -237,7 +237,7 @@ class Proxy:
         api = anthropic if "/v1/messages" in request.path else openai_chat
         if self._token and request.path != "/health":
             given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self._token.encode()):
+            if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
                 return _json(api.error("the API key is not this proxy's", 401), status=401)
         try:
             return await handler(request)

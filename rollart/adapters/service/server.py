@@ -21,6 +21,9 @@ __all__ = ["Service"]
 MAX_BODY = 256 * 2**20
 """Longest request body, bytes."""
 
+MOST = 2**63 - 1
+"""What a disk's whole numbers can hold."""
+
 LONGEST_S = 60.0
 """Longest wait of one call; clients ask again."""
 
@@ -67,7 +70,7 @@ class Service:
         body, desk = await _body(request), self._at()
         prompts = [_object(p, "prompts") for p in _list(body, "prompts")]
         size = _whole(body, "group_size", 1)
-        key = str(body.get("key") or "")
+        key = _name(body.get("key") or "")
         if not desk.answered(key):
             await desk.room(size * len(prompts), _seconds(body))
         return _json({"ids": await desk.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
@@ -77,8 +80,8 @@ class Service:
         kept = {}
         for entry in (_object(r, "rows") for r in _list(body, "rows")):
             version = entry.get("version")
-            if version is not None and type(version) is not int:
-                raise Refused(f"version is {version!r} (rule: a whole number)")
+            if version is not None and (type(version) is not int or abs(version) > MOST):
+                raise Refused(f"version is {version!r} (rule: a whole number of 63 bits)")
             row = str(entry.get("id"))
             kept[row] = await desk.put(row, _object(entry.get("columns"), "columns"), version)
         return _json({"kept": kept})
@@ -93,7 +96,7 @@ class Service:
             batches = await desk.get(wish, _seconds(body))
         else:
             lease, batches = await desk.lend(
-                wish, _seconds(body), lease_s=_number(body["lease_s"]), key=str(body.get("key") or "")
+                wish, _seconds(body), lease_s=_number(body["lease_s"]), key=_name(body.get("key") or "")
             )
         rows = [[_row(g) for g in batch] for batch in batches]
         return _json({"batches": rows, "version": desk.version, "lease": lease})
@@ -140,7 +143,11 @@ class Service:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self._token and request.path != "/health" and not hmac.compare_digest(given.encode(), self._token.encode()):
+        if (
+            self._token
+            and request.path != "/health"
+            and not hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+        ):
             return _json({"error": "the token is not this service's"}, status=401)
         try:
             return await handler(request)
@@ -157,11 +164,11 @@ def _setup(body: Mapping[str, Any]) -> Setup:
     tasks = {}
     for name, value in _object(body.get("tasks"), "tasks").items():
         task = _object(value, f"task {name}")
-        tasks[name] = Task(tuple(map(str, _list(task, "columns"))), bool(task.get("whole_groups", False)))
+        tasks[_name(name)] = Task(tuple(map(_name, _list(task, "columns"))), bool(task.get("whole_groups", False)))
     if not tasks:
         raise Refused("tasks is empty (rule: at least one, or nobody would ever free a row)")
     staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
-    return Setup(tuple(map(str, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
+    return Setup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
 
 
 def _row(given: Given) -> dict[str, Any]:
@@ -191,9 +198,19 @@ def _list(body: Mapping[str, Any], name: str) -> list[Any]:
 
 def _whole(body: Mapping[str, Any], name: str, default: int) -> int:
     value = body.get(name, default)
-    if type(value) is not int or value < 0:
-        raise Refused(f"{name} is {value!r} (rule: a whole number, at least 0)")
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise Refused(f"{name} is {value!r} (rule: a whole number, at least 0, of 63 bits)")
     return value
+
+
+def _name(value: object) -> str:
+    """Refused for halves of surrogate pairs: no text, and nothing that a disk could name."""
+    name = str(value)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise Refused(f"{name!r} is no text") from None
+    return name
 
 
 def _seconds(body: Mapping[str, Any]) -> float:

@@ -82,7 +82,9 @@ class Store:
             raise StorageFailed(f"{directory}: {error}") from None
         self._segments = Segments(directory / "segments")
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
-        self._turn = asyncio.Lock()
+        self._changes = self._through = 0
+        """So many were made, and so many are on disk."""
+        self._writing: asyncio.Future[None] | None = None
         self._broken: StorageFailed | None = None
 
     def load(self) -> Kept:
@@ -154,23 +156,34 @@ class Store:
         return bool(self._pending)
 
     async def flush(self) -> None:
-        """Returns when every change so far is on disk; those of several callers in one transaction."""
-        async with self._turn:
-            batch, self._pending = self._pending, []
-            if self._broken is None and batch:
-                try:
-                    await asyncio.to_thread(self._write, batch)
-                except (sqlite3.Error, OSError) as error:
-                    self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
-            if self._broken is not None:
-                raise self._broken
+        """Returns when every change so far is on disk; those of several callers in one transaction. A caller that is
+        cancelled, as by a client that goes away, leaves the writing to go on: it is not torn, and the next one waits
+        for it."""
+        mine = self._changes
+        while self._through < mine and self._broken is None:
+            if self._writing is None or self._writing.done():
+                batch, self._pending = self._pending, []
+                loop = asyncio.get_running_loop()
+                self._writing = loop.run_in_executor(None, self._write_or_break, batch, self._changes)
+            await asyncio.shield(self._writing)
+        if self._broken is not None:
+            raise self._broken
 
     def close(self) -> None:
         self._base.close()
         os.close(self._lock)
 
     def _do(self, statement: str, *values: Any) -> None:
+        self._changes += 1
         self._pending.append((statement, values))
+
+    def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], through: int) -> None:
+        """In a thread, one at a time."""
+        try:
+            self._write(batch)
+            self._through = through
+        except Exception as error:  # whatever it is, memory is ahead of the disk
+            self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
 
     def _write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         placed = [self._placed(statement, values) for statement, values in batch]
@@ -180,8 +193,9 @@ class Store:
             for statement, values in placed:
                 self._base.execute(statement, values)
             self._base.execute("COMMIT")
-        except sqlite3.Error:
-            self._base.execute("ROLLBACK")
+        except BaseException:
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK")
             raise
         if self._segments.rolled:
             used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
