@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rollart.adapters.engines.events import Events
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.proxy.pool import EnginePool
@@ -218,3 +219,9 @@ async def test_a_proxy_of_its_own_cannot_know_and_says_so() -> None:
             servers[1].more.put_nowait(True)
         again = await session.generate(PROMPT, Sampling(MOST), asked.hear)
         assert versions(again) == [7] * MOST, "the session went on to the other engine"
+
+
+def test_an_end_that_nobody_knows_is_an_engines_error() -> None:
+    events = Events("http://e", 0, None, lambda: 0)
+    with pytest.raises(EngineError, match="repetition"):
+        events.add(json.dumps({"choices": [{"token_ids": [], "finish_reason": "repetition"}]}).encode())

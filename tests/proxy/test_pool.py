@@ -112,3 +112,25 @@ def test_the_rest_is_drawn_with_numbers_of_its_own() -> None:
     assert rest.token_ids == (0, 1, 2)
     assert rest.sampling.max_tokens == 7
     assert rest.sampling.seed not in (None, begun.sampling.seed)
+
+
+def test_requests_of_one_session_whose_engine_dies_under_them_all_go_on() -> None:
+    class Dying(Counting):
+        """Is gone once all have asked."""
+
+        async def generate(self, request: GenerateRequest) -> Completion:
+            self.requests.append(request)
+            while len(self.requests) < 3:
+                await asyncio.sleep(0)
+            raise EngineError(f"{self.id} is gone", retryable=True)
+
+    async def body() -> None:
+        engines = [Dying(0, []), Counting(1, [])]
+        pool = EnginePool(cast(Any, engines))
+        session = pool.session("s")
+        answers = await asyncio.gather(*(session.generate((n,), Sampling(max_tokens=2)) for n in (0, 10, 20)))
+        assert [a.token_ids for a in answers] == [(1, 2), (11, 12), (21, 22)]
+        assert session.engine.id == "engine-1"
+        assert [pool.load(cast(HttpEngine, e)) for e in engines] == [0, 1]
+
+    asyncio.run(body())

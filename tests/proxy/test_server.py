@@ -13,7 +13,7 @@ import pytest
 
 from rollart.adapters.proxy import streaming as module
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.record import Recording, read_sessions
+from rollart.adapters.proxy.record import BLOCK, Recording, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.shelf import Limits
 from rollart.compose.proxy import listening
@@ -350,6 +350,24 @@ def test_sessions_that_are_idle_make_room(form: ChatFormat, tmp_path: Path) -> N
     with (tmp_path / "turns.jsonl").open("a") as file:
         file.write(json.dumps({"session": "torn"})[:-3])
     assert read_sessions(tmp_path / "turns.jsonl") == kept
+    again = Recording(tmp_path / "turns.jsonl")
+
+    async def afterwards(ask: Ask, speaker: Speaker, url: str) -> None:
+        assert (await ask(f"/s/e{CHAT}", HI))[0] == 200
+
+    with_proxy(form, afterwards, recording=again)
+    again.close()
+    more = read_sessions(tmp_path / "turns.jsonl")
+    assert {**kept, "e": more["e"]} == more, "the next life begins a line of its own"
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b"x" * (BLOCK - 3), b"x" * BLOCK, b"x" * (2 * BLOCK + 1)])
+@pytest.mark.parametrize("whole", [b"", b"{}\n", b"{}\n{}\n"])
+def test_a_line_that_was_torn_goes_before_the_next_is_written(tmp_path: Path, whole: bytes, torn: bytes) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_bytes(whole + torn)
+    Recording(path).close()
+    assert path.read_bytes() == whole
 
 
 def test_wishes_that_are_not_enforced_are_named(form: ChatFormat) -> None:

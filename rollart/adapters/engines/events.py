@@ -28,7 +28,7 @@ class Events:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] | None = None
-        self._finish: str | None = None
+        self._finish: FinishReason | None = None
         self._usage: Mapping[str, Any] = {}
 
     def add(self, data: bytes) -> None:
@@ -55,7 +55,7 @@ class Events:
             version = self._drawing()
             spans = [VersionSpan(self._first if version is None else version, 0, len(self._ids))] if self._ids else []
         return Completion(
-            tuple(self._ids), tuple(self._logprobs), tuple(spans), FinishReason(self._finish),
+            tuple(self._ids), tuple(self._logprobs), tuple(spans), self._finish,
             self._usage.get("prompt_tokens", 0),
             (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         )  # fmt: skip
@@ -68,7 +68,7 @@ class Events:
         self._ids += ids
         self._logprobs += logprobs
         if choice.get("finish_reason") is not None:
-            self._finish = str(choice["finish_reason"])
+            self._finish = FinishReason(choice["finish_reason"])
         if choice.get("weight_versions") is not None:
             versions = choice["weight_versions"]
             self._spans = [VersionSpan(version_of(s["version"], self._first), s["start"], s["end"]) for s in versions]

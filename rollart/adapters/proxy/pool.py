@@ -88,13 +88,15 @@ class PooledSession:
         interrupted = 0
         while True:
             pieces: list[Piece] = []
+            asked = self._engine
             try:
                 part = await self._ask(token_ids, sampling, told, pieces)
             except EngineError as error:
-                tried.append(self._engine.id)
+                tried.append(asked.id)
                 part = drawn(pieces)
                 unknown = any(piece.version is None for piece in pieces)
-                if not error.retryable or not self._pool.move(self, tried) or unknown:
+                moved = self._engine.id not in tried  # with another of its requests
+                if not error.retryable or not (moved or self._pool.move(self, tried)) or unknown:
                     raise
             else:
                 interrupted += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ __all__ = ["Recording", "read_sessions", "segment", "session_body"]
 
 SCHEMA_VERSION = 1
 
+BLOCK = 2**16
+"""Bytes that are looked at together for the end of a line."""
+
 
 class Recording:
     """Appends one line per answered request; it is with the operating system before the answer is given out, so a
@@ -27,6 +31,7 @@ class Recording:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                _mend(path)
                 self._file = path.open("a", buffering=1)
             except OSError as error:
                 raise UsageError(f"cannot write {path}: {error.strerror}", remedy="choose another --record") from None
@@ -48,6 +53,23 @@ class Recording:
                 self._file.write(json.dumps({"schema_version": SCHEMA_VERSION, **line}) + "\n")
             except OSError as error:
                 raise StorageFailed(f"cannot write {self._file.name}: {error.strerror}") from None
+
+
+def _mend(path: Path) -> None:
+    """Whoever wrote it last may have been killed, or its disk full, in the middle of a line: that was not given out."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            begin = max(whole - BLOCK, 0)
+            file.seek(begin)
+            newline = file.read(whole - begin).rfind(b"\n")
+            whole = begin if newline < 0 else begin + newline + 1
+            if newline >= 0:
+                break
+        if whole < end:
+            file.truncate(whole)
 
 
 def session_body(session: ProxySession) -> dict[str, Any]:
