@@ -179,7 +179,8 @@ class HostProgram:
             await connection.aclose()
             raise SpecError(
                 f"environment of domain '{domain}': {problem} (on {self._name})",
-                remedy="install what it needs where environments.python points to, or pip install 'rollart[envs]'",
+                remedy="mend environment_args, or install what it needs where environments.python points to "
+                "(pip install 'rollart[envs]')",
             )
         return connection
 

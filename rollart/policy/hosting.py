@@ -1,8 +1,9 @@
 """Which host an episode goes to: the least loaded of those that do no worse than their peers.
 
-A host is judged by the share of its episodes that end in a fault and by the time that its calls take beside the
-environment's own, both as moving averages and both against the median of the others: where all are as bad, it is the
-environments or the machine, and leaving one out would help nobody. Pure: `now` in, decisions out.
+A host is judged by the share of its episodes that end in a fault, a moving average, and by the time that its calls take
+beside the environment's own, the median of the last that were looked at; both against the median of the others: where
+all are as bad, it is the environments or the machine, and leaving one out would help nobody. Pure: `now` in, decisions
+out.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ class HostRules:
     """When a host is left alone, and for how long."""
 
     weight: float = 0.2
-    """Of what is new in the moving averages: about the last nine episodes count."""
+    """Of what is new in the moving average: about the last nine episodes count."""
     seen: int = 5
-    """Episodes before a host is judged: one broken seed is no broken host."""
+    """Episodes, or calls that were looked at, before a host is judged: one broken seed is no broken host."""
+    apart_s: float = 0.2
+    """Between two calls that are looked at. A loop that stood still, the host's or the controller's, answers what has
+    waited all at once, a hundred calls or more: together they are one observation, and one of `seen`."""
     failing: float = 0.4
     """Share of episodes that fail beyond that of its peers."""
     slow: float = 8.0
@@ -55,14 +59,19 @@ class Standing:
     """How one host does."""
 
     failures: float = 0.0
-    overhead_s: float = 0.0
+    overheads: tuple[float, ...] = ()
+    """Of the last calls that were looked at, `seen` at most."""
+    looked: float = -math.inf
     episodes: int = 0
-    calls: int = 0
     until: float = 0.0
     back_off_s: float = 0.0
     proofs: int = 0
     """Episodes that must still go well; above 0 it is left alone or on probation."""
     cause: str = ""
+
+    @property
+    def overhead_s(self) -> float:
+        return statistics.median(self.overheads) if self.overheads else 0.0
 
     def quarantined(self, now: float) -> bool:
         return self.proofs > 0 and now < self.until
@@ -94,18 +103,18 @@ class Hosting:
 
     def restarted(self, host: str) -> None:
         """It is a new process: what the old one did says nothing of its speed. Its faults stay: they are why."""
-        one = self.standing[host]
-        one.overhead_s, one.calls = 0.0, 0
+        self.standing[host].overheads = ()
 
     def called(self, host: str, overhead_s: float, now: float) -> str | None:
         """A call took so long beside its environment. The cause, if the host is left alone from now on."""
-        one = self.standing[host]
-        one.calls += 1
-        one.overhead_s += self._share(one.calls) * (overhead_s - one.overhead_s)
-        peers = self._median(host, lambda other: other.overhead_s, lambda other: other.calls)
-        if one.calls < self.rules.seen or peers is None or one.overhead_s <= self.rules.slow_floor_s:
+        one, seen = self.standing[host], self.rules.seen
+        if now < one.looked + self.rules.apart_s:
             return None
-        if one.overhead_s <= self.rules.slow * peers:
+        one.looked, one.overheads = now, (*one.overheads, overhead_s)[-seen:]
+        if len(one.overheads) < seen or one.overhead_s <= self.rules.slow_floor_s:
+            return None
+        peers = self._median(host, lambda other: other.overhead_s, lambda other: len(other.overheads))
+        if peers is None or one.overhead_s <= self.rules.slow * peers:
             return None
         return self._leave_alone(host, now, f"calls take {one.overhead_s:.2f} s beside their environments, elsewhere "
                                             f"{peers:.2f} s")  # fmt: skip
@@ -167,7 +176,7 @@ class Hosting:
             return None
         one.back_off_s = min(max(2 * one.back_off_s, self.rules.shortest_s), self.rules.longest_s)
         one.until, one.proofs, one.cause = now + one.back_off_s, self.rules.proofs, cause
-        one.overhead_s, one.calls = 0.0, 0
+        one.overheads = ()
         return cause
 
     def _away(self, now: float) -> list[str]:

@@ -266,7 +266,7 @@ class HostFleet:
                     assert host.link is not None
                     cause = await trouble(host, host.part, host.link, self._leases, self._limits)
                 except (PartDied, LeaseExpired, EnvironmentFault) as error:
-                    cause = error.message
+                    cause = error.message.removeprefix(f"{host.id}: ")
                 if not cause:
                     break
                 await self._lose(host, cause)

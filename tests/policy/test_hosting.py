@@ -108,22 +108,39 @@ def test_a_back_off_doubles_up_to_its_longest_until_it_goes_well() -> None:
 
 def test_what_fails_everywhere_is_nobodys_fault() -> None:
     made = hosting(4)
-    for _ in range(50):
+    for now in map(float, range(50)):
         for name in NAMES[:4]:
             assert made.ended(name, fault=True, now=0.0) is None
-            assert made.called(name, 20.0, 0.0) is None
+            assert made.called(name, 20.0, now) is None
 
 
 def test_a_slow_host_is_left_alone_and_a_lone_one_never() -> None:
     made, alone = hosting(3), hosting(1)
     causes = []
-    for _ in range(20):
+    for second in range(10):
         for n, name in enumerate(NAMES[:3]):
-            causes.append(made.called(name, 4.0 if n == 2 else 0.01, 0.0))
-        assert alone.called(NAMES[0], 60.0, 0.0) is None
+            causes.append(made.called(name, 4.0 if n == 2 else 0.01, float(second)))
+        assert alone.called(NAMES[0], 60.0, float(second)) is None
         assert alone.ended(NAMES[0], fault=True, now=0.0) is None
     (cause,) = [c for c in causes if c]
     assert "calls take 4.00 s beside their environments, elsewhere 0.01 s" in cause
+
+
+@given(quick=st.integers(0, 20), waited=st.integers(1, 300), stall=st.floats(1.0, 60.0), after=st.floats(0.0, 60.0))
+def test_one_stall_is_no_slow_host_however_many_calls_it_held_up(
+    quick: int, waited: int, stall: float, after: float
+) -> None:
+    made, now = hosting(2), 0.0
+    for _ in range(quick):
+        now += RULES.apart_s
+        assert [made.called(name, 0.01, now) for name in NAMES[:2]] == [None, None]
+    for _ in range(RULES.seen):
+        made.called(NAMES[0], 0.01, now := now + RULES.apart_s)
+    now += stall
+    assert [made.called(NAMES[1], stall, now + n * 1e-4) for n in range(waited)] == [None] * waited
+    for _ in range(20):
+        now += after
+        assert made.called(NAMES[1], 0.01, now) is None
 
 
 @pytest.mark.parametrize("episodes", [1, RULES.seen - 1])

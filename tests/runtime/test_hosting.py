@@ -352,7 +352,7 @@ def test_the_last_host_that_cannot_be_kept_ends_the_run() -> None:
             await bench.fleet.run()
         (error,) = group.value.exceptions
         assert isinstance(error, PartDied)
-        assert "after 5 restarts" in str(error)
+        assert str(error) == "environment-0: ended with status 1 before it was ready, after 5 restarts (rollart logs --role environment-0)"
 
     play(main)
 
