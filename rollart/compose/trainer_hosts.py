@@ -17,6 +17,10 @@ from rollart.spec.resolve import Resolved
 
 __all__ = ["TrainerHosts", "on_its_hosts"]
 
+STOP_S = 15.0
+"""Seconds that a host may take to stop its program, which gets 5 before it is killed. The actor of a host that is gone
+may be on its way back for ever: with room again, its next start ends what is left."""
+
 
 async def on_its_hosts(
     stack: contextlib.AsyncExitStack, resolved: Resolved, runtime: Runtime, directory: Path, config: Path
@@ -86,12 +90,18 @@ class TrainerHosts:
             await trainer.aclose()
 
     async def _stop(self) -> None:
-        for host in (self._leader, *self._others):
-            with contextlib.suppress(RollartError):
-                await host.call("stop")
+        async with asyncio.TaskGroup() as tasks:
+            for host in (self._leader, *self._others):
+                tasks.create_task(_stopped(host))
 
     async def _forget(self) -> None:
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _stopped(host: Handle) -> None:
+    with contextlib.suppress(RollartError, TimeoutError):
+        async with asyncio.timeout(STOP_S):
+            await host.call("stop")

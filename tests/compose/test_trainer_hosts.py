@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -22,8 +22,9 @@ from rollart.errors import PartDied, SpecError, TrainerError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import WeightsRef
-from rollart.ports import ActorSpec, Node
+from rollart.ports import ActorSpec, Handle, Node
 from rollart.runtime.leases import Leases
+from rollart.sim import loop as virtual
 from rollart.spec.resolve import Resolved, resolve_files
 from rollart.train import checkpoint
 from tests.contracts.ray_fixture import ray_cluster_of
@@ -101,6 +102,34 @@ def test_a_host_without_a_rank_is_refused(tmp_path: Path) -> None:
     run = resolved_on_cores(tmp_path, {"threads": 4, "ranks": 1}, pool)
     with pytest.raises(SpecError, match=r"trainer.ranks is 1, .* \(rule: at least one on each of the 2 hosts"):
         trainer_actors(run, tmp_path, tmp_path / "trainer.json")
+
+
+class Away:
+    """An actor whose node is gone, and that may be on its way back for ever; or one that serves."""
+
+    def __init__(self, *, there: bool) -> None:
+        self.there = there
+        self.calls: list[str] = []
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(method)
+        if method in ("ready", "wait") or not self.there:
+            await asyncio.Event().wait()
+        return "127.0.0.1:1"
+
+
+def test_a_start_that_is_given_up_waits_for_no_host_that_never_comes_back() -> None:
+    async def scenario() -> None:
+        leader, gone, other = Away(there=True), Away(there=False), Away(there=True)
+        hosts = TrainerHosts([cast(Handle, host) for host in (leader, gone, other)])
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await hosts.call("start", [])
+        assert asyncio.get_running_loop().time() - began < 100
+        assert all(host.calls[-1] == "stop" for host in (leader, gone, other))
+
+    virtual.run(scenario())
 
 
 async def refused(trainer: TrainerProgram) -> str:

@@ -150,7 +150,8 @@ class RayGroups:
             asked = []
             return []
         finally:
-            await asyncio.shield(_remove(asked))
+            if asked:  # else nothing is waited for: what is held now is returned, whoever cancels
+                await asyncio.shield(_remove(asked))
 
 
 def _ask(group: BundleGroup) -> Any:
