@@ -88,6 +88,17 @@ def test_a_step_that_the_run_gave_up_is_offered_again(tmp_path: Path) -> None:
     virtual(main)
 
 
+def test_a_version_may_be_saved_where_the_run_will_have_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        bridge = Bridge(tmp_path)
+        await bridge.desk.notify(0, saved(tmp_path / "v000000"))
+        for _ in range(2):  # the second time as after an answer that was lost
+            assert (await bridge.publish({"version": 0}))["bytes"] == 7
+            assert (tmp_path / "v000000" / "COMPLETE").is_file()
+
+    virtual(main)
+
+
 def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path)

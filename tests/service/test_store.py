@@ -141,6 +141,25 @@ def test_rows_of_a_consumer_that_dies_return_at_the_deadline(tmp_path: Path) -> 
     virtual(main)
 
 
+def test_a_request_that_is_made_again_while_it_waits_is_lent_rows_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        desk = await Life(tmp_path).begin()
+        wish = Wish("rollout", 2)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(desk.lend(wish, 30.0, lease_s=60.0, key="k")) for _ in range(2)]
+            await asyncio.sleep(1.0)
+            await desk.put_prompts([{"prompt": "a"}], 4)
+        (first, one), (again, other) = (task.result() for task in asked)
+        assert (first, one) == (again, other)
+        assert (await desk.lend(wish, 0.0, lease_s=60.0, key="other"))[0] not in ("", first), "two rows are left"
+        for seconds in (0.0, -1.0):
+            with pytest.raises(Refused, match="above 0"):
+                await desk.renew(first, seconds)
+        assert await desk.done(first)
+
+    virtual(main)
+
+
 def test_a_directory_is_one_services(tmp_path: Path) -> None:
     async def main() -> None:
         store = Store(tmp_path)

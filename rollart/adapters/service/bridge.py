@@ -145,11 +145,11 @@ def _taken_over(given: Path, path: Path, version: int) -> Path:
             remedy="save_pretrained there before weight_sync_notify",
         )
     aside = path.with_name(f".outside-{path.name}")
-    for leftover in (aside, path):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
     try:
         shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"))
         (aside / "COMPLETE").write_text(json.dumps({"schema": 1, "version": version, "files": {}}))
+        shutil.rmtree(path, ignore_errors=True)  # not before: it may be what was announced
         aside.rename(path)
     except OSError as error:
         raise TrainerError(f"cannot copy {given} to {path}: {error}") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollart.adapters.service.loans import REMEMBERED, Loans
+from rollart.adapters.service.loans import REMEMBERED, Loan, Loans
 from rollart.adapters.service.store import Kept, KeptRow, Store
 from rollart.adapters.service.terms import (
     Given,
@@ -26,7 +26,7 @@ from rollart.adapters.service.terms import (
     setup_of,
 )
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.table import Row, Sampler, SampleTable, Selection, Taken
+from rollart.policy.table import Row, Sampler, SampleTable, Selection
 
 __all__ = ["Desk", "Given", "Refused", "Setup", "Wish"]
 
@@ -172,7 +172,10 @@ class Desk:
     async def get(self, wish: Wish, seconds: float) -> list[list[Given]]:
         """Rows that are ready for the task, marked as consumed by it, for each consumer: about equal in tokens. Nothing
         after `seconds` without enough."""
-        taken, columns = await self._take(wish, seconds, hold=False)
+        columns = self._columns(wish)
+        sampler = sampler_of(wish, self.setup.tasks[wish.task])
+        with rules():
+            taken = await self._until(lambda: self.table.take(wish.task, sampler), seconds)
         if taken is None:
             return []
         given = [[self._given(p.row.id, columns) for p in batch] for batch in taken.batches]
@@ -183,22 +186,22 @@ class Desk:
     async def lend(self, wish: Wish, seconds: float, *, lease_s: float, key: str = "") -> tuple[str, list[list[Given]]]:
         """As `get`, but the rows are the consumer's only once it says `done`: after `lease_s` without they are ready
         for the task again. The lease's id, and a request with the `key` of an open lease is given that one again."""
-        if lease_s <= 0:
-            raise Refused(f"lease_s {lease_s} (rule: above 0)")
-        now = asyncio.get_running_loop().time
-        loan = self._loans.of(key) if key else None
-        if loan is not None and not any(row in self._values for row in loan.consumed):  # dropped meanwhile
-            self._return(loan.id)
-            loan = None
-        if loan is None:
-            taken, _ = await self._take(wish, seconds, hold=True)
-            if taken is None:
-                return "", []
-            batches = [[p.row.id for p in batch] for batch in taken.batches]
-            loan = self._loans.give(wish.task, batches, taken.consumed, lease_s, now(), key)
-            if self._store is not None:
-                self._store.loan(loan)
+        self._positive(lease_s)
         columns = self._columns(wish)
+        sampler = sampler_of(wish, self.setup.tasks[wish.task])
+
+        def look() -> Loan | None:
+            loan = self._loans.of(key) if key else None  # also one that was given since this request came
+            if loan is not None and any(row in self._values for row in loan.consumed):
+                return loan
+            if loan is not None:  # dropped meanwhile
+                self._return(loan.id)
+            return self._lent(wish.task, sampler, lease_s, key)
+
+        with rules():
+            loan = await self._until(look, seconds)
+        if loan is None:
+            return "", []
         await self._flush()
         rows = [[self._given(row, columns) for row in batch if row in self._values] for batch in loan.batches]
         return loan.id, rows
@@ -221,6 +224,7 @@ class Desk:
 
     async def renew(self, lease: str, seconds: float) -> bool:
         """False: it is over."""
+        self._positive(seconds)
         self._expire()
         return self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
 
@@ -230,11 +234,20 @@ class Desk:
         await self._tell()
         return found
 
-    async def _take(self, wish: Wish, seconds: float, *, hold: bool) -> tuple[Taken | None, Sequence[str]]:
-        columns = self._columns(wish)
-        sampler = sampler_of(wish, self.setup.tasks[wish.task])
-        with rules():
-            return await self._until(lambda: self.table.take(wish.task, sampler, hold=hold), seconds), columns
+    def _lent(self, task: str, sampler: Sampler, lease_s: float, key: str) -> Loan | None:
+        taken = self.table.take(task, sampler, hold=True)
+        if taken is None:
+            return None
+        batches = [[p.row.id for p in batch] for batch in taken.batches]
+        now = asyncio.get_running_loop().time()
+        loan = self._loans.give(task, batches, taken.consumed, lease_s, now, key)
+        if self._store is not None:
+            self._store.loan(loan)
+        return loan
+
+    def _positive(self, lease_s: float) -> None:
+        if lease_s <= 0:
+            raise Refused(f"lease_s {lease_s} (rule: above 0)")
 
     def _columns(self, wish: Wish) -> Sequence[str]:
         task = self.setup.tasks.get(wish.task)
@@ -284,6 +297,7 @@ class Desk:
     async def weights(self, after: int, seconds: float) -> tuple[int, str]:
         """The current version and where it lies, once it is beyond `after`, or after `seconds`."""
         await self._until(lambda: True if self.version > after else None, seconds)
+        await self._flush()
         return self.version, self.path
 
     def status(self) -> dict[str, Any]:

@@ -65,7 +65,8 @@ class Loans:
         """None: it is over already."""
         loan = self.open.pop(id, None)
         if loan is not None:
-            self._by_key.pop(loan.key, None)
+            if self._by_key.get(loan.key) == id:
+                del self._by_key[loan.key]
             if done:
                 self.was_done(id)
         return loan
