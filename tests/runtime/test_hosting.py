@@ -352,7 +352,8 @@ def test_the_last_host_that_cannot_be_kept_ends_the_run() -> None:
             await bench.fleet.run()
         (error,) = group.value.exceptions
         assert isinstance(error, PartDied)
-        assert str(error) == "environment-0: ended with status 1 before it was ready, after 5 restarts (rollart logs --role environment-0)"
+        why = "environment-0: ended with status 1 before it was ready, after 5 restarts"
+        assert str(error) == f"{why} (rollart logs --role environment-0)"
 
     play(main)
 
