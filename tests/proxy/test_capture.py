@@ -14,6 +14,7 @@ from rollart.adapters.proxy.capture import Begun, Capture, Turn
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import BadRequest, Call, Message, Prompt
 from rollart.adapters.proxy.sessions import shortened
+from rollart.adapters.proxy.tools import bare_json, hermes
 from rollart.model import Completion, FinishReason, SegmentKind, VersionSpan
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.proxy.scripted import CALL, END, TEMPLATE, spelling
@@ -244,3 +245,11 @@ def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> N
             assert form.render(messages, tools, prompt=prompt) == rendered
     assert form.encode(rendered) == tuple(theirs(rendered, add_special_tokens=False)["input_ids"])
     assert form.stops == {theirs.convert_tokens_to_ids(END): END}
+
+
+@pytest.mark.parametrize("odd", ['"\\ud83d"', "NaN", "1e999", "[" * 3000, "[" * 3000 + "]" * 3000])
+def test_what_only_python_takes_for_json_is_said_and_no_call(odd: str) -> None:
+    said = f'{{"name": "f", "arguments": {{"x": {odd}}}}}'
+    assert bare_json(said) == (said, ())
+    called = f"<tool_call>{said}</tool_call>"
+    assert hermes(called) == (called, ())

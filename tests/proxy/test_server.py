@@ -11,8 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from rollart.adapters.proxy import anthropic, openai_chat
 from rollart.adapters.proxy import streaming as module
 from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.messages import Answer, Message, Prompt
+from rollart.adapters.proxy.messages import Ask as Ask_
 from rollart.adapters.proxy.record import BLOCK, Recording, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.shelf import Limits
@@ -136,11 +139,14 @@ def test_what_failed_is_said_in_the_apis_words_and_not_captured(form: ChatFormat
     (CHAT, {"messages": "hi"}, "messages must be a list"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
     (CHAT, {**HI, "temperature": "hot"}, "temperature is 'hot'"),
+    (CHAT, {**HI, "temperature": 10**400}, "temperature is 1000"),
     (CHAT, {**HI, "top_p": 0}, "top_p is 0"),
     (CHAT, {**HI, "max_tokens": 0}, "max_tokens is 0"),
     (CHAT, {**HI, "stop": [1]}, "stop must be"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "must be a JSON object"),
+    *((CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": odd}}]}]},
+       "must be a JSON object") for odd in ('{"a": "\\ud800"}', '{"a": NaN}', '{"a": ' + "[" * 3000)),
     (CHAT, {"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the body is not JSON"),
     ("/v1/completions", {}, "prompt must be"),
     ("/v1/completions", {"prompt": [2**64]}, "prompt must be"),
@@ -368,6 +374,14 @@ def test_a_line_that_was_torn_goes_before_the_next_is_written(tmp_path: Path, wh
     path.write_bytes(whole + torn)
     Recording(path).close()
     assert path.read_bytes() == whole
+
+
+def test_an_answer_that_was_cached_twice_was_not_cached_more_than_it_is(form: ChatFormat) -> None:
+    ids = form.encode("hi")
+    twice = Completion(ids, (-0.1,) * len(ids), (VersionSpan(0, 0, len(ids)),), FinishReason.STOP, 200, 150)
+    answer = Answer((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0)
+    assert anthropic.body(Ask_(Prompt()), answer)["usage"]["input_tokens"] == 0
+    assert openai_chat.usage(answer)["prompt_tokens_details"]["cached_tokens"] == 100
 
 
 def test_wishes_that_are_not_enforced_are_named(form: ChatFormat) -> None:

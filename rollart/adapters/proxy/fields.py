@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollart.adapters.proxy.messages import BadRequest, Call
+from rollart.adapters.proxy.messages import BadRequest, Call, read_json
 
 __all__ = ["MOST", "arguments", "call", "fraction", "items", "number", "plain_text", "texts", "unsupported", "whole"]
 
@@ -19,7 +17,7 @@ def number(body: Mapping[str, Any], name: str, default: float) -> float:
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
         raise BadRequest(f"{name} is {value!r} (rule: a number, at least 0)", field=name)
     return float(value)
 
@@ -70,7 +68,7 @@ def arguments(value: object, field: str) -> Mapping[str, Any]:
     """A tool call's arguments: an object, or its JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value or "{}")
+            value = read_json(value or "{}")
         except ValueError:
             value = None
     if not isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollart.model import Completion, FinishReason
 
-__all__ = ["Answer", "Ask", "BadRequest", "Call", "Head", "Message", "Prompt", "conversation"]
+__all__ = ["Answer", "Ask", "BadRequest", "Call", "Head", "Message", "Prompt", "conversation", "read_json"]
 
 
 class BadRequest(Exception):
@@ -140,12 +140,24 @@ class Answer(Head):
 
     @property
     def cached(self) -> int:
-        return self.completion.cached_tokens
+        """Of the prompt; an answer that went on elsewhere may have been read from a cache twice."""
+        return min(self.completion.cached_tokens, len(self.prompt_ids))
 
     @property
     def rest(self) -> str:
         """The content that was not given out yet."""
         return self.message.content[self.given :]
+
+
+def read_json(text: str) -> Any:
+    """ValueError for what is no JSON, and for what Python alone takes for it: NaN, infinities, halves of surrogate
+    pairs, and more nesting than it can read or write. Policies say all of these."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    return value
 
 
 def conversation(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:

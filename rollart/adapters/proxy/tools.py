@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from rollart.adapters.proxy.messages import Call
+from rollart.adapters.proxy.messages import Call, read_json
 
 __all__ = ["CERTAIN", "PARSERS", "Parser", "begun", "parser_for"]
 
@@ -80,7 +78,7 @@ def parser_for(template: str) -> str:
 
 def _call(text: str) -> Call | None:
     try:
-        value: Any = json.loads(text)
+        value = read_json(text)
     except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
