@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.spec.resolve import Resolved
-from rollart.spec.run_parts import LeasesSpec
 
 __all__ = ["patience_s", "stall_seconds", "update_policy"]
 
@@ -36,9 +35,12 @@ def patience_s(resolved: Resolved) -> float:
     return policy.longest_s if isinstance(policy, Delayed) else 0.0
 
 
-def stall_seconds(leases: LeasesSpec) -> float:
+def stall_seconds(resolved: Resolved) -> float:
     """Longer than any wait that ends by itself: no lease expires after it."""
+    leases, hosts = resolved.run.leases, resolved.cluster.environments
     longest = max(
+        hosts.start_s if hosts.workers else 0.0,
+        hosts.pull_s if hosts.workers and hosts.images is not None else 0.0,
         leases.generate_s,
         leases.engine_start_s + leases.publish_s,
         leases.env_step_s,

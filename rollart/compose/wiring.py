@@ -193,7 +193,7 @@ class Parts:
             self.leases,
             self,
             progress=self._progress,
-            stall_s=stall_seconds(self.resolved.run.leases),
+            stall_s=stall_seconds(self.resolved),
             check=self._look,
             budget_wall_s=budget.wall_s,
             budget_usd=budget.usd,

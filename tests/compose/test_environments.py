@@ -12,6 +12,7 @@ from placement.types import Assignment, Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.compose.actors import nodes
 from rollart.compose.environments import environment_fleet, host_actor, host_count, on_hosts
+from rollart.compose.weights import stall_seconds
 from rollart.errors import SpecError
 from rollart.ledger.memory import MemoryRecorder
 from rollart.policy.hosting import BUSY, hosts_for
@@ -99,3 +100,12 @@ def test_hosts_that_come_later_have_names_that_nobody_had(tmp_path: Path) -> Non
         await asyncio.sleep(0)
 
     virtual.run(main())
+
+
+def test_a_run_is_not_stalled_while_its_hosts_may_start_or_bring_images() -> None:
+    before = stall_seconds(resolved())
+    assert stall_seconds(resolved("pull_s=7200", "start_s=7200")) == before, "nothing is waited for"
+    assert stall_seconds(resolved("workers=2", "start_s=7200")) == 14400
+    images = "images=rollart.adapters.envs.images:TarImages"
+    assert stall_seconds(resolved("workers=auto", images, "pull_s=3600")) == 7200
+    assert stall_seconds(resolved("workers=2", images)) == before
