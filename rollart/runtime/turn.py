@@ -74,10 +74,19 @@ class Turn:
     unsure: bool = False
     """Weights changed under the attempt, and its engine says only at its end what drew what."""
 
+    def begins(self, version: int) -> None:
+        """Its first token is of this version, if nothing of it is kept that is older. Told once per version: the turn
+        is one turn, whichever attempt of it samples the first token."""
+        if self.kept is None and self.told != version:
+            self.told = version
+            self.sent(version)
+
     def keep(self, part: Completion) -> None:
         """It goes on elsewhere: what is there already becomes part of the prompt, which is prefilled again."""
         if not part.sampled:
             return
+        if self.kept is None and part.spans:
+            self.begins(part.spans[0].version)
         self.kept = self.whole(part)
         self.token_ids += part.token_ids
         self.length += part.sampled

@@ -272,10 +272,8 @@ class Turns(Ways):
             self._hands_over(turn, member)
         if work:
             member.expect(work, asyncio.get_running_loop().time())
-        # Told once per version: the turn is one turn, whichever attempt of it samples the first token.
-        if generates and member.running <= self._limits.slots and turn.told != member.version:
-            turn.told = member.version
-            turn.sent(member.version)
+        if generates and member.running <= self._limits.slots:
+            turn.begins(member.version)
         member.shares.begin(request.request_id)
         what = "generation" if generates else "prefill"
         try:

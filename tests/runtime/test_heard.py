@@ -102,9 +102,11 @@ def test_a_turn_goes_on_elsewhere_after_what_was_read(listening: bool) -> None:
 def test_a_turn_that_weights_interrupt_goes_on_under_the_new_ones() -> None:
     async def scenario() -> None:
         (engine,) = engines = [Telling("e0")]
-        gateway, told = gateway_of(engines), list[Piece]()
+        gateway, told, sent = gateway_of(engines), list[Piece](), list[int]()
         asking = asyncio.ensure_future(
-            gateway.generate("s", (0,), Sampling(max_tokens=8), spend=lambda _: None, told=told.append)
+            gateway.generate(
+                "s", (0,), Sampling(max_tokens=8), spend=lambda _: None, sent=sent.append, told=told.append
+            )
         )
         while len(told) < 3:
             await asyncio.sleep(0.5)
@@ -116,6 +118,7 @@ def test_a_turn_that_weights_interrupt_goes_on_under_the_new_ones() -> None:
         assert [t for p in told for t in p.token_ids] == list(range(1, 8))
         assert all(p.version == int(p.token_ids[0] > old.end) for p in told)
         assert len(engine.requests) == 2
+        assert sent == [0], "its staleness is judged by what is kept"
 
     heard(scenario)
 
