@@ -33,9 +33,10 @@ LIMIT_S = 60.0
 class Stage:
     """A loop that goes on between the scenarios of a module, with a fleet on it."""
 
-    def __init__(self, runner: asyncio.Runner, hosts: Hosts) -> None:
+    def __init__(self, runner: asyncio.Runner, hosts: Hosts, directory: Path) -> None:
         self._runner = runner
         self.hosts = hosts
+        self.directory = directory
 
     def play(self, scenario: Awaitable[Any]) -> None:
         async def bounded() -> None:
@@ -53,7 +54,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         opened = hosts_of(resolved_with(directory, workers=1, health_s=2.0), directory)
         hosts = runner.run(opened.__aenter__())
         try:
-            yield Stage(runner, hosts)
+            yield Stage(runner, hosts, directory)
         finally:
             runner.run(opened.__aexit__(None, None, None))
 
@@ -138,6 +139,7 @@ def test_blocking_environments_have_threads_and_hold_nobody_up(stage: Stage) -> 
     ("action", "cause"),
     [
         ("die 7", "its process ended with status 7"),
+        ("die", "its process was killed by SIGSEGV"),
         ("block 3600", "step of told-.* blocked all of its episodes for"),
     ],
 )
@@ -166,6 +168,7 @@ def test_a_host_that_ends_or_is_blocked_is_started_again(stage: Stage, action: s
         assert re.search(cause, told[0]["cause"]), told
 
     stage.play(scenario())
+    assert action != "die" or "worlds.py" in (stage.directory / "logs" / "environment-0.log").read_text()
 
 
 @pytest.mark.slow

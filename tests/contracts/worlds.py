@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
 import os
 import random
@@ -86,7 +87,7 @@ class Told:
             case "end":
                 return Step(Observation("over"), 1.0, True, True)
             case "die":
-                os._exit(int(rest))
+                os._exit(int(rest)) if rest else ctypes.string_at(0)
         return Step(Observation(f"{action} {type(self).live} {threading.current_thread() is threading.main_thread()}"))
 
     async def close(self) -> None:

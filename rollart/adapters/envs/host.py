@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import hmac
 import json
@@ -388,6 +389,7 @@ def main() -> None:
     said = os.dup(1)
     os.set_inheritable(said, False)
     os.dup2(2, 1)
+    faulthandler.enable()  # a crash in C names the environment's line there
     sys.path[:0] = options.path
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_main(options, said))
