@@ -236,8 +236,10 @@ CHILD = """
 import asyncio, signal, sys, types
 if BACKGROUND:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+import rollart
 from rollart.ports import RunEvent
 module = types.ModuleType("rollart.compose")
+module.__path__ = [f"{rollart.__path__[0]}/compose"]
 def launch(resolved, *, run_dir, resume, on_progress):
     async def main():
         try:
