@@ -39,7 +39,11 @@ def contain(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(_contained(coroutine) if _INSIDE.get() else coroutine, loop=loop, **options)
+    if not _INSIDE.get():
+        return asyncio.Task(coroutine, loop=loop, **options)
+    task = asyncio.Task(_contained(coroutine), loop=loop, **options)
+    task.add_done_callback(lambda _: coroutine.close())  # it may have been cancelled before it began
+    return task
 
 
 async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:

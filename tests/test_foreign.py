@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 
 import pytest
@@ -52,3 +53,17 @@ def test_our_own_exits_still_end_it() -> None:
 
     with pytest.raises(SystemExit, match="5"):
         asyncio.run(main())
+
+
+def test_a_task_of_theirs_that_is_cancelled_before_it_began_is_no_warning() -> None:
+    async def main() -> None:
+        contain(asyncio.get_running_loop())
+        theirs = asyncio.sleep(1)
+        with foreign():
+            task = asyncio.get_running_loop().create_task(theirs)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+        assert inspect.getcoroutinestate(theirs) == inspect.CORO_CLOSED  # else Python says that nobody awaited it
+
+    asyncio.run(main())

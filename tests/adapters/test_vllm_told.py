@@ -225,3 +225,24 @@ def test_an_end_that_nobody_knows_is_an_engines_error() -> None:
     events = Events("http://e", 0, None, lambda: 0)
     with pytest.raises(EngineError, match="repetition"):
         events.add(json.dumps({"choices": [{"token_ids": [], "finish_reason": "repetition"}]}).encode())
+
+
+@pytest.mark.asyncio
+async def test_a_server_may_say_much_at_once() -> None:
+    """vLLM puts together what a slow reader did not take."""
+    many = 13_000
+
+    async def all_at_once(request: web.Request) -> web.Response:
+        told = [{"token_id": i, "logprob": -0.123456789} for i in range(many)]
+        choice = {"token_ids": list(range(many)), "logprobs": {"content": told}, "finish_reason": "length"}
+        return web.Response(body=f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n".encode())
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", all_at_once)
+    async with TestServer(app) as server:
+        engine = VllmEngine(EngineId("e"), str(server.make_url("")).rstrip("/"), version=2)
+        request = GenerateRequest("r", "s", PROMPT, Sampling(many), told=lambda _: None)
+        answer = await engine.generate(request)
+        await engine.close()
+    assert answer.token_ids == tuple(range(many))
+    assert versions(answer) == [2] * many

@@ -115,9 +115,12 @@ class HttpEngine:
             async with self._client().post(self._url + path, json=data, headers=headers, timeout=timeout) as answer:
                 if answer.status >= 400:
                     raise refusal(self._url, path, answer.status, await answer.read())
-                async for line in answer.content:
-                    if line.startswith(b"data: "):
-                        events.add(line[6:].strip())
+                rest = b""
+                async for chunk in answer.content.iter_any():  # a line may be longer than aiohttp reads at once
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: "):
+                            events.add(line[6:].strip())
         except (aiohttp.ClientError, TimeoutError) as error:
             what = str(error) or type(error).__name__
             raise EngineError(f"{self._url}{path} broke off: {what}", retryable=True) from error
