@@ -138,7 +138,18 @@ def recorded_specs(
 
 
 def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of the run and of the cluster."""
+    """Overrides of the run and of the cluster.
+
+    Raises:
+        SpecError: one of the run has a key that only clusters have.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].partition(".")[0]
+        if key in ClusterSpec.model_fields and key not in RunSpec.model_fields:
+            raise SpecError(
+                f"override '{override}': unknown key '{key}' in run (rule: keys of the cluster have the prefix "
+                f"'{CLUSTER_PREFIX}'; did you mean '{CLUSTER_PREFIX}{override}'?)"
+            )
     for_cluster = [o.removeprefix(CLUSTER_PREFIX) for o in overrides if o.startswith(CLUSTER_PREFIX)]
     return [o for o in overrides if not o.startswith(CLUSTER_PREFIX)], for_cluster
 

@@ -88,6 +88,7 @@ class TestLaunch:
             (["none.yaml"], "rollart: none.yaml: no such file"),
             (["run.yaml", "other.yaml"], "'other.yaml' is neither the run file nor key=value"),
             (["run.yaml", "stepz=1"], "override 'stepz=1': unknown key 'stepz' in run"),
+            (["run.yaml", "environments.workers=2"], "did you mean 'cluster.environments.workers=2'?"),
             (["run.yaml", "--cluster", "c.yaml"], "rollart: c.yaml: no such file"),
             (["run.yaml", "--clusterr", "c.yaml"], "No such option"),
             (["run.yaml", "--runs-dir", "run.yaml"], "rollart: run.yaml: cannot be written"),
