@@ -39,6 +39,7 @@ __all__ = [
     "TrainerError",
     "TrainerRefused",
     "UsageError",
+    "one_line",
 ]
 
 
@@ -143,3 +144,8 @@ class TrainerError(RunFailed):
 
 class TrainerRefused(TrainerError):
     pass
+
+
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """What code that is not ours raised, for a message: its type and its text, at most so many characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]

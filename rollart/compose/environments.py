@@ -13,7 +13,8 @@ from rollart.adapters.envs.host import TOKEN
 from rollart.adapters.envs.hosts import HostConnection
 from rollart.compose.actors import part_room, resource, selector
 from rollart.compose.clusters import placed
-from rollart.errors import PartDied, SpecError
+from rollart.compose.parts import ended
+from rollart.errors import SpecError
 from rollart.hosted import EnvironmentHost
 from rollart.ledger.clock import ResourceClock
 from rollart.policy.hosting import BUSY, hosts_for
@@ -185,10 +186,7 @@ class HostProgram:
         return connection
 
     async def wait(self) -> str:
-        try:
-            return str(await self._program.call("wait"))
-        except PartDied as error:  # not the program alone, but the actor that held it, or its node
-            return error.message
+        return await ended(self._program)
 
     async def close(self) -> None:
         await self._program.kill()

@@ -21,12 +21,20 @@ from rollart.ports import Engine, Handle, Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import EnginesSpec
 
-__all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram", "client_of"]
+__all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
 
 
 def client_of(engines: EnginesSpec) -> Callable[..., HttpEngine]:
     """What speaks with a program that serves: (id, url, version) -> Engine."""
     return functools.partial(VllmEngine, tolerance=engines.vllm.probe) if engines.kind == "vllm" else HttpEngine
+
+
+async def ended(program: Handle) -> str:
+    """The cause, in words, once a `Program` actor's program ended."""
+    try:
+        return str(await program.call("wait"))
+    except PartDied as error:  # not the program alone, but the actor that held it, or its node
+        return error.message
 
 
 class EngineProgram:
@@ -61,10 +69,7 @@ class EngineProgram:
         return self._client
 
     async def wait(self) -> str:
-        try:
-            return str(await self._program.call("wait"))
-        except PartDied as error:  # not the program alone, but the actor that held it, or its node
-            return error.message
+        return await ended(self._program)
 
     async def close(self) -> None:
         if self._client is not None:

@@ -19,7 +19,7 @@ from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.episodes import HarnessFactory
-from rollart.errors import PartDied, SpecError
+from rollart.errors import PartDied, SpecError, one_line
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.ports import EnvironmentFactory
 from rollart.runtime.domain import Domain, derive_seed
@@ -31,7 +31,6 @@ __all__ = [
     "environment_of",
     "harness_of",
     "import_attribute",
-    "one_line",
     "prepare_tokenizer",
     "produce_artefacts",
     "reward_plan",
@@ -299,7 +298,3 @@ async def _produce(function: str, producer: str, directory: Path, seed: int) -> 
     if process.returncode != 0:
         lines = said.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise PartDied(f"artefact of function '{function}'", f"{producer} failed: {lines[-1][:300]}")
-
-
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollart.compose.prepare import import_attribute, one_line
+from rollart.compose.prepare import import_attribute
 from rollart.compose.providers import translated
-from rollart.errors import SpecError
+from rollart.errors import SpecError, one_line
 from rollart.spec.functions import effective, function_spec
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import FunctionEntry

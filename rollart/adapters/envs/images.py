@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollart.adapters.envs.lookup import attribute_at
+from rollart.errors import one_line
 
 __all__ = ["ImageCache", "ImageHook", "PullFailed", "TarImages", "hook_of"]
 
@@ -98,7 +99,7 @@ class ImageCache:
                 await going.wait()
             self.there[image] = int(await self.hook.ensure(image) or 0)
         except Exception as error:
-            return f"image '{image}' could not be brought: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+            return f"image '{image}' could not be brought: {one_line(error, 300)}"
         finally:
             del self.pulling[image]
         return ""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from rollart.errors import EnvironmentFault
+from rollart.errors import EnvironmentFault, one_line
 
 __all__ = ["Answer", "NotBegun", "Refused", "Session", "endpoints"]
 
@@ -86,7 +86,7 @@ class Session:
             raise NotBegun(host, f"no connection within {connect_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             await client.close()
-            raise NotBegun(host, f"no connection ({_words(error)})") from None
+            raise NotBegun(host, f"no connection ({one_line(error, 200)})") from None
         except BaseException:
             await client.close()
             raise
@@ -104,7 +104,7 @@ class Session:
         try:
             return _answer(frame["data"])
         except (KeyError, TypeError, ValueError) as error:
-            raise await self._lost(f"answered a {what} with what is no observation ({_words(error)})") from None
+            raise await self._lost(f"answered a {what} with what is no observation ({one_line(error, 200)})") from None
 
     async def state(self, seconds: float) -> Mapping[str, Any]:
         await self._send("state", None)
@@ -119,7 +119,7 @@ class Session:
             async with asyncio.timeout(seconds), self._client.get(f"{self.url}/schema") as answer:
                 return dict((await answer.json())["action"])
         except (TimeoutError, aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
-            raise EnvironmentFault(self.host, f"no schema of its actions ({_words(error)})") from None
+            raise EnvironmentFault(self.host, f"no schema of its actions ({one_line(error, 200)})") from None
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -135,7 +135,7 @@ class Session:
         except (aiohttp.ClientError, OSError) as error:
             if not self._begun:
                 return  # a server that is full says so and closes: the next frame tells
-            raise await self._lost(f"the session was gone at its {what} ({_words(error)})") from None
+            raise await self._lost(f"the session was gone at its {what} ({one_line(error, 200)})") from None
 
     async def _frame(self, seconds: float, what: str, fields: frozenset[str] | None = None) -> Any:
         """The next frame as a mapping. An error frame is a fault, or `Refused`."""
@@ -192,7 +192,3 @@ def _misnamed(errors: Any, fields: frozenset[str] | None) -> bool:
         return False
     kinds = [(e.get("type"), e.get("loc")) for e in errors if isinstance(e, dict)]
     return any(kind in ("missing", "extra_forbidden") and len(loc or ()) == 1 for kind, loc in kinds)
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

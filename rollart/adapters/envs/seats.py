@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollart.adapters.envs.wire import Told
+from rollart.errors import one_line
 from rollart.ports import Environment
 
 __all__ = ["Lie", "Maker", "Seat", "forever", "makers", "on_loop", "sound", "timed"]
@@ -37,11 +38,11 @@ def _maker(path: str, arguments: dict[str, Any]) -> Maker:
     try:
         make = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may do anything when it is imported
-        return Maker(None, problem=f"'{path}' cannot be imported: {_words(error)}")
+        return Maker(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
     try:
         made = make(**arguments)
     except Exception as error:
-        return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {_words(error)}")
+        return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {one_line(error, 500)}")
     return Maker(
         lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)), images=getattr(made, "images", None)
     )
@@ -101,7 +102,7 @@ async def timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]
             raise
         return Told.RAISED, "CancelledError of its own", loop.time() - began
     except BaseException as error:  # SystemExit too: it is the episode's matter, not the host's
-        return Told.RAISED, _words(error), loop.time() - began
+        return Told.RAISED, one_line(error, 500), loop.time() - began
     return Told.OK, value, loop.time() - began
 
 
@@ -109,7 +110,3 @@ def on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> 
     """The work on another thread's loop; cancelling what this gives cancels it there."""
     future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
     return asyncio.wrap_future(future)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

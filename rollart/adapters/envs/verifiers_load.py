@@ -16,6 +16,7 @@ from typing import Any
 
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.adapters.envs.split import held_out_item
+from rollart.errors import one_line
 from rollart.model import Observation, Step
 
 __all__ = ["Loaded", "loaded"]
@@ -58,7 +59,7 @@ class Loaded:
 
         error = state.get("error")
         if error is not None and not isinstance(error, ToolError):
-            raise RuntimeError(f"{self.name} failed: {_words(error.__cause__ or error)}")
+            raise RuntimeError(f"{self.name} failed: {one_line(error.__cause__ or error, 300)}")
 
     async def score(self, state: Any) -> float:
         """The rubric's reward. RuntimeError where one of its functions raised."""
@@ -185,8 +186,4 @@ async def _awaited(name: str, answer: Any) -> Any:
 def _note(name: str, error: Exception) -> None:
     broken = _BROKEN.get(None)
     if broken is not None:
-        broken.append(f"reward function {name} raised {_words(error)}")
-
-
-def _words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        broken.append(f"reward function {name} raised {one_line(error, 300)}")
