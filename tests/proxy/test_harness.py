@@ -11,12 +11,13 @@ import aiohttp
 import pytest
 
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.harness import Agent, Episode, Harnesses
+from rollart.adapters.proxy.harness import GRACE_S, Agent, Episode, Harnesses
 from rollart.adapters.proxy.server import Proxy
 from rollart.compose import prepare
 from rollart.compose.proxy import listening
 from rollart.errors import SpecError
 from rollart.model import Completion, FinishReason, Observation, SegmentKind, Step, VersionSpan
+from rollart.sim import loop
 from rollart.spec.run_parts import DomainSpec, HarnessSpec
 from tests.proxy.agents import chat, endless
 from tests.proxy.scripted import spelling
@@ -183,3 +184,34 @@ def test_a_harness_has_nothing_to_be_played_with() -> None:
     assert prepare.harness_of(spec, None) is None, "nothing is played: a plan"
     with pytest.raises(SpecError, match="domain 'two' is a harness"):
         prepare.environment_of(spec)()
+
+
+def test_one_that_swallows_its_cancellation_is_left_behind(
+    form: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swallowed = []
+
+    async def deaf(base_url: str, session: str, seed: int) -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600.0)
+            except asyncio.CancelledError:
+                swallowed.append(session)
+
+    async def main() -> None:
+        proxy, clock = Proxy(form), asyncio.get_running_loop()
+        async with Harnesses(proxy, "http://nowhere", context=256) as harnesses:
+            began = harnesses.factory(deaf, {})
+            first = began("lake-1", 7)
+            began("lake-2", 7)
+            await asyncio.sleep(1.0)
+            await first.close()
+            assert clock.time() == 1.0 + GRACE_S
+        assert clock.time() == 1.0 + 2 * GRACE_S, "one whose trajectory never closed it, too"
+
+    loop.run(main(), seed=1)
+    assert swallowed == ["lake-1", "lake-1", "lake-2", "lake-2"]
+    said = capsys.readouterr().err.splitlines()
+    assert [f"harness lake-{n} did not end when it was cancelled" in line for n, line in enumerate(said, 1)] == [
+        True
+    ] * 2

@@ -20,7 +20,7 @@ from rollart.adapters.proxy.record import BLOCK, Recording, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.shelf import Limits
 from rollart.compose.proxy import listening
-from rollart.errors import EngineError, UsageError
+from rollart.errors import EngineError, StorageFailed, UsageError
 from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
 from tests.proxy.scripted import spelling
 
@@ -403,3 +403,25 @@ def test_sampling_is_the_requests_and_ends_where_the_model_does(form: ChatFormat
         assert answer["choices"][0]["message"]["content"] == "", "what ends an answer is no part of it"
 
     with_proxy(form, scenario)
+
+
+def test_a_turn_that_could_not_be_recorded_was_never_there(form: ChatFormat, tmp_path: Path) -> None:
+    recording, fails = Recording(tmp_path / "turns.jsonl"), [True]
+
+    class Failing(Recording):
+        def turn(self, session: Any, turn: Any) -> None:
+            if fails:
+                raise StorageFailed("no room on the disk")
+            recording.turn(session, turn)
+
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        for said in ({}, {"stream": True}):
+            status, body, _ = await ask("/s/a" + CHAT, {**HI, **said})
+            assert (status, "no room" in body["error"]["message"]) == (500, True)
+        fails.clear()
+        assert (await ask("/s/a" + CHAT, HI))[0] == 200
+        _, shown, _ = await ask("/sessions/a", method="GET")
+        assert [t["begun"] for t in shown["turns"]] == ["start"], "no fork of what nobody saw"
+
+    with_proxy(form, scenario, recording=Failing(None))
+    recording.close()

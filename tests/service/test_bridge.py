@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollart.adapters.service import bridge as bridge_module
 from rollart.adapters.service.bridge import TASK, Bridge
 from rollart.adapters.service.terms import Wish
-from rollart.adapters.trainers.http import encode_samples
+from rollart.adapters.trainers.http import HttpTrainer, encode_samples
+from rollart.compose.proxy import listening
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.sim import loop
@@ -111,3 +114,52 @@ def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
             await bridge._not_here("imitate")({})
 
     virtual(main)
+
+
+def test_a_version_is_copied_once_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publish that the run gave up goes on copying; the next one waits for it."""
+    here, go, inside = threading.Event(), threading.Event(), []
+
+    def slow(*arguments: Any) -> Path:
+        inside.append(len(inside))
+        here.set()
+        assert go.wait(60)
+        inside.append("out")
+        return taken_over(*arguments)
+
+    taken_over = bridge_module._taken_over
+    monkeypatch.setattr(bridge_module, "_taken_over", slow)
+
+    async def main() -> None:
+        bridge = Bridge(tmp_path / "weights")
+        await bridge.desk.notify(0, saved(tmp_path / "outside"))
+        first = asyncio.create_task(bridge.publish({"version": 0}))
+        await asyncio.to_thread(here.wait, 60)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(bridge.publish({"version": 0}))
+        await asyncio.sleep(0)
+        go.set()
+        assert (await second)["bytes"] == 7
+
+    asyncio.run(main())
+    assert inside == [0, "out", 2, "out"]
+
+
+def test_a_batch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge_module, "ROWS", 3)
+
+    async def main() -> None:
+        bridge = Bridge(tmp_path)
+        async with listening(bridge.app(), host="127.0.0.1", port=0) as url:
+            trainer = HttpTrainer(url)
+            try:
+                samples = [sample(f"a.{m}", "a", 0.0) for m in range(4)]
+                with pytest.raises(TrainerError, match="4 rows do not fit"):
+                    await trainer.train(samples, 0)
+                with pytest.raises(TrainerRefused, match="cannot be read"):
+                    await trainer._post("train", {"version": 0})
+            finally:
+                await trainer.aclose()
+
+    asyncio.run(main())

@@ -252,3 +252,48 @@ def test_a_loan_ends_once(steps: list[tuple[str, int]]) -> None:
             assert loans.done(f"l{number}") is (what == "done")
     assert set(ended.values()) <= {1}
     assert all(loan.until > 0 for loan in loans.open.values())
+
+
+def test_rows_that_come_together_are_on_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        life = Life(tmp_path)
+        desk = await life.begin()
+        ids = await desk.put_prompts([{"prompt": n} for n in range(50)], 2)
+        written, write = [], life.store._write
+        monkeypatch.setattr(life.store, "_write", lambda batch: (written.append(len(batch)), write(batch)))
+        kept = await desk.put_all([(row, {"response": [n]}, 0) for n, row in enumerate(ids)])
+        assert all(kept.values())
+        assert len(written) == 1
+        desk = await life.die()
+        ((*rows,),) = await desk.get(Wish("rollout", 100), 0.0)
+        assert [r.id for r in rows] == ids, "in the order in which they were put, also after another life"
+
+    virtual(main)
+
+
+def test_who_waits_is_told_though_the_caller_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may go away while its call is on its way to the disk."""
+    going, go = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        life = Life(tmp_path)
+        desk = await life.begin()
+        write = life.store._write
+
+        def slow(batch: Any) -> None:
+            going.set()
+            assert go.wait(60)
+            write(batch)
+
+        monkeypatch.setattr(life.store, "_write", slow)
+        waiting = asyncio.create_task(desk.get(Wish("rollout", 1), 3600.0))
+        await asyncio.sleep(0)
+        putting = asyncio.create_task(desk.put_prompts([{"prompt": 1}], 1))
+        await asyncio.to_thread(going.wait, 60)
+        putting.cancel()
+        await asyncio.gather(putting, return_exceptions=True)
+        go.set()
+        async with asyncio.timeout(60):
+            assert len((await waiting)[0]) == 1
+
+    asyncio.run(main())

@@ -130,13 +130,21 @@ class Capture:
         )  # fmt: skip
         self.turns.append(turn)
         self.tokens += len(turn.token_ids)
-        fresh = sum(len(s.token_ids) for s in segments)
-        self.size += REFERENCE * len(turn.token_ids) + (REFERENCE + INTEGER) * fresh + SAMPLED * turn.sampled
-        self.size += len(planned.text) + len(answer.content)
+        self.size += _size(turn)
         if planned.prompt.chat:
             *_, digest = _digests((*planned.prompt.messages, answer))
             self._by_messages.setdefault(digest, []).append(turn.number)
         return turn
+
+    def undo(self, turn: Turn) -> None:
+        """Take back the turn that was kept last: its answer was not given out."""
+        assert turn is self.turns[-1]
+        self.turns.pop()
+        self.tokens -= len(turn.token_ids)
+        self.size -= _size(turn)
+        if turn.planned.prompt.chat:
+            *_, digest = _digests((*turn.planned.prompt.messages, turn.answer))
+            self._by_messages[digest].remove(turn.number)
 
     def branches(self) -> tuple[Branch, ...]:
         """Every path, in the order of their last turns."""
@@ -239,6 +247,12 @@ class Capture:
 class _Delta:
     text: str | None
     reason: str
+
+
+def _size(turn: Turn) -> int:
+    fresh = sum(len(s.token_ids) for s in turn.segments)
+    taken = REFERENCE * len(turn.token_ids) + (REFERENCE + INTEGER) * fresh + SAMPLED * turn.sampled
+    return taken + len(turn.planned.text) + len(turn.answer.content)
 
 
 def _digests(messages: Sequence[Message]) -> list[str]:

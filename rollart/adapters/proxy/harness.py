@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,20 +26,29 @@ Agent = Callable[..., Awaitable[float | Step | None]]
 episode's own reward, or a `Step` with success and metadata; None: what it said to `/sessions/SESSION/end`, or 0."""
 
 
+GRACE_S = 10.0
+"""Seconds that a program may take to end once it is cancelled. It is cancelled again half-way."""
+
+
 class Harnesses:
-    """Owns the coroutines of all episodes; `async with` it. What one of them raises is its own episode's matter."""
+    """Owns the coroutines of all episodes; `async with` it. What one of them raises is its own episode's matter.
+
+    Leaving it ends every one, `GRACE_S` at most: a program that catches its cancellation and goes on is left behind,
+    and neither its trajectory nor the end of the process waits for it.
+    """
 
     def __init__(self, proxy: Proxy, url: str, *, context: int) -> None:
         """`context`: tokens of a conversation at most."""
         self._proxy, self._url, self._context = proxy, url, context
-        self._tasks = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Harnesses:
-        await self._tasks.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._tasks.__aexit__(*error)
+        async with asyncio.TaskGroup() as ending:
+            for task in tuple(self._tasks):
+                ending.create_task(_ended(task, self._tasks))
 
     def factory(self, agent: Agent, arguments: Mapping[str, Any]) -> Callable[[str, int], Episode]:
         """A `HarnessFactory`."""
@@ -47,15 +58,22 @@ class Harnesses:
         policy = _Asking(self._context)
         session = self._proxy.open(name, policy)
         url = f"{self._url}/s/{name}"
-        task = self._tasks.create_task(_run(partial(agent, base_url=url, session=name, seed=seed, **arguments), policy))
-        return Episode(self._proxy, session, policy, task)
+        program = partial(agent, base_url=url, session=name, seed=seed, **arguments)
+        # No TaskGroup's: one waits for its tasks for ever.
+        task = asyncio.get_running_loop().create_task(_run(program, policy), name=f"harness {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return Episode(self._proxy, session, policy, task, partial(_ended, tasks=self._tasks))
 
 
 class Episode:
     """Implements `HarnessEpisode`."""
 
-    def __init__(self, proxy: Proxy, session: ProxySession, policy: _Asking, task: asyncio.Task[None]) -> None:
-        self._proxy, self._session, self._policy, self._task = proxy, session, policy, task
+    def __init__(
+        self, proxy: Proxy, session: ProxySession, policy: _Asking, task: asyncio.Task[None],
+        end: Callable[[asyncio.Task[None]], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        self._proxy, self._session, self._policy, self._task, self._end = proxy, session, policy, task, end
 
     async def wanted(self) -> Wanted | None:
         wanted = await self._policy.next()
@@ -90,8 +108,7 @@ class Episode:
     async def close(self) -> None:
         self._policy.close()
         await self._proxy.close(self._session.name)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._end(self._task)
 
     def _ran_out(self) -> bool:
         """It was refused for want of turns or room: what it raised then is no fault of the infrastructure."""
@@ -184,6 +201,27 @@ async def _run(program: Callable[[], Awaitable[float | Step | None]], policy: _A
         policy.over(result, None)
     except Exception as error:
         policy.over(None, error)
+
+
+async def _ended(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel a program and wait for its end; past `GRACE_S` without one it is left behind, which is told in a line."""
+    for _ in range(2):
+        task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S / 2):
+                await asyncio.shield(asyncio.gather(task, return_exceptions=True))
+        if task.done():
+            return
+    tasks.discard(task)
+    _left_behind(task)
+    print(f"rollart: {task.get_name()} did not end when it was cancelled: left behind after {GRACE_S:g} s "
+          "(rule: let CancelledError through)", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _left_behind(task: asyncio.Task[None]) -> None:
+    """`asyncio.run` waits for every task that it knows of, and complains of those that were pending."""
+    asyncio.tasks._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 def _fail(request: _Request, error: Exception) -> None:

@@ -137,7 +137,11 @@ class ProxySession:
         named = [Call(c.name, c.arguments, f"call-{self.name}-{head.number}-{i}") for i, c in enumerate(calls)]
         message = Message("assistant", content, tuple(named))
         turn = self.capture.keep(planned, completion, message)
-        self._kept(self, turn)
+        try:
+            self._kept(self, turn)
+        except BaseException:  # it is not given out: asked again, it is the first of its kind
+            self.capture.undo(turn)
+            raise
         self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
         return Answer(head.prompt_ids, head.session, head.number, head.model, head.created, message, completion, tokens,

@@ -15,6 +15,8 @@ import json
 import shutil
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from aiohttp import web
 
 from rollart.adapters.service.desk import Desk
 from rollart.adapters.service.server import Service
-from rollart.adapters.service.terms import Setup, Task
+from rollart.adapters.service.terms import Refused, Setup, Task
 from rollart.errors import TrainerError, TrainerRefused
 
 __all__ = ["COLUMNS", "TASK", "Bridge"]
@@ -52,6 +54,8 @@ class Bridge:
         self.desk = Desk(Setup(COLUMNS, {TASK: Task(COLUMNS, whole_groups=True)}, ROWS))
         self.desk.version = -1
         self._groups: list[str] = []
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        """Versions one after the other: a copy that nobody waits for any more goes on to its end before the next."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
@@ -68,9 +72,9 @@ class Bridge:
         await self._clear()
         ids = await self.desk.put_prompts([{}], len(rows))
         self._groups.append(ids[0].rpartition(".")[0])
-        for id, row in zip(ids, rows, strict=True):
-            begun = min((v for v in row["versions"] if v >= 0), default=None)
-            await self.desk.put(id, {**row, "batch": version + 1}, begun)
+        await self.desk.put_all(
+            [(id, {**row, "batch": version + 1}, _begun(row)) for id, row in zip(ids, rows, strict=True)]
+        )
         await self._announced(version + 1)
         seconds = asyncio.get_running_loop().time() - began
         return {"trained_tokens": sum(map(sum, (r["loss_mask"] for r in rows))), "seconds": seconds, "metrics": {}}
@@ -81,7 +85,8 @@ class Bridge:
     async def publish(self, body: Mapping[str, Any]) -> dict[str, Any]:
         version = int(body["version"])
         given = Path(await self._announced(version))
-        path = await asyncio.to_thread(_taken_over, given, self._root / f"v{version:06d}", version)
+        copy = partial(_taken_over, given, self._root / f"v{version:06d}", version)
+        path = await asyncio.get_running_loop().run_in_executor(self._copying, copy)
         read = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
 
@@ -137,6 +142,11 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return rows
 
 
+def _begun(row: Mapping[str, Any]) -> int | None:
+    """The version of its first sampled token."""
+    return min((v for v in row["versions"] if v >= 0), default=None)
+
+
 def _taken_over(given: Path, path: Path, version: int) -> Path:
     """A whole version of the run, made of an announced directory. TrainerError if it is none."""
     if not (given / NEEDED).is_file() or not any(given.glob("*.safetensors")):
@@ -166,6 +176,10 @@ def _answering(
             status, answer = 400 if isinstance(error, TrainerRefused) else 500, {
                 "error": error.message, "remedy": error.remedy,
             }  # fmt: skip
+        except Refused as error:
+            status, answer = error.status, {"error": str(error), "remedy": ""}
+        except (msgpack.UnpackException, ValueError, TypeError, LookupError) as error:
+            status, answer = 400, {"error": f"the request cannot be read: {error!r}", "remedy": ""}
         return web.Response(body=msgpack.packb(answer), status=status, content_type="application/msgpack")
 
     return handler

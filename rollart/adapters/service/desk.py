@@ -51,7 +51,8 @@ class Desk:
         self._sampled: dict[str, int] = {}
         """Version by row, of those that were sampled."""
         self._groups = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Of everything from now on; another one once it is set."""
         self._store = store
         self._loans = Loans()
         self._answered: OrderedDict[str, list[str]] = OrderedDict()
@@ -148,10 +149,22 @@ class Desk:
     async def put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
         """Columns of a row, and the version it was sampled with. False: the row is gone, and the work with it. Saying
         the same again changes nothing."""
+        return (await self.put_all([(row, values, version)]))[row]
+
+    async def put_all(self, rows: Sequence[tuple[str, Mapping[str, Any], int | None]]) -> dict[str, bool]:
+        """As `put`, of several rows, which are on disk together. What is Refused leaves those before it written."""
+        try:
+            kept = {row: self._put(row, values, version) for row, values, version in rows}
+        finally:
+            self._drop_stale()
+            self._wake()
+        await self._flush()
+        return {row: was and row in self._values for row, was in kept.items()}
+
+    def _put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
         self._known(values)
         held = self._values.get(row, {})
         if row in self._values and values and all(c in held and held[c] == v for c, v in values.items()):
-            await self._flush()
             return True
         if version is not None and version > self.version:
             raise Refused(f"row {row} was sampled with version {version}, the service knows {self.version}")
@@ -164,10 +177,7 @@ class Desk:
             self._sampled[row] = min(version, self._sampled.get(row, version))
         if self._store is not None:
             self._store.cells(row, values, self._sampled.get(row))
-        if version is not None:
-            await self._drop_stale()
-        await self._tell()
-        return row in self._values
+        return True
 
     async def get(self, wish: Wish, seconds: float) -> list[list[Given]]:
         """Rows that are ready for the task, marked as consumed by it, for each consumer: about equal in tokens. Nothing
@@ -226,7 +236,9 @@ class Desk:
         """False: it is over."""
         self._positive(seconds)
         self._expire()
-        return self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
+        renewed = self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
+        self._wake()
+        return renewed
 
     async def give_back(self, lease: str) -> bool:
         """The rows of a lease are ready for its task again. False: it is over."""
@@ -243,6 +255,7 @@ class Desk:
         loan = self._loans.give(task, batches, taken.consumed, lease_s, now, key)
         if self._store is not None:
             self._store.loan(loan)
+        self._wake()  # its deadline is one more to wait for
         return loan
 
     def _positive(self, lease_s: float) -> None:
@@ -266,13 +279,17 @@ class Desk:
 
     async def drop(self, group: str, reason: str) -> list[str]:
         """Give a group up for all tasks; the rows that were held."""
+        held = self._drop(group, reason)
+        await self._tell()
+        return held
+
+    def _drop(self, group: str, reason: str) -> list[str]:
         held = self.table.drop(group)
         for row in held:
             self._forget(row)
         self.counts[f"dropped.{reason}"] += len(held)
         if self._store is not None:
             self._store.group_gone(group)
-        await (self._tell() if held else self._flush())
         return list(held)
 
     async def notify(self, version: int, path: str) -> None:
@@ -285,7 +302,7 @@ class Desk:
         self.version, self.path = version, path
         if self._store is not None:
             self._store.meta(weights=[version, path])
-        await self._drop_stale()
+        self._drop_stale()
         await self._tell()
         return None
 
@@ -307,11 +324,11 @@ class Desk:
             "ready": ready, "leases": len(self._loans.open), "counts": dict(sorted(self.counts.items())),
         }  # fmt: skip
 
-    async def _drop_stale(self) -> None:
+    def _drop_stale(self) -> None:
         if self._bound is not None:
             old = [r for r, v in self._sampled.items() if self._bound.stale(v, self.version)]
             for group in dict.fromkeys(self._rows[r].group for r in old):
-                await self.drop(group, "stale")
+                self._drop(group, "stale")
 
     async def _settled(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
         groups = dict.fromkeys(self._rows[row].group for row in freed)
@@ -361,24 +378,28 @@ class Desk:
             raise Refused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
 
     async def _tell(self) -> None:
+        """Whoever waits looks again, at once: a caller that is cancelled while it waits for the disk, or that the disk
+        refuses, keeps nobody waiting. What they find they give out only once it is on disk as well."""
+        self._wake()
         await self._flush()
-        async with self._changed:
-            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _until(self, look: Callable[[], T | None], seconds: float) -> T | None:
         """What `look` finds, looked for again at every change and at the end of every lease; None after `seconds`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        async with self._changed:
-            while True:
-                self._expire()
-                found = look()
-                if found is not None or loop.time() >= end:
-                    return found
-                due = self._loans.next_due()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(end if due is None else min(end, due)):
-                        await self._changed.wait()
+        while True:
+            self._expire()
+            found = look()
+            if found is not None or loop.time() >= end:
+                return found
+            due, changed = self._loans.next_due(), self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(end if due is None else min(end, due)):
+                    await changed.wait()
 
 
 def _these(rows: Sequence[str]) -> Sampler:

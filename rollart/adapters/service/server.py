@@ -77,14 +77,13 @@ class Service:
 
     async def _put(self, request: web.Request) -> web.Response:
         body, desk = await _body(request), self._at()
-        kept = {}
+        rows = []
         for entry in (_object(r, "rows") for r in _list(body, "rows")):
             version = entry.get("version")
             if version is not None and (type(version) is not int or abs(version) > MOST):
                 raise Refused(f"version is {version!r} (rule: a whole number of 63 bits)")
-            row = str(entry.get("id"))
-            kept[row] = await desk.put(row, _object(entry.get("columns"), "columns"), version)
-        return _json({"kept": kept})
+            rows.append((str(entry.get("id")), _object(entry.get("columns"), "columns"), version))
+        return _json({"kept": await desk.put_all(rows)})
 
     async def _get(self, request: web.Request) -> web.Response:
         body, desk = await _body(request), self._at()

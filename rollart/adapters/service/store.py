@@ -81,6 +81,7 @@ class Store:
             os.close(self._lock)
             raise StorageFailed(f"{directory}: {error}") from None
         self._segments = Segments(directory / "segments")
+        self._last = int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0])
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
         self._changes = self._through = 0
         """So many were made, and so many are on disk."""
@@ -111,9 +112,10 @@ class Store:
             self._do("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, json.dumps(value))
 
     def row(self, row: Row, values: Mapping[str, Any]) -> None:
+        self._last += 1
         self._do(
-            "INSERT INTO rows SELECT ?, COALESCE(MAX(seq), 0) + 1, ?, ?, ?, ?, NULL, 0 FROM rows",
-            row.id, row.group, row.group_size, row.tokens, row.version,
+            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)",
+            row.id, self._last, row.group, row.group_size, row.tokens, row.version,
         )  # fmt: skip
         self.cells(row.id, values)
 
