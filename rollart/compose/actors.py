@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from placement.types import Assignment, Role
 from rollart.adapters.engines.vllm_options import VllmOptions
+from rollart.compose.dtypes import engine_dtype, probe_tolerance, vllm_dtype
 from rollart.compose.routing import SERVING
 from rollart.compose.stored import place_of
 from rollart.compose.vllm import CONNECTOR, VllmCommand, vllm_command
@@ -28,6 +29,7 @@ __all__ = [
     "engine_actor",
     "engine_command",
     "engine_needs",
+    "engine_tolerance",
     "hosts",
     "nodes",
     "part_clock",
@@ -210,6 +212,8 @@ def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) ->
         str(len(assignment.devices)),
         "--device",
         torch_device(resolved, assignment),
+        "--dtype",
+        engine_dtype(resolved, torch_device(resolved, assignment)),
     ]
     return _program(resolved, directory, assignment, "rollart.engine", arguments)
 
@@ -217,7 +221,7 @@ def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) ->
 def engine_command(resolved: Resolved, assignment: Assignment) -> VllmCommand:
     """How the plan's engine is started where it is vLLM's."""
     return vllm_command(
-        resolved.cluster.engines.vllm,
+        resolved.cluster.engines.vllm.model_copy(update={"dtype": vllm_dtype(resolved)}),
         role=assignment.role,
         devices=len(assignment.devices),
         cpu=torch_device(resolved, assignment) == "cpu",
@@ -233,10 +237,15 @@ def engine_needs(resolved: Resolved, assignment: Assignment) -> VllmOptions:
         context=resolved.run.model.context,
         slots=resolved.cluster.engines.max_slots,
         tp=0 if torch_device(resolved, assignment) == "cpu" else len(assignment.devices),
-        dtype=spec.dtype,
+        dtype=vllm_dtype(resolved),
         block_size=spec.block_size,
         connector=CONNECTOR if assignment.role in (Role.PREFILL, Role.DECODE) else "",
     )
+
+
+def engine_tolerance(resolved: Resolved) -> float:
+    """How far vLLM engines may be from the trainer's log-probabilities."""
+    return probe_tolerance(resolved, torch_device(resolved, resolved.plan.of(Role.TRAINER)[0]))
 
 
 def attached(resolved: Resolved) -> dict[str, str]:

@@ -28,7 +28,7 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
     """The probe; None where engines are not held to it. The trainer's log-probabilities are at the temperature of the
     run and vLLM's of a prompt at 1."""
     run, engines = resolved.run, resolved.cluster.engines
-    if engines.kind != "vllm" or not engines.vllm.probe or run.domains[0].temperature != 1.0:
+    if engines.kind != "vllm" or engines.vllm.probe == 0 or run.domains[0].temperature != 1.0:
         return None
     n = min(TOKENS, run.model.context - 1)
     acts = (False, *(True,) * (n - 1))

@@ -163,8 +163,9 @@ def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], run
     """The machine that explains what was measured. Deterministic."""
     problem = problem_of(probed.run, probed.cluster, probed.prices, base=probed.base)
     devices = {pool.device.name: pool.device for pool in problem.pools}
+    shape = run_shape(probed.run, probed.base, probed.cluster.engines.dtype)
     engine = fit(
-        rows, run_shape(probed.run, probed.base), devices, free=ENGINE_FREE, start=ENGINE_START,
+        rows, shape, devices, free=ENGINE_FREE, start=ENGINE_START,
         engine="rollart.engine", source="probe of the local machine",
     )  # fmt: skip
     alone = _explained([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])

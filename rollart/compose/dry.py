@@ -1,11 +1,14 @@
-"""What `launch --dry-run` says beyond the specs: how engines that are not ours would be started."""
+"""What `launch --dry-run` says beyond the specs: how engines that are not ours would be started, and what parts on GPUs
+would compute with."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
 
-from rollart.compose.actors import attached, engine_command
+from placement.types import Role
+from rollart.compose.actors import attached, engine_command, torch_device
+from rollart.compose.dtypes import engine_dtype, trainer_dtype
 from rollart.compose.routing import SERVING
 from rollart.spec.resolve import Resolved
 
@@ -13,13 +16,24 @@ __all__ = ["commands"]
 
 
 def commands(resolved: Resolved) -> Iterator[str]:
-    """One line per engine; none where they are embedded."""
-    if resolved.cluster.engines.kind != "vllm":
-        return
-    urls = attached(resolved)
+    """A line per engine and one of the trainer; none for parts of ours in float32 on cores."""
+    ours, urls = resolved.cluster.engines.kind != "vllm", attached(resolved)
     for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
+        if ours:
+            device = torch_device(resolved, assignment)
+            yield from _computes(assignment.name, device, engine_dtype(resolved, device))
+            continue
         command = engine_command(resolved, assignment)
         env = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.env.items())
         line = f"{env} vllm serve MODEL {shlex.join(command.args)}"
         url = urls.get(assignment.name)
         yield f"{assignment.name}: {line if url is None else f'{url}, which runs already, started with {line}'}"
+    for assignment in resolved.plan.of(Role.TRAINER):
+        if resolved.cluster.trainer.external is None:
+            device = torch_device(resolved, assignment)
+            yield from _computes(assignment.name, device, trainer_dtype(resolved, device))
+
+
+def _computes(name: str, device: str, dtype: str) -> Iterator[str]:
+    if (device, dtype) != ("cpu", "float32"):
+        yield f"{name}: computes in {dtype} on {device}"

@@ -39,7 +39,8 @@ def fitted_engines(resolved: Resolved, directory: Path) -> list[Fit]:
             f"{directory}: {most} intervals with enough steps on one type of device (rule: {LEAST_ROWS})",
             remedy="a longer run, or one whose engines do more",
         )
-    shape, kind = run_shape(resolved.run, resolved.base), resolved.cluster.engines.kind
+    engines = resolved.cluster.engines
+    shape, kind = run_shape(resolved.run, resolved.base, engines.dtype), engines.kind
     source = f"counters of run {directory.name}"
     fits = []
     for name, own in sorted(enough.items()):

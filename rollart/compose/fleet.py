@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.types import Assignment, Role
-from rollart.compose.actors import attached, engine_actor, engine_needs, part_clock, unused_clock
+from rollart.compose.actors import attached, engine_actor, engine_needs, engine_tolerance, part_clock, unused_clock
 from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
 from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
@@ -160,7 +160,7 @@ class LocalSite:
                 name,
                 url,
                 needed=engine_needs(self._resolved, assignment),
-                tolerance=self._resolved.cluster.engines.vllm.probe,
+                tolerance=engine_tolerance(self._resolved),
             )
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
@@ -169,7 +169,8 @@ class LocalSite:
             if self._stored is not None:
                 self._stored.join(program)
                 local = functools.partial(self._stored.local, program)
-            part = EngineProgram(name, program, client=client_of(self._resolved.cluster.engines), local=local)
+            client = client_of(self._resolved.cluster.engines, engine_tolerance(self._resolved))
+            part = EngineProgram(name, program, client=client, local=local)
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)

@@ -24,9 +24,9 @@ from rollart.spec.cluster import EnginesSpec
 __all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
 
 
-def client_of(engines: EnginesSpec) -> Callable[..., HttpEngine]:
+def client_of(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
     """What speaks with a program that serves: (id, url, version) -> Engine."""
-    return functools.partial(VllmEngine, tolerance=engines.vllm.probe) if engines.kind == "vllm" else HttpEngine
+    return functools.partial(VllmEngine, tolerance=tolerance) if engines.kind == "vllm" else HttpEngine
 
 
 async def ended(program: Handle) -> str:

@@ -18,6 +18,7 @@ from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.actors import torch_device, trainer_ranks
+from rollart.compose.dtypes import trainer_dtype
 from rollart.episodes import HarnessFactory
 from rollart.errors import PartDied, SpecError, one_line
 from rollart.model import GroupId, TrainSample, TrajectoryId
@@ -78,7 +79,7 @@ def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
 def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     """Write the trainer's `trainer.json`; its path."""
     run, trainer = resolved.run, resolved.plan.of(Role.TRAINER)[0]
-    shape = resolved.cluster.trainer
+    shape, device = resolved.cluster.trainer, torch_device(resolved, trainer)
     training, warm = run.training, run.warm_start
     model: dict[str, Any]
     if run.model.path is not None:
@@ -109,10 +110,10 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
         "temperature": run.domains[0].temperature,
         "threads": max(1, len(trainer.devices) // trainer_ranks(resolved)),
-        "device": torch_device(resolved, trainer),
+        "device": device,
         "parallel": {
             "ranks": trainer_ranks(resolved),
-            "dtype": shape.dtype,
+            "dtype": trainer_dtype(resolved, device),
             "activation_checkpointing": shape.activation_checkpointing,
             "compile": shape.compile,
             "bucket_mb": shape.bucket_mb,

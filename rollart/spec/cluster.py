@@ -11,7 +11,7 @@ from rollart.spec.base import Entry, Name
 from rollart.spec.environments import EnvironmentsSpec
 from rollart.spec.prices import PriceEntry
 from rollart.spec.runtime import RuntimeSpec
-from rollart.spec.vllm import VllmSpec
+from rollart.spec.vllm import Dtype, VllmSpec
 
 __all__ = [
     "ClusterFunctions",
@@ -126,6 +126,11 @@ class EnginesSpec(Entry):
         default=1, ge=1, le=100_000, description="Devices of one engine (cores, or GPUs: tensor parallelism)."
     )
     max_slots: int = Field(default=64, ge=1, le=2**31 - 1, description="Requests that one engine decodes at a time.")
+    dtype: Dtype = Field(
+        default="auto",
+        description="What engines compute with and keep weights and KV in; `auto`: bfloat16 on GPUs, float32 on cores. "
+        "vLLM's is `vllm.dtype` where that is not `auto`.",
+    )
     kind: Literal["embedded", "vllm"] = Field(
         default="embedded",
         description="What serves: the engine that comes with rollart, or vLLM in an environment of its own.",
@@ -144,6 +149,13 @@ class EnginesSpec(Entry):
         if len({url.rstrip("/") for url in urls}) < len(urls):
             raise ValueError("a server is named twice (rule: each is one engine)")
         return urls
+
+    @model_validator(mode="after")
+    def _one_dtype(self) -> EnginesSpec:
+        both = {self.dtype, self.vllm.dtype} - {"auto"}
+        if self.kind == "vllm" and len(both) > 1:
+            raise ValueError(f"dtype {self.dtype} and vllm.dtype {self.vllm.dtype} (rule: one of them, or both alike)")
+        return self
 
     @property
     def fixed(self) -> bool:
@@ -168,9 +180,10 @@ class TrainerSpec(Entry):
         description="Processes that the embedded trainer is sharded over (FSDP2). If no number is given, one per GPU, "
         "or one for all cores; given for GPUs, it is their number.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="What passes through the model are computed with; weights and optimizer stay in float32.",
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="What passes through the model are computed with; weights and optimizer stay in float32. `auto`: "
+        "bfloat16 on GPUs, but float32 on cores and for `training.stream`.",
     )
     activation_checkpointing: bool = Field(
         default=False, description="Compute activations again in the backward pass instead of keeping them."
@@ -200,7 +213,7 @@ class TrainerSpec(Entry):
     @property
     def sharded(self) -> bool:
         """Whether the spec itself asks for FSDP2."""
-        return (self.ranks or 1) > 1 or self.dtype != "float32"
+        return (self.ranks or 1) > 1 or self.dtype == "bfloat16"
 
 
 FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]

@@ -86,10 +86,16 @@ class PlacementSpec(Entry):
     utilisation: float = Field(
         default=0.95, le=1, ge=0.01, description="Share of an instance's time that the plan may use."
     )
-    weight_bytes: float = Field(
-        default=2.0, ge=0.01, le=100, description="Bytes per parameter when serving: 2 bf16, 1 fp8."
+    weight_bytes: float | None = Field(
+        default=None,
+        ge=0.01,
+        le=100,
+        description="Bytes per parameter when serving: 2 bf16, 1 fp8. 4 for `engines.dtype: float32`, else 2, if not "
+        "given.",
     )
-    kv_bytes: float = Field(default=2.0, ge=0.01, le=100, description="Bytes per element of the KV cache.")
+    kv_bytes: float | None = Field(
+        default=None, ge=0.01, le=100, description="Bytes per element of the KV cache; likewise if not given."
+    )
     profile: str | None = Field(
         default=None,
         description="Directory of a finished run, relative to the run file: domains without a `profile` are as there.",

@@ -64,7 +64,7 @@ def question_of(
 ) -> Question:
     """As `problem_of`, with what had to be assumed. `fixed`: the instances are given, only flows are left."""
     spec = run.placement
-    shape = run_shape(run, base)
+    shape = run_shape(run, base, cluster.engines.dtype)
     pools = pools_of(cluster, prices)
     performance = _performance(run, cluster, pools, shape)
     degrees = _degrees(run, shape, fixed)
@@ -128,15 +128,16 @@ def demands_of(placement: Placement) -> list[Demand]:
     return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
 
 
-def run_shape(run: RunSpec, base: str) -> Shape:
-    """The model's shape at the serving precision. SpecError for a config.json that describes none."""
-    spec = run.placement
+def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> Shape:
+    """The model's shape at the serving precision: what the run says, else that of the engines' `dtype`. SpecError for a
+    config.json that describes none."""
+    spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
     try:
         return shape_of(
             model_config(run, base),
             name=model_name(run),
-            weight_bytes_per_parameter=spec.weight_bytes,
-            kv_bytes_per_element=spec.kv_bytes,
+            weight_bytes_per_parameter=width if spec.weight_bytes is None else spec.weight_bytes,
+            kv_bytes_per_element=width if spec.kv_bytes is None else spec.kv_bytes,
         )
     except ValueError as error:
         raise SpecError(f"model: {error}", remedy="give model.config the model's Hugging Face config.json") from None
@@ -188,7 +189,7 @@ def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shap
     return RooflinePerformance(
         shape,
         load_calibrations(cluster),
-        precision="fp8" if run.placement.weight_bytes <= 1 else "bf16",
+        precision="fp8" if shape.weight_bytes_per_parameter <= 1 else "bf16",
         kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
     )
 

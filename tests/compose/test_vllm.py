@@ -102,8 +102,8 @@ def test_vllm_must_be_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_dry_run_shows_every_server(tmp_path: Path) -> None:
     lines = list(commands(resolved(tmp_path, "prefill: 1, decode: 1, threads: 2")))
-    assert [line.split(":")[0] for line in lines] == ["prefill-0", "decode-0"]
-    assert all("vllm serve MODEL" in line and "--tensor-parallel-size 2" in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == ["prefill-0", "decode-0", "trainer-0"]
+    assert all("vllm serve MODEL" in line and "--tensor-parallel-size 2" in line for line in lines[:2])
     urls = "[http://one:8000, http://two:8000]"
     attached = list(commands(resolved(tmp_path, f"count: 2, attach: {urls}")))
     assert attached[1].startswith("engine-1: http://two:8000, which runs already, started with VLLM_SERVER_DEV_MODE=1")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
+import msgpack
+import numpy as np
 import pytest
 import torch
 
+from rollart.adapters.trainers.http import encode_samples
 from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
 from rollart.engine.jobs import Job
 from rollart.engine.network import Network
@@ -26,7 +31,47 @@ def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> 
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
     path = checkpoint.publish(learner, tmp_path, 8, ())
     require_complete(path)
-    network = Network(read_architecture(path), context=64, device=torch.device("cpu"), dtype=torch.float32)
+    made = batch(generated(path, torch.float32, temperature))
+    assert learner.logprobs(made) == pytest.approx(made.logprobs, abs=1e-4)
+
+
+@pytest.mark.slow  # two models, some hundred decode steps
+def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(tmp_path: Path) -> None:
+    """FSDP2 over one rank computes in bfloat16, as it does on one GPU; a process group is a process's, so in one of its
+    own. Means are what `engines.vllm.probe` and `behaviour_gap` look at."""
+    learner = Learner(config(tmp_path, hidden=32, layers=2, optimizer={"lr": 3e-2}))
+    for version in range(8):
+        learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
+    path = checkpoint.publish(learner, tmp_path, 8, ())
+    samples = generated(path, torch.bfloat16, 1.0)
+    made = batch(samples)
+    exact = np.abs(learner.logprobs(made) - made.logprobs)[made.loss.position]
+    assert 1e-5 < exact.mean() < 0.05, "the engine did compute in bfloat16"
+    (tmp_path / "samples").write_bytes(msgpack.packb(encode_samples(samples)))
+    code = (
+        "import sys, pathlib, msgpack, numpy as np, torch\n"
+        "from rollart.train import checkpoint\n"
+        "from rollart.train.batch import decode\n"
+        "from rollart.train.learner import Learner\n"
+        "from rollart.train.ranks import join, rendezvous\n"
+        "from tests.train.trainkit import VOCAB, config\n"
+        "root = pathlib.Path(sys.argv[1])\n"
+        "ranks = join(rendezvous('127.0.0.1', 0, rank=0, size=1), torch.device('cpu'), rank=0, size=1)\n"
+        "learner = Learner(config(root, hidden=32, layers=2, parallel={'dtype': 'bfloat16'}), ranks)\n"
+        "checkpoint.restore(learner, root / 'v000008', 8)\n"
+        "made = decode(msgpack.unpackb((root / 'samples').read_bytes()), VOCAB)\n"
+        "np.save(root / 'found', learner.logprobs(made))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    both = np.abs(np.load(tmp_path / "found.npy") - made.logprobs)[made.loss.position]
+    assert 1e-5 < both.mean() < 0.05
+    assert both.max() < 0.5
+
+
+def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainSample]:
+    """Twenty answers of an engine of this version, half of them over legal sets."""
+    network = Network(read_architecture(path), context=64, device=torch.device("cpu"), dtype=dtype)
     network.load(read_tensors(path))
     runner = Runner(network, slots=8, context=64, version=8)
     rng = random.Random(0)
@@ -53,5 +98,4 @@ def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> 
                 )
             )  # fmt: skip
     assert len(samples) == 20
-    made = batch(samples)
-    assert learner.logprobs(made) == pytest.approx(made.logprobs, abs=1e-4)
+    return samples
