@@ -6,7 +6,6 @@ No await but for waiting: `get`, `room` and `weights` wait for a change, everyth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from rollart.adapters.service.terms import (
     setup_body,
     setup_of,
 )
+from rollart.adapters.service.waiting import Waiting
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.table import Row, Sampler, SampleTable, Selection
 
@@ -51,8 +51,7 @@ class Desk:
         self._sampled: dict[str, int] = {}
         """Version by row, of those that were sampled."""
         self._groups = 0
-        self._changed = asyncio.Event()
-        """Of everything from now on; another one once it is set."""
+        self._waiting = Waiting()
         self._store = store
         self._loans = Loans()
         self._answered: OrderedDict[str, list[str]] = OrderedDict()
@@ -157,7 +156,7 @@ class Desk:
             kept = {row: self._put(row, values, version) for row, values, version in rows}
         finally:
             self._drop_stale()
-            self._wake()
+            self._waiting.wake()
         await self._flush()
         return {row: was and row in self._values for row, was in kept.items()}
 
@@ -237,7 +236,7 @@ class Desk:
         self._positive(seconds)
         self._expire()
         renewed = self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
-        self._wake()
+        self._waiting.wake()
         return renewed
 
     async def give_back(self, lease: str) -> bool:
@@ -255,7 +254,7 @@ class Desk:
         loan = self._loans.give(task, batches, taken.consumed, lease_s, now, key)
         if self._store is not None:
             self._store.loan(loan)
-        self._wake()  # its deadline is one more to wait for
+        self._waiting.wake()  # its deadline is one more to wait for
         return loan
 
     def _positive(self, lease_s: float) -> None:
@@ -380,26 +379,17 @@ class Desk:
     async def _tell(self) -> None:
         """Whoever waits looks again, at once: a caller that is cancelled while it waits for the disk, or that the disk
         refuses, keeps nobody waiting. What they find they give out only once it is on disk as well."""
-        self._wake()
+        self._waiting.wake()
         await self._flush()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def _until(self, look: Callable[[], T | None], seconds: float) -> T | None:
         """What `look` finds, looked for again at every change and at the end of every lease; None after `seconds`."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while True:
+
+        def looked() -> T | None:
             self._expire()
-            found = look()
-            if found is not None or loop.time() >= end:
-                return found
-            due, changed = self._loans.next_due(), self._changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(end if due is None else min(end, due)):
-                    await changed.wait()
+            return look()
+
+        return await self._waiting.until(looked, seconds, self._loans.next_due)
 
 
 def _these(rows: Sequence[str]) -> Sampler:
