@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.types import Assignment, Role
+from rollart.adapters.engines.vllm_host import VllmHost
 from rollart.compose.actors import attached, engine_actor, engine_needs, engine_tolerance, part_clock, unused_clock
 from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
@@ -20,7 +21,7 @@ from rollart.errors import RunFailed
 from rollart.fleet import EngineKind
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
-from rollart.model import EngineId
+from rollart.model import EngineId, WeightsRef
 from rollart.ports import Handle, Runtime
 from rollart.runtime.fleet import Placed
 from rollart.spec.fleet import pools_of
@@ -34,6 +35,7 @@ class _Engine:
     part: EngineProgram | AttachedEngine
     program: Handle | None
     clock: ResourceClock
+    host: VllmHost | None = None
 
 
 class LocalSite:
@@ -130,6 +132,8 @@ class LocalSite:
             self._stored.leave(engine_id)
         try:
             await engine.part.close()
+            if engine.host is not None:
+                await engine.host.close()
             if engine.program is not None:
                 await engine.program.kill()
                 await self._runtime.release(engine_id)
@@ -143,6 +147,8 @@ class LocalSite:
         """The run is over: let go of the engines, whose processes the runtime stops, and bill nothing any more."""
         for engine in self._engines.values():
             await engine.part.close()
+            if engine.host is not None:
+                await engine.host.close()
         for clock in self.clocks:
             clock.close()
 
@@ -154,29 +160,36 @@ class LocalSite:
     async def _make(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
         name, url = EngineId(assignment.name), attached(self._resolved).get(assignment.name)
         program: Handle | None = None
+        host: VllmHost | None = None
         part: EngineProgram | AttachedEngine
         if url is not None:
+            if self._stored is not None:
+                host = VllmHost(name, url, self._stored.place)
             part = AttachedEngine(
                 name,
                 url,
                 needed=engine_needs(self._resolved, assignment),
                 tolerance=engine_tolerance(self._resolved),
+                local=None if host is None else self._pulled_by(host),
             )
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
             program = await placed(self._resolved, self._runtime, actor)
-            local = None
-            if self._stored is not None:
-                self._stored.join(program)
-                local = functools.partial(self._stored.local, program)
+            local = None if self._stored is None else self._pulled_by(program)
             client = client_of(self._resolved.cluster.engines, engine_tolerance(self._resolved))
             part = EngineProgram(name, program, client=client, local=local)
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)
-        self._engines[part.id] = _Engine(part, program, clock)
+        self._engines[part.id] = _Engine(part, program, clock, host)
         self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         return part
+
+    def _pulled_by(self, program: Handle | VllmHost) -> Callable[[WeightsRef], Awaitable[str]]:
+        """By whom new versions are pulled ahead of the engine, and where one is once it asks."""
+        assert self._stored is not None, "there is a store"
+        self._stored.join(program)
+        return functools.partial(self._stored.local, program)
 
     def _taken(self, pool: str) -> set[int]:
         return {device for a in self._held.values() if a.pool == pool for device in a.devices}

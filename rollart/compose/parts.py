@@ -81,8 +81,18 @@ class AttachedEngine:
     """Implements `supervise.EnginePart` over a vLLM server that somebody else runs: it is told to load the weights, and
     left as it is when the run is over. Its end is found out by those who call it."""
 
-    def __init__(self, name: EngineId, url: str, *, needed: VllmOptions, tolerance: float = 0.0) -> None:
-        """`needed`: what it must have been started with."""
+    def __init__(
+        self,
+        name: EngineId,
+        url: str,
+        *,
+        needed: VllmOptions,
+        tolerance: float = 0.0,
+        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+    ) -> None:
+        """`needed`: what it must have been started with. `local`: where a version lies on the server's host, once it
+        is there; without it the server can read what was published."""
+        self._local = local
         self._id = name
         self._url = url
         self._needed = needed
@@ -95,7 +105,9 @@ class AttachedEngine:
 
     async def start(self, weights: WeightsRef) -> Engine:
         await self.close()
-        self._client = VllmEngine(self._id, self._url, version=weights.version, tolerance=self._tolerance)
+        self._client = VllmEngine(
+            self._id, self._url, version=weights.version, tolerance=self._tolerance, local=self._local
+        )
         if not await self._client.healthy():
             raise PartDied(
                 self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
@@ -107,6 +119,8 @@ class AttachedEngine:
                 f"{self._url} was started with other options: {'; '.join(wrong)}",
                 remedy="`rollart launch --dry-run` prints those that it needs",
             )
+        if self._local is not None:
+            await self._local(weights)  # it comes before anything stands still
         await self._client.pause(PauseMode.ABORT)  # what is under way there is of an earlier life of the run
         await self._client.update_weights(weights)
         await self._client.resume()

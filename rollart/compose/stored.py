@@ -7,6 +7,7 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from rollart.adapters.weights.arrivals import Arrivals
 from rollart.adapters.weights.buckets import BucketPusher, Progress, Pulled, Pushed, failing_once
@@ -15,7 +16,7 @@ from rollart.adapters.weights.hosts import Place
 from rollart.errors import EngineError, LeaseExpired, PartDied, StorageFailed
 from rollart.model import WeightsRef
 from rollart.policy.lease import Expiry
-from rollart.ports import Handle, Recorder, RunEvent
+from rollart.ports import Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved
 
@@ -62,6 +63,16 @@ PATIENCE = 8.0
 """So many times the longest bucket of any host: links differ, and many buckets share one."""
 
 
+class Program(Protocol):
+    """An engine's program on its host, or what stands for one that was attached: it has `pull`, `arrived` and
+    `pulling` of `clusters.program.Program`."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+
 class StoredWeights(DirectoryWeightStore):
     """Implements `WeightStore` over the run's directory, as without a store: trainer and resume read it there.
 
@@ -76,12 +87,12 @@ class StoredWeights(DirectoryWeightStore):
         pull_s: float,
     ) -> None:  # fmt: skip
         super().__init__(root)
-        self._place = place
+        self.place = place
         self._leases, self._recorder = leases, recorder
         self._ahead, self._pull_s = ahead, pull_s
         self._objects = place.objects()
         self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=place.in_flight)
-        self._programs: dict[str, Handle] = {}
+        self._programs: dict[str, Program] = {}
         self._longest_s = 0.0
         """Seconds that the slowest bucket took so far, to any host."""
         self._keep: tuple[int, ...] = ()
@@ -92,7 +103,7 @@ class StoredWeights(DirectoryWeightStore):
         self._keep = tuple(keep)
         self._stamps = {v: stamp for v, stamp in self._stamps.items() if v in keep or v > max(keep)}
 
-    def join(self, program: Handle) -> None:
+    def join(self, program: Program) -> None:
         """An engine's program: its host has new versions before the engine asks."""
         self._programs[program.name] = program
 
@@ -124,11 +135,11 @@ class StoredWeights(DirectoryWeightStore):
         if self._keep:
             await self._pusher.collect([*self._keep, weights.version])
 
-    async def local(self, program: Handle, weights: WeightsRef) -> str:
+    async def local(self, program: Program, weights: WeightsRef) -> str:
         """The version's directory on the program's host. `EngineError`: it could not be pulled, or not in time."""
         return await self._pull(program, weights, None)
 
-    async def _pull(self, program: Handle, weights: WeightsRef, coming: bytes | None) -> str:
+    async def _pull(self, program: Program, weights: WeightsRef, coming: bytes | None) -> str:
         try:
             async with self._leases.hold(
                 program.name, f"v{weights.version} from the store", self._pull_s, Expiry.RETRY
@@ -138,7 +149,7 @@ class StoredWeights(DirectoryWeightStore):
                     raise StorageFailed("it was not pushed, or is collected")
                 async with failing_once(), asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self._watch(program), name=f"the pull of {program.name}")
-                    call = program.call("pull", self._place, weights.version, stamp, self._keep, coming)
+                    call = program.call("pull", self.place, weights.version, stamp, self._keep, coming)
                     path, pulled = await call
                     watching.cancel()
         except (StorageFailed, PartDied, LeaseExpired) as error:
@@ -146,7 +157,7 @@ class StoredWeights(DirectoryWeightStore):
         self._pulled(program.name, pulled)
         return str(path)
 
-    async def _watch(self, program: Handle) -> None:
+    async def _watch(self, program: Program) -> None:
         """Until it is cancelled. `StorageFailed` for a host that answers no more, or to which no bucket comes though it
         asked for some, for much longer than buckets take."""
         loop = asyncio.get_running_loop()
@@ -170,7 +181,7 @@ class StoredWeights(DirectoryWeightStore):
     async def aclose(self) -> None:
         await self._objects.aclose()
 
-    async def _early(self, program: Handle, weights: WeightsRef, arrivals: Arrivals) -> None:
+    async def _early(self, program: Program, weights: WeightsRef, arrivals: Arrivals) -> None:
         """Ahead of the engine, bucket by bucket as they are pushed."""
         manifest = arrivals.manifest.encode()
         try:
@@ -181,7 +192,7 @@ class StoredWeights(DirectoryWeightStore):
         except EngineError as error:  # it will ask again when it loads, and then it matters
             self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)
 
-    async def _tell(self, program: Handle, manifest: bytes, arrivals: Arrivals) -> None:
+    async def _tell(self, program: Program, manifest: bytes, arrivals: Arrivals) -> None:
         told: set[str] = set()
         over = False
         while not over:
@@ -189,7 +200,7 @@ class StoredWeights(DirectoryWeightStore):
             fresh, over = arrivals.there - told, arrivals.over
             told |= fresh
             with contextlib.suppress(PartDied, StorageFailed):  # the pull will say so
-                await program.call("arrived", self._place, manifest, sorted(fresh), over, arrivals.whole)
+                await program.call("arrived", self.place, manifest, sorted(fresh), over, arrivals.whole)
 
     def _pulled(self, name: str, pulled: Pulled) -> None:
         if pulled.bytes:

@@ -138,7 +138,7 @@ class EnginesSpec(Entry):
     attach: list[str] = Field(
         default_factory=list,
         description="URLs of vLLM servers that run already, one per engine, which are used and never started or "
-        "stopped. They read the run's directory.",
+        "stopped. They read the run's directory, or pull versions from weights.store.",
     )
     vllm: VllmSpec = Field(default_factory=VllmSpec, description="How vLLM is started.")
 

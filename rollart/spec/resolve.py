@@ -242,11 +242,12 @@ def _served(run: RunSpec, cluster: ClusterSpec) -> None:
             "rollout.parallelism and runtime.elastic are given (rule: one of them starts and stops engines)",
             remedy="leave one of them out",
         )
-    if cluster.engines.attach and run.weights.store is not None:
+    store = run.weights.store
+    if cluster.engines.attach and store is not None and store.local is None:
         raise SpecError(
-            "weights.store is given, and engines.attach names servers that run already (rule: one of them; nothing of "
-            "rollart's is on their hosts to pull versions)",
-            remedy="leave out weights.store, or let rollart start the engines",
+            "weights.store has no local, and engines.attach names servers that run already (rule: a directory of their "
+            "hosts, which have the run's directory nowhere)",
+            remedy="set weights.store.local to a directory that each server's host can write",
         )
 
 

@@ -17,7 +17,7 @@ class WeightStoreSpec(Entry):
     kind: Literal["files", "s3"] = Field(
         description="`files`: a directory that the controller and the engines' hosts share; `s3`: an S3 bucket or "
         "anything that speaks its protocol (extra `aws`; credentials, region and AWS_ENDPOINT_URL from each "
-        "host's environment)."
+        "host's environment; attached servers need none, they get signed URLs)."
     )
     url: str = Field(
         min_length=1,
@@ -35,7 +35,7 @@ class WeightStoreSpec(Entry):
         default=None,
         min_length=1,
         description="Absolute directory of each engine's host where pulled versions lie, at least two of them; "
-        "`pulled` in the run's directory if not given.",
+        "`pulled` in the run's directory if not given. Attached servers need it.",
     )
 
 

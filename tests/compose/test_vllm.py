@@ -190,6 +190,15 @@ def test_what_cannot_be_is_refused(tmp_path: Path, engines: str, said: str) -> N
         resolved(tmp_path, "count: 1, attach: ['http://one:8000']", cluster=embedded)
 
 
+def test_servers_that_pull_are_told_where_to(tmp_path: Path) -> None:
+    attach, store = "count: 1, attach: ['http://one:8000']", "weights.store={kind: s3, url: 's3://weights'%s}"
+    with pytest.raises(SpecError, match=r"weights\.store has no local"):
+        resolved(tmp_path, attach, store % "")
+    run = resolved(tmp_path, attach, store % ", local: /mnt/weights")
+    assert run.run.weights.store is not None
+    resolved(tmp_path, "count: 1", store % "")
+
+
 def test_probabilities_cut_by_top_p_are_none_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="top_p"):
         resolved(tmp_path, "count: 1", "domains.frozen_lake.top_p=0.9")

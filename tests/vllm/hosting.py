@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -44,6 +45,19 @@ def publish(directory: Path, seed: int, config: Mapping[str, Any] = CONFIG) -> P
     return directory if (directory / "COMPLETE").exists() else publish_random(directory, seed, config)
 
 
+HIDING = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--mount", "sh", "-c"]
+"""With mounts of its own, seen by what it starts alone. The program that follows takes its place: one process."""
+
+
+@functools.cache
+def can_hide() -> bool:
+    """Whether a process of ours may have mounts of its own here: a container without rights may not."""
+    try:
+        return subprocess.run([*HIDING, "mount -t tmpfs none /mnt"], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 SPEC = VllmSpec(dtype="float32", kv_gb=0.064, block_size=32)
 
 
@@ -53,14 +67,26 @@ def counted(directory: Path, engine: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def server(model: Path, log: Path, *, role: Role = Role.ENGINE, version: int = 0, context: int = 256) -> Iterator[str]:
-    """The URL of a vLLM server. It is stopped with SIGTERM, and nothing of it may be left."""
+def server(
+    model: Path,
+    log: Path,
+    *,
+    role: Role = Role.ENGINE,
+    version: int = 0,
+    context: int = 256,
+    hidden: Path | None = None,
+) -> Iterator[str]:
+    """The URL of a vLLM server. It is stopped with SIGTERM, and nothing of it may be left. `hidden`: a directory that
+    is empty for it, where this machine lets us (see `can_hide`)."""
     made = vllm_command(SPEC, role=role, cpu=True, context=context, slots=16)
     command = [sys.executable, "-m", "rollart.adapters.engines.vllm_server", "--python", PYTHON, "--log", str(log)]
     command += ["--model", str(model), "--weight-version", str(version), "--args", json.dumps(made.args)]
+    if hidden is not None and can_hide():
+        command = [*HIDING, 'mount -t tmpfs none "$HIDDEN" && exec "$@"', "sh", *command]
     with log.open("wb") as said:
+        env = {**os.environ, **made.env, "HIDDEN": str(hidden)}
         started = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=said, text=True, env={**os.environ, **made.env},
+            command, stdout=subprocess.PIPE, stderr=said, text=True, env=env,
             start_new_session=True,
         )  # fmt: skip
     try:

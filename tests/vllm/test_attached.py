@@ -16,14 +16,14 @@ from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.compose.parts import AttachedEngine
 from rollart.compose.proxy import ProxySettings, proxying
-from rollart.errors import PartDied
+from rollart.errors import EngineError, PartDied
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.contracts.engine_contract import request
 from tests.e2e.harness import BATCH, CLUSTER, Home, Process, events, ledger, processes, sound, tiny
 from tests.engine.models import reference
 from tests.proxy.agents import two_answers
-from tests.vllm.hosting import counted, needs_vllm, publish, server
+from tests.vllm.hosting import can_hide, counted, needs_vllm, publish, server
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
 
@@ -49,7 +49,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def urls(root: Path) -> Iterator[list[str]]:
     model = publish(root / "v0", 0, tiny()["model"]["init"])
     with contextlib.ExitStack() as stack, ThreadPoolExecutor() as starts:
-        made = [server(model, root / f"server-{i}.log", context=CONTEXT) for i in (0, 1)]
+        (root / "hidden").mkdir()
+        made = [server(model, root / f"server-{i}.log", context=CONTEXT, hidden=root / "hidden") for i in (0, 1)]
         yield list(starts.map(stack.enter_context, made))
 
 
@@ -80,6 +81,20 @@ def of_server(root: Path, number: int) -> list[Process]:
     return [p for p in processes(root) if p.pid in pids]
 
 
+def hidden_from(root: Path, path: Path) -> bool:
+    """Whether a path of this machine is none to every process of both servers."""
+    pids = [process.pid for number in (0, 1) for process in of_server(root, number)]
+    return path.exists() and not any(Path(f"/proc/{pid}/root{path}").exists() for pid in pids)
+
+
+async def version_of(url: str) -> int:
+    engine = VllmEngine(EngineId("asked"), url)
+    try:
+        return (await engine.generate(request("asked", max_tokens=1))).spans[-1].version
+    finally:
+        await engine.close()
+
+
 def test_a_server_of_other_options_is_not_taken(urls: list[str], root: Path) -> None:
     async def body() -> None:
         needed = VllmOptions(context=512, slots=99, block_size=16, connector="NixlConnector")
@@ -94,6 +109,12 @@ def test_a_server_of_other_options_is_not_taken(urls: list[str], root: Path) -> 
             "--block-size is 32 (rule: 16)", "--kv-transfer-config is None",
         ):  # fmt: skip
             assert said in str(refused.value)
+        engine = VllmEngine(EngineId("asked"), urls[0])
+        try:
+            with pytest.raises(EngineError, match="rollart_later: its plugin is older"):
+                await engine.workers("rollart_later")
+        finally:
+            await engine.close()
 
     asyncio.run(body())
 
@@ -153,6 +174,61 @@ def test_agent_programs_are_trained_on_vllm(urls: list[str], tmp_path: Path) -> 
         trained = db.execute("SELECT turns FROM trajectories WHERE outcome = 'finished'").fetchall()
     assert len(trained) >= FEW * BATCH
     assert set(trained) == {(2,)}, "the agent's summary is a branch of its own"
+
+
+@pytest.fixture(params=["files", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A store that servers reach though the run's directory is hidden from them. Credentials of S3 are the run's alone:
+    the servers were started without any."""
+    local = {"local": str(tmp_path / "host"), "kind": request.param}
+    if request.param == "files":
+        yield {**local, "url": str(tmp_path / "store")}
+        return
+    boto3 = pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    try:
+        host, port = moto.get_host_and_port()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="weights")
+        yield {**local, "url": "s3://weights/runs"}
+    finally:
+        moto.stop()
+
+
+def test_servers_that_cannot_read_the_run_pull_from_its_store(
+    urls: list[str], root: Path, store: dict[str, str], tmp_path: Path
+) -> None:
+    """Each version crosses once for both servers of the host, only what changed, while they serve; each is held to the
+    trainer's probe before it serves with it (`engines.vllm.probe`)."""
+    inside = root / "hidden" / store["kind"]
+    inside.mkdir()
+    home = Home(inside)
+    try:
+        before = [sampled(url) for url in urls]
+        run = home.launch(tiny(steps=FEW, weights={"store": store}), cluster=cluster(urls))
+        assert run.end(300) == 0, run.said
+        assert not can_hide() or hidden_from(root, inside)
+    finally:
+        home.close()
+    sound(home.directory, steps=FEW)
+    for kind in ("engine_lost", "infra_fault", "weights_not_pulled"):
+        assert events(home.directory, kind) == [], run.said
+    assert [e["version"] for e in events(home.directory, "weights_pulled")] == list(range(FEW + 1))
+    first, *later = events(home.directory, "weights_pushed")
+    assert first["sent_bytes"] == first["bytes"]
+    assert all(0 < push["sent_bytes"] < push["bytes"] for push in later)
+    received = sum(e["received_bytes"] for e in events(home.directory, "weights_pulled"))
+    assert received == sum(push["sent_bytes"] for push in (first, *later))
+    assert all(sampled(url) > count + FEW for url, count in zip(urls, before, strict=True)), "both serve"
+    there = sorted(p.name for p in next((tmp_path / "host").iterdir()).iterdir() if p.name.startswith("v"))
+    assert there == [f"v{v:06d}" for v in range(FEW + 1)][-len(there) :]
+    for url in urls:
+        assert asyncio.run(version_of(url)) == FEW
 
 
 def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: Path, tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rollart_vllm.transfer", "DirectoryTransfer")
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from rollart_vllm.pulling import weights_of
+
+    WorkerBase.rollart_weights = weights_of
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -153,6 +153,24 @@ class VllmEngine(HttpEngine):
             )
         return as_object(told)
 
+    async def workers(self, method: str, *args: str) -> list[dict[str, Any]]:
+        """What a method of its workers answers, of each. `EngineError`: it has none of that name, or it failed."""
+        body = {"method": method, "args": list(args)}
+        try:
+            answer = as_object(await self._request("POST", "/collective_rpc", body, once=True))
+        except EngineError as error:
+            if "not implemented" not in error.message and " answered 404" not in error.message:
+                raise
+            raise EngineError(
+                f"{self.url} has no {method}: its plugin is older than this rollart",
+                retryable=False,
+                remedy="install integrations/vllm of this rollart beside it, and start it with VLLM_SERVER_DEV_MODE=1",
+            ) from None
+        found = answer.get("results")
+        if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+            raise EngineError(f"{self.url}: {method} not understood", retryable=True)
+        return found
+
     async def tried(self) -> None:
         """`EngineError` where it generates no tokens for us, or does not count as it must."""
         body = {"request_id": f"tried-v{self._loaded}", "token_ids": [1], "sampling_params": {"max_tokens": 1}}

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rollart.adapters.weights.arrivals import Arrivals
 from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
-from rollart.adapters.weights.manifests import FileEntry, Manifest
+from rollart.adapters.weights.manifests import FileEntry, Manifest, bucket_key, version_key
 from rollart.adapters.weights.moving import Window
 from rollart.adapters.weights.objects import Objects
 from rollart.errors import StorageFailed
@@ -113,12 +113,12 @@ class BucketPusher:
             try:
                 present = await self._objects.keys("buckets/")
                 lacking = self._lacking(path, manifest, present)
-                await arrivals.came({d for d in manifest.digests if _key(d) in present})
+                await arrivals.came({d for d in manifest.digests if bucket_key(d) in present})
                 window = Window(self._depth, max((count for *_, count in lacking), default=1))
                 async with failing_once(), asyncio.TaskGroup() as group:
                     for place in lacking:
                         group.create_task(self._send(*place, arrivals, window))
-                await self._objects.put(_name(manifest.version), manifest.encode())
+                await self._objects.put(version_key(manifest.version), manifest.encode())
                 await arrivals.end(whole=True)
             finally:
                 await arrivals.end()
@@ -130,11 +130,11 @@ class BucketPusher:
         first: what is half collected is not there."""
         async with self._turn:
             names = await self._objects.keys("versions/")
-            kept = {_name(version) for version in keep} & names
+            kept = {version_key(version) for version in keep} & names
             await self._objects.delete(names - kept)
             used = set[str]()
             for name in sorted(kept):
-                used |= {_key(d) for d in Manifest.decode(await self._objects.get(name)).digests}
+                used |= {bucket_key(d) for d in Manifest.decode(await self._objects.get(name)).digests}
             unused = await self._objects.keys("buckets/") - used
             await self._objects.delete(unused)
             return len(unused)
@@ -145,7 +145,7 @@ class BucketPusher:
         places: dict[str, tuple[Path, str, int, int]] = {}
         for file in manifest.files:
             for digest, offset, count in file.spans():
-                if _key(digest) not in present:
+                if bucket_key(digest) not in present:
                     places.setdefault(digest, (Path(path) / file.name, digest, offset, count))
         return sorted(places.values(), key=lambda place: -place[3])
 
@@ -156,7 +156,7 @@ class BucketPusher:
             if data is None:
                 raise StorageFailed(f"{file} changed while it was pushed")
             with bucket.moving():
-                await self._objects.put(_key(digest), data)
+                await self._objects.put(bucket_key(digest), data)
         await arrivals.came({digest})
 
 
@@ -207,7 +207,7 @@ class BucketWeightStore:
         async with self._pulling.setdefault(version, asyncio.Lock()):
             if self.complete(version):
                 return Pulled(version, 0, 0, 0.0, loop.time() - began)
-            manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(_name(version)))
+            manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(version_key(version)))
             aside = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
             self.progress = Progress(0, 0.0, 0)
             try:
@@ -240,7 +240,7 @@ class BucketWeightStore:
                 began = loop.time()
                 self.progress = replace(self.progress, open=self.progress.open + 1)
                 with bucket.moving():
-                    data = await self._objects.get(_key(digest))
+                    data = await self._objects.get(bucket_key(digest))
                 with bucket.applying():
                     whole = await asyncio.to_thread(_write_checked, targets, data, digest)
                 if not whole:
@@ -289,14 +289,6 @@ async def failing_once() -> AsyncIterator[None]:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from None
-
-
-def _key(digest: str) -> str:
-    return f"buckets/{digest}"
-
-
-def _name(version: int) -> str:
-    return f"versions/v{version:06d}.json"
 
 
 def _manifest(version: int, path: Path, bucket: int, wanted: Callable[[str], bool]) -> Manifest:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rollart.adapters.weights.arrivals import Arrivals
 from rollart.adapters.weights.buckets import BucketWeightStore, Progress, Pulled
 from rollart.adapters.weights.manifests import Manifest
-from rollart.adapters.weights.objects import FileObjects, Objects
+from rollart.adapters.weights.objects import FileObjects, LinkedObjects
 from rollart.adapters.weights.s3 import S3Objects
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
@@ -40,7 +40,7 @@ class Place:
     root: str
     in_flight: InFlight = "auto"
 
-    def objects(self) -> Objects:
+    def objects(self) -> LinkedObjects:
         """Not connected yet. Credentials, region and endpoint of S3 are those of the host's environment."""
         if self.kind == "files":
             return FileObjects(self.url)

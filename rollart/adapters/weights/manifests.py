@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from rollart.errors import StorageFailed
 
-__all__ = ["FileEntry", "Manifest"]
+__all__ = ["FileEntry", "Manifest", "bucket_key", "version_key"]
+
+
+def bucket_key(digest: str) -> str:
+    """Its name in the store."""
+    return f"buckets/{digest}"
+
+
+def version_key(version: int) -> str:
+    """The name of its list of buckets in the store."""
+    return f"versions/v{version:06d}.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rollart.errors import StorageFailed
 
-__all__ = ["FileObjects", "MemoryObjects", "Objects"]
+__all__ = ["FileObjects", "LinkedObjects", "MemoryObjects", "Objects"]
 
 
 class Objects(Protocol):
@@ -34,6 +34,13 @@ class Objects(Protocol):
         """Those that are not there are passed over."""
 
     async def aclose(self) -> None: ...
+
+
+class LinkedObjects(Objects, Protocol):
+    """Blobs that whoever is told where they are can read, knowing nothing of the store."""
+
+    async def link(self, key: str) -> str:
+        """A path, or a URL that is good for hours, of a blob that may come later."""
 
 
 class MemoryObjects:
@@ -81,6 +88,9 @@ class FileObjects:
             raise StorageFailed(f"the weight store has no {key}") from None
         except OSError as error:
             raise StorageFailed(f"cannot read {self._root / key}: {error.strerror}") from error
+
+    async def link(self, key: str) -> str:
+        return str(self._root / key)
 
     async def keys(self, prefix: str) -> set[str]:
         return {key for key in await asyncio.to_thread(self._every) if key.startswith(prefix)}

@@ -1,0 +1,173 @@
+"""The host of a vLLM server that somebody else started: it pulls versions from the run's store itself.
+
+Nothing of rollart is there but the plugin in vLLM's workers (`rollart_vllm.pulling`), which is asked over the server's
+own HTTP: which buckets make a version, and where each can be read. Of the run's directory it needs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rollart.adapters.engines.vllm import VllmEngine
+from rollart.adapters.weights.buckets import Progress, Pulled
+from rollart.adapters.weights.hosts import Place
+from rollart.adapters.weights.manifests import Manifest, bucket_key, version_key
+from rollart.adapters.weights.objects import LinkedObjects
+from rollart.errors import EngineError, StorageFailed
+from rollart.model import EngineId
+
+__all__ = ["VllmHost"]
+
+METHOD = "rollart_weights"
+
+LOOK_S, LOOKS_S = 0.02, 0.5
+"""Seconds between two looks at a pull: a look waits for a step of the engine. The first, and the longest."""
+
+COMING = 4
+"""Versions on their way that were not asked for yet; one is pushed at a time."""
+
+STOP_S = 1.0
+"""For a host to be told that nobody waits any more; if it does not hear it, it pulls to the end."""
+
+
+class VllmHost:
+    """What `StoredWeights` asks of an engine's program, of one that has none. Any number of calls at a time, each for
+    one version; `StorageFailed` names the server. Each worker of it pulls, those of one host one copy."""
+
+    def __init__(self, name: EngineId, url: str, place: Place) -> None:
+        self._name, self._url, self._place = name, url, place
+        self._objects: LinkedObjects | None = None
+        self._client: VllmEngine | None = None
+        self._stamp = ""
+        """Of the version that was asked for last."""
+        self._pulling = set[str]()
+        self._coming: OrderedDict[str, tuple[set[str], bool, bool]] = OrderedDict()
+        """What came to the store of a version, before it was asked for: hashes, whether that is all, and whole."""
+        self._turn = asyncio.Lock()
+        """Of what is told: in order."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """`pull`, `arrived` and `pulling`, as a `Program` actor has them. Others are an error of ours."""
+        match method:
+            case "pull":
+                return await self._pull(*args)
+            case "arrived":
+                return await self._arrived(*args)
+            case "pulling":
+                return await self._look()
+        raise ValueError(method)
+
+    async def close(self) -> None:
+        """Calls after it connect anew."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        objects, self._objects = self._objects, None
+        if objects is not None:
+            await objects.aclose()
+
+    async def _pull(
+        self, place: Place, version: int, stamp: str, keep: Sequence[int], coming: bytes | None
+    ) -> tuple[str, Pulled]:
+        manifest, known = coming, (set[str](), False, False)
+        if manifest is None:
+            manifest = await self._store().get(version_key(version))
+            found = Manifest.decode(manifest)
+            if found.stamp != stamp:
+                raise StorageFailed(f"v{version} in the store is not what was published under that number")
+            known = (found.digests, True, True)
+        self._stamp = stamp
+        try:
+            async with self._turn:
+                known = self._coming.pop(stamp, known)
+                self._pulling.add(stamp)
+                seen = await self._ask("pull", await self._told(manifest, stamp, known, keep))
+            after = LOOK_S
+            while not all(one["path"] for one in seen):
+                self._hold(version, seen)
+                await asyncio.sleep(after)
+                after = min(2 * after, LOOKS_S)
+                seen = await self._ask("look", {"stamp": stamp})
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError, StorageFailed):
+                async with asyncio.timeout(STOP_S):
+                    await self._ask("stop", {"stamp": stamp})
+            raise
+        finally:
+            self._pulling.discard(stamp)
+        received = sum(int(one["received"]) for one in seen)
+        return str(seen[0]["path"]), Pulled(
+            version,
+            sum(int(one["bytes"]) for one in seen if one["received"]),
+            received,
+            sum(float(one["accumulated_s"]) for one in seen),
+            max(float(one["seconds"]) for one in seen),
+        )
+
+    async def _arrived(self, place: Place, manifest: bytes, digests: Sequence[str], over: bool, whole: bool) -> None:
+        stamp = Manifest.decode(manifest).stamp
+        async with self._turn:
+            if stamp in self._pulling:
+                await self._ask("tell", await self._told(manifest, stamp, (set(digests), over, whole), ()))
+                return
+            before = self._coming.setdefault(stamp, (set(), False, False))
+            self._coming[stamp] = (before[0] | set(digests), before[1] or over, before[2] or whole)
+            while len(self._coming) > COMING:
+                self._coming.popitem(last=False)
+
+    async def _look(self) -> Progress | None:
+        if not self._stamp:
+            return None
+        seen = await self._ask("look", {"stamp": self._stamp})
+        if any("buckets" not in one for one in seen):
+            return None
+        return Progress(
+            sum(int(one["buckets"]) for one in seen),
+            max(float(one["longest_s"]) for one in seen),
+            sum(int(one["open"]) for one in seen),
+        )
+
+    def _hold(self, version: int, seen: Iterable[dict[str, Any]]) -> None:
+        for one in seen:
+            if one.get("unknown"):
+                raise StorageFailed(f"{self._url} was started anew while it pulled v{version}")
+            if one["error"]:
+                raise StorageFailed(f"{self._url}: {one['error']}")
+
+    async def _told(
+        self, manifest: bytes, stamp: str, known: tuple[set[str], bool, bool], keep: Sequence[int]
+    ) -> dict[str, Any]:
+        objects, in_flight = self._store(), self._place.in_flight
+        digests, over, whole = known
+        return {
+            "root": self._place.root,
+            "stamp": stamp,
+            "manifest": manifest.decode(),
+            "keep": list(keep),
+            "in_flight": 0 if in_flight == "auto" else in_flight,
+            "sources": {digest: await objects.link(bucket_key(digest)) for digest in sorted(digests)},
+            "over": over,
+            "whole": whole,
+        }
+
+    async def _ask(self, call: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._client is None:
+            self._client = VllmEngine(self._name, self._url)
+        try:
+            return await self._client.workers(METHOD, call, json.dumps(told))
+        except EngineError as error:
+            raise StorageFailed(error.message, remedy=error.remedy) from error
+
+    def _store(self) -> LinkedObjects:
+        if self._objects is None:
+            self._objects = self._place.objects()
+        return self._objects

@@ -1,0 +1,270 @@
+"""Versions that attached servers pull themselves: the plugin's own code behind an HTTP server, without a vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollart.adapters.engines.vllm_host import VllmHost
+from rollart.adapters.weights.buckets import BucketPusher
+from rollart.adapters.weights.hosts import Place
+from rollart.adapters.weights.objects import FileObjects
+from rollart.compose.stored import StoredWeights
+from rollart.errors import EngineError, StorageFailed
+from rollart.model import EngineId, WeightsRef
+from rollart.runtime.leases import Leases
+from tests.compose.test_stored import BUCKET, Events, Gate
+from tests.e2e.harness import ROOT
+
+pytestmark = pytest.mark.asyncio
+
+
+def plugin() -> ModuleType:
+    """As one worker's process has it."""
+    spec = importlib.util.spec_from_file_location("pulling", ROOT / "integrations/vllm/rollart_vllm/pulling.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Site:
+    """A server of two workers on one host, and a run that it shares nothing with but the store."""
+
+    def __init__(self, root: Path, url: str, *, ahead: bool = True) -> None:
+        self.root = root
+        self.events = Events()
+        self.place = Place("files", str(root / "store"), str(root / "host"))
+        self.stored = StoredWeights(
+            root / "weights", self.place, Leases(self.events), self.events,  # type: ignore[arg-type]
+            bucket_bytes=BUCKET, ahead=ahead, pull_s=60.0,
+        )  # fmt: skip
+        self.host = VllmHost(EngineId("engine-0"), url, self.place)
+        self.stored.join(self.host)
+        self.workers = [plugin(), plugin()]
+
+    def publish(self, version: int) -> WeightsRef:
+        path = Path(self.stored.path(version))
+        (path / "trainer").mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(bytes([version]) * BUCKET + bytes(range(250)) * 10)
+        (path / "config.json").write_text("{}")
+        (path / "trainer" / "optimizer").write_bytes(b"x" * 99)
+        (path / "COMPLETE").write_text(json.dumps({"version": version}))
+        return WeightsRef(version, str(path))
+
+    def on_host(self) -> list[str]:
+        """Also what is hidden, but the lock."""
+        root = self.root / "host"
+        return sorted(p.name for p in root.iterdir() if p.name != ".lock") if root.exists() else []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        assert asked["method"] == "rollart_weights"
+        return web.json_response({"results": [w.weights_of(object(), *asked["args"]) for w in self.workers]})
+
+
+@contextlib.asynccontextmanager
+async def site(root: Path, *, ahead: bool = True) -> AsyncIterator[Site]:
+    made: list[Site] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        return await made[0].answer(request)
+
+    app = web.Application(client_max_size=2**26)
+    app.router.add_post("/collective_rpc", answer)
+    async with TestServer(app) as server, asyncio.timeout(60):
+        made.append(Site(root, str(server.make_url("")).rstrip("/"), ahead=ahead))
+        try:
+            yield made[0]
+        finally:
+            await made[0].host.close()
+            await made[0].stored.aclose()
+
+
+async def test_workers_of_a_host_pull_one_copy_and_only_what_changed(tmp_path: Path) -> None:
+    async with site(tmp_path) as s:
+        for version in range(3):
+            weights = s.publish(version)
+            await s.stored.push(weights)
+            s.stored.prune([v for v in (version - 1, version) if v >= 0])
+            path = Path(await s.stored.local(s.host, weights))
+            assert path == tmp_path / "host" / f"v{version:06d}"
+            for name in ("model.safetensors", "config.json"):
+                assert (path / name).read_bytes() == (Path(weights.path) / name).read_bytes()
+            assert not (path / "trainer").exists(), "the optimizer is the trainer's"
+        received = [n for _, n in s.events.of("weights_pulled", "received_bytes")]
+        assert received == [2502, BUCKET, BUCKET]
+        assert s.on_host() == ["v000000", "v000001", "v000002"], "what nobody needs goes with the next pull"
+        assert json.loads((path / "COMPLETE").read_text())["version"] == 2
+        assert s.events.of("weights_not_pulled", "why") == []
+
+
+async def test_it_pulls_what_a_program_of_ours_pulled_before(tmp_path: Path) -> None:
+    """The two leave the same directories: of a host that was given back, and one that takes its place."""
+    from rollart.adapters.weights.hosts import HostCopy
+
+    async with site(tmp_path, ahead=False) as s:
+        for version in (0, 1):
+            await s.stored.push(s.publish(version))
+        ours = HostCopy(s.place)
+        await ours.pull(0, s.stored._stamps[0], ())
+        await s.stored.local(s.host, WeightsRef(1, s.stored.path(1)))
+        assert s.events.of("weights_pulled", "received_bytes") == [("engine-0", BUCKET)]
+        assert (await ours.pull(1, s.stored._stamps[1], ()))[1].bytes == 0, "and it finds theirs"
+        await ours.aclose()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_it_pulls_while_the_push_goes_on_and_has_all_or_nothing(tmp_path: Path, broken: bool) -> None:
+    async with site(tmp_path) as s:
+        gate, weights = Gate(Path(s.place.url)), s.publish(3)
+        s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+        pushing = asyncio.ensure_future(s.stored.push(weights))
+        while (seen := await s.host.call("pulling")) is None or not seen.buckets:
+            await asyncio.sleep(0)
+        assert [name for name in s.on_host() if name.startswith("v")] == []
+        gate.broken = broken
+        gate.let.set()
+        with pytest.raises(StorageFailed, match="the link is down") if broken else contextlib.nullcontext():
+            await pushing
+        assert s.on_host() == ([] if broken else ["v000003"])
+        if broken:
+            ((name, why),) = s.events.of("weights_not_pulled", "why")
+            assert (name, "was not pushed whole" in str(why)) == ("engine-0", True)
+            gate.broken = False
+            await s.stored.push(weights)
+        path = Path(await s.stored.local(s.host, weights))
+        assert (path / "model.safetensors").read_bytes() == (Path(weights.path) / "model.safetensors").read_bytes()
+
+
+async def test_a_damaged_bucket_is_named_and_nothing_of_its_version_is_left(tmp_path: Path) -> None:
+    async with site(tmp_path, ahead=False) as s:
+        weights = s.publish(0)
+        await s.stored.push(weights)
+        bucket = next(p for p in (tmp_path / "store" / "buckets").iterdir() if p.stat().st_size == BUCKET)
+        whole = bucket.read_bytes()
+        for damaged, said in ((b"y" * BUCKET, "came damaged"), (whole[:9], "came damaged"), (None, "cannot be read")):
+            bucket.unlink(missing_ok=True)
+            if damaged is not None:
+                bucket.write_bytes(damaged)
+            with pytest.raises(EngineError, match=f"engine-0 has no v0: http://.*{bucket.name[:12]}.*{said}"):
+                await s.stored.local(s.host, weights)
+            assert s.on_host() == []
+        bucket.write_bytes(whole)
+        assert Path(await s.stored.local(s.host, weights)).name == "v000000"
+
+
+async def test_a_number_that_was_given_twice_is_the_last_ones(tmp_path: Path) -> None:
+    async with site(tmp_path) as s:
+        weights = s.publish(7)
+        await s.stored.push(weights)
+        (Path(weights.path) / "model.safetensors").write_bytes(b"another")
+        await s.stored.push(weights)
+        path = Path(await s.stored.local(s.host, weights))
+        assert (path / "model.safetensors").read_bytes() == b"another"
+        s.stored._stamps[7] = "what nobody pushed"
+        with pytest.raises(EngineError, match="not what was published under that number"):
+            await s.stored.local(s.host, weights)
+
+
+async def test_a_store_that_hangs_holds_no_later_version_up(tmp_path: Path) -> None:
+    """A bucket that is a pipe nobody writes into: whoever opens it waits. The pull is given up, and leaves the lock."""
+    async with site(tmp_path, ahead=False) as s:
+        weights = s.publish(0)
+        await s.stored.push(weights)
+        bucket = next(p for p in (tmp_path / "store" / "buckets").iterdir() if p.stat().st_size == BUCKET)
+        whole = bucket.read_bytes()
+        bucket.unlink()
+        os.mkfifo(bucket)
+        hangs = asyncio.ensure_future(s.stored.local(s.host, weights))
+        while (seen := await s.host.call("pulling")) is None or not seen.open:
+            await asyncio.sleep(0)
+        hangs.cancel()
+        await asyncio.gather(hangs, return_exceptions=True)
+        later = s.publish(1)
+        (Path(later.path) / "model.safetensors").write_bytes(b"other buckets")
+        await s.stored.push(later)
+        assert Path(await s.stored.local(s.host, later)).name == "v000001"
+        for _ in s.workers:  # lets the threads go that wait
+            with contextlib.suppress(OSError):
+                os.close(os.open(bucket, os.O_WRONLY | os.O_NONBLOCK))
+        bucket.unlink()
+        bucket.write_bytes(whole)
+        assert Path(await s.stored.local(s.host, weights)).name == "v000000"
+
+
+async def test_a_server_that_was_started_anew_meanwhile_says_so(tmp_path: Path) -> None:
+    async with site(tmp_path) as s:
+        gate, weights = Gate(Path(s.place.url)), s.publish(3)
+        s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+        pushing = asyncio.ensure_future(s.stored.push(weights))
+        while (seen := await s.host.call("pulling")) is None or not seen.buckets:
+            await asyncio.sleep(0)
+        for dead in s.workers:
+            for pull in dead._pulls.values():
+                pull.stop()
+                pull.join(60)
+        s.workers = [plugin(), plugin()]
+        while not s.events.of("weights_not_pulled", "why"):
+            await asyncio.sleep(0.001)
+        gate.let.set()
+        await pushing
+        ((_, why),) = s.events.of("weights_not_pulled", "why")
+        assert "was started anew" in str(why)
+        assert Path(await s.stored.local(s.host, weights)).name == "v000003"
+
+
+async def test_a_server_without_the_plugin_or_without_room_is_named_with_the_remedy(tmp_path: Path) -> None:
+    async with site(tmp_path, ahead=False) as s:
+        weights = s.publish(0)
+        await s.stored.push(weights)
+        (tmp_path / "host").write_text("in the way")
+        with pytest.raises(EngineError, match=r"engine-0 has no v0: http://.*: .*host: File exists"):
+            await s.stored.local(s.host, weights)
+
+    async def old(request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "error": {
+                    "message": "Call to collective_rpc method failed: Method 'rollart_weights' is not implemented."
+                }
+            },
+            status=500,
+        )
+
+    app = web.Application()
+    app.router.add_post("/collective_rpc", old)
+    async with TestServer(app) as server:
+        host = VllmHost(EngineId("engine-1"), str(server.make_url("")), s.place)
+        with pytest.raises(EngineError, match="older than this rollart"):
+            await s.stored.local(host, weights)
+        await host.close()
+
+
+async def test_a_name_that_leads_out_of_the_version_is_refused(tmp_path: Path) -> None:
+    worker = plugin()
+    manifest = json.dumps({"schema": 1, "version": 1, "files": [["../../out", 0, 1, []]]})
+    pull = worker.Pull({"root": str(tmp_path / "host"), "manifest": manifest, "keep": [], "in_flight": 0,
+                        "sources": {}, "over": True, "whole": True})  # fmt: skip
+    pull.join(60)
+    assert "no name of a file" in pull.look()["error"]
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / "host")
+
+
+async def test_what_a_store_has_is_linked_to(tmp_path: Path) -> None:
+    store = FileObjects(tmp_path)
+    await store.put("buckets/one", b"1")
+    assert Path(await store.link("buckets/one")).read_bytes() == b"1"
