@@ -46,6 +46,9 @@ def launch(
     KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
     prefix `cluster.`.
     """
+    from rollart.compose.preflight import refuse_environments
+    from rollart.spec.where import Where
+
     run_file, overrides = split_arguments(arguments)
     if resume is not None:
         if run_file is not None or cluster is not None or name is not None:
@@ -63,7 +66,10 @@ def launch(
 
         with native_output_to_stderr():
             resolved = resolve_files(run_file, cluster, overrides, measure=measure)
+    where = Where.saved(directory / RESOLVED) if resume is not None else Where.files(run_file, cluster, overrides)
     if dry_run:
+        with native_output_to_stderr():
+            refuse_environments(resolved, where)
         from rollart.compose.dry import commands
 
         click.echo(resolved.to_yaml(), nl=False)
@@ -73,6 +79,8 @@ def launch(
     from rollart.compose.extras import refuse_missing
 
     refuse_missing(resolved)
+    with native_output_to_stderr():
+        refuse_environments(resolved, where)
     if resolved.cluster.engines.kind == "vllm":  # others have nothing to look for, and need not wait for imports
         from rollart.compose.vllm_home import ready
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import click
 
+from rollart.cli.context import native_output_to_stderr
 from rollart.errors import SpecError
 
 __all__ = ["schema", "validate"]
@@ -16,20 +18,49 @@ __all__ = ["schema", "validate"]
 def validate(files: tuple[str, ...]) -> None:
     """Check run, cluster, price and fault files.
 
-    Every problem comes with its file, line and column.
+    Every problem comes with its file, line and column. Of a run each environment is made once where it would live: in
+    this process, or by the hosts' interpreter of a cluster file beside it.
     """
     from rollart.spec.load import load_file
+    from rollart.spec.run import RunSpec
 
     problems: list[str] = []
+    clusters: list[str | None] = [*_clusters(files)]
     for path in files:
         try:
             spec = load_file(path)
+            if isinstance(spec, RunSpec):
+                for cluster in clusters or [None]:
+                    _look(path, cluster)
         except SpecError as error:
-            problems.append(error.message)
+            problems.append(str(error))
         else:
             click.echo(f"{path}: ok ({type(spec).__name__})")
     if problems:
         raise SpecError("\n".join(problems))
+
+
+def _clusters(files: tuple[str, ...]) -> list[str]:
+    """Those that are cluster specs without a problem."""
+    from rollart.spec.cluster import ClusterSpec
+    from rollart.spec.load import load_file
+
+    found = []
+    for path in files:
+        with contextlib.suppress(SpecError):
+            if isinstance(load_file(path), ClusterSpec):
+                found.append(path)
+    return found
+
+
+def _look(run: str, cluster: str | None) -> None:
+    """Whether the run's environments can be made."""
+    from rollart.compose.preflight import refuse_environments
+    from rollart.spec.resolve import read_specs
+    from rollart.spec.where import Where
+
+    with native_output_to_stderr():
+        refuse_environments(read_specs(run, cluster), Where.files(run, cluster))
 
 
 @click.command()

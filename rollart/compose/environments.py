@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from placement.types import Assignment, Role
 from rollart.adapters.envs.host import TOKEN
@@ -23,16 +24,20 @@ from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
+from rollart.spec.environments import EnvironmentsSpec
 from rollart.spec.resolve import Resolved
+from rollart.spec.run import RunSpec
 from rollart.spec.run_parts import DomainSpec
 
 __all__ = [
     "ROLE",
     "HostProgram",
     "environment_fleet",
+    "hook",
     "host_actor",
     "host_count",
     "hosted",
+    "made_by_hosts",
     "on_hosts",
     "write_domains",
 ]
@@ -113,16 +118,28 @@ def hosted(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory
     return None if fleet is None else lambda domain: fleet.environment(domain.name)
 
 
-def write_domains(resolved: Resolved, directory: Path) -> Path:
+def made_by_hosts(run: RunSpec) -> dict[str, Any]:
     """What hosts can make: nothing else can be asked of them."""
-    domains = {
+    return {
         d.name: {"environment": d.environment, "arguments": dict(d.environment_args)}
-        for d in resolved.run.domains
+        for d in run.domains
         if isinstance(d.environment, str)
     }
+
+
+def write_domains(resolved: Resolved, directory: Path) -> Path:
+    """The file that says so."""
     path = directory / "environments.json"
-    path.write_text(json.dumps(domains, indent=2) + "\n")
+    path.write_text(json.dumps(made_by_hosts(resolved.run), indent=2) + "\n")
     return path
+
+
+def hook(spec: EnvironmentsSpec) -> dict[str, Any] | None:
+    """What brings images on hosts, as they are told of it."""
+    if spec.images is None:
+        return None
+    most = None if spec.images_gb is None else int(spec.images_gb * 1e9)
+    return {"hook": spec.images, "arguments": spec.images_args, "bytes": most}
 
 
 def host_actor(resolved: Resolved, directory: Path, name: str, domains: Path, token: str) -> ActorSpec:
@@ -196,10 +213,8 @@ class HostProgram:
 def _ahead(resolved: Resolved) -> list[str]:
     spec = resolved.cluster.environments
     warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
-    if spec.images is None:
-        return warm
-    most = None if spec.images_gb is None else int(spec.images_gb * 1e9)
-    return [*warm, "--images", json.dumps({"hook": spec.images, "arguments": spec.images_args, "bytes": most})]
+    images = hook(spec)
+    return warm if images is None else [*warm, "--images", json.dumps(images)]
 
 
 def _pool(resolved: Resolved) -> PoolSpec:

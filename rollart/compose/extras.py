@@ -53,7 +53,7 @@ def needs(resolved: Resolved) -> Iterator[Need]:
     for domain in run.domains:
         if isinstance(domain.environment, HarnessSpec):
             yield Need("jinja2", "proxy", f"domains.{domain.name}: a chat template, if the tokenizer has one", False)
-        elif cluster.environments.python is None:
+        elif cluster.environments.python is None or not cluster.environments.workers:
             module = ENVIRONMENTS.get(domain.environment.partition(":")[0])
             if module is not None:
                 yield Need(module, "envs", f"domains.{domain.name}.environment")

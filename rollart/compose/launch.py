@@ -15,6 +15,7 @@ from rollart.compose.clusters import tell
 from rollart.compose.elastic import follow
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
+from rollart.compose.preflight import refuse_environments
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
 from rollart.compose.stored import StoredWeights
@@ -83,6 +84,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
     refuse_missing(resolved)
+    refuse_environments(resolved)
     check(resolved)
     refuse_lending(resolved)
     async with wire(start, directory, progress) as parts:

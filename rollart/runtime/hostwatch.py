@@ -16,7 +16,7 @@ from rollart.runtime.leases import Leases
 
 __all__ = ["HostLimits", "HostPart", "Occupied", "trouble"]
 
-REAP_S = 0.5
+REAP_S = 2.0
 """How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
 
 LEFT = 64
@@ -116,6 +116,8 @@ async def _unwell(host: Occupied, link: EnvironmentHost, leases: Leases, limits:
         except LeaseExpired:
             return f"it was silent for {limit:g} s"
         except EnvironmentFault as error:
+            if error.incident:  # its end, of which the connection and the process tell more
+                await asyncio.Event().wait()
             return error.message
         if health.stuck_s >= limit:
             return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"

@@ -40,6 +40,7 @@ __all__ = [
     "resolve_files",
     "resolve_saved",
     "resolve_specs",
+    "split_overrides",
 ]
 
 Measure = Callable[[Path], Sequence[DomainProfile]]
@@ -114,7 +115,7 @@ def read_specs(
 ) -> Specs:
     """Load. Without a run the built-in quickstart, without a cluster this machine."""
     run_path = Path(run) if run is not None else builtin("runs/quickstart.yaml")
-    for_run, for_cluster = _split(overrides)
+    for_run, for_cluster = split_overrides(overrides)
     run_spec = load_run(run_path, for_run)
     cluster_spec, prices = _read_cluster(cluster, for_cluster)
     base = str(run_path.resolve().parent)
@@ -130,14 +131,14 @@ def recorded_specs(
 ) -> Specs:
     """The specs of a recorded run from the file that `to_yaml` filled, on another cluster if one is given. `measured`:
     the work that it turned out to have."""
-    for_run, for_cluster = _split(overrides)
+    for_run, for_cluster = split_overrides(overrides)
     run, saved, prices, base = saved_specs(path, {"run": for_run, "cluster": [] if cluster else for_cluster})
     if cluster is not None:
         saved, prices = _read_cluster(cluster, for_cluster)
     return Specs(run, saved, prices, base, tuple(measured))
 
 
-def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides of the run and of the cluster.
 
     Raises:
@@ -196,7 +197,7 @@ def resolve_files(
 
 def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: Measure | None = None) -> Resolved:
     """Back from the file that `to_yaml` filled, for a resume: validated and placed again, with overrides."""
-    for_run, for_cluster = _split(overrides)
+    for_run, for_cluster = split_overrides(overrides)
     run, cluster, prices, base = saved_specs(path, {"run": for_run, "cluster": for_cluster})
     return resolve_specs(Specs(run, cluster, prices, base, _measured(run, base, measure)))
 

@@ -371,6 +371,17 @@ def _environments(cluster: ClusterSpec) -> Iterable[Problem]:
     if wanted is not None and wanted not in pools:
         hint = did_you_mean(wanted, pools)
         yield Problem(("environments", "pool"), f"environments.pool is '{wanted}' (rule: a pool of the cluster{hint})")
+    given = cluster.environments
+    if given.warm > given.per_worker:
+        yield Problem(
+            ("environments", "warm"),
+            f"environments.warm is {given.warm} (rule: at most per_worker, {given.per_worker})",
+        )
+    if given.reuse > 1 and not given.warm:
+        yield Problem(
+            ("environments", "reuse"),
+            f"environments.reuse is {given.reuse} with warm 0 (rule: no more than `warm` are kept for reuse)",
+        )
 
 
 def known_device(name: str) -> bool:

@@ -20,7 +20,7 @@ model: {path: policy, context: 128}
 steps: 2
 batch: {trajectories: 8}
 domains:
-  - {name: lake, environment: "tests.envs:Lake", max_tokens: 4}
+  - {name: lake, environment: "tests.contracts.worlds:Tale", max_tokens: 4}
 """
 
 

@@ -1,0 +1,177 @@
+"""Whether a run's environments can be made where they are to live, looked at without playing one.
+
+`python -m rollart.adapters.envs.look` takes `{"path": [...], "domains": {...}, "images": ... or null}` as JSON on
+stdin, as a host has them, and writes lines of JSON: `{"looking": WHAT}` before each thing, so that whoever reads knows
+what it died of, and `{"trouble": [domain, argument, message]}` for what is wrong. It needs rollart and what the
+environments themselves import, nothing else.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollart.adapters.envs.images import hook_of
+from rollart.errors import one_line
+from rollart.spec.suggest import did_you_mean
+
+__all__ = ["MODULE", "Trouble", "look"]
+
+MODULE = "rollart.adapters.envs.look"
+
+METHODS = ("reset", "step", "close")
+"""Of an environment."""
+
+HOOK = ("images", "ensure")
+"""Of what brings images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What is wrong with a domain's environment, or with the image hook (`domain` ''). `argument`: the one of
+    `environment_args` that is to blame; '' for none, `*` for all of them."""
+
+    domain: str
+    argument: str
+    message: str
+
+
+def look(
+    domains: Mapping[str, Any], images: Mapping[str, Any] | None = None, *, told: Callable[[str], object] | None = None
+) -> Iterator[Trouble]:
+    """Import each domain's environment and make one of it, then the image hook. `told` is what it begins with next."""
+    for name, one in domains.items():
+        if told is not None:
+            told(f"domain '{name}'")
+        yield from _environment(name, str(one["environment"]), dict(one.get("arguments", {})))
+    if images is not None:
+        if told is not None:
+            told("environments.images")
+        yield from _hook(images)
+
+
+def _environment(domain: str, path: str, arguments: Mapping[str, Any]) -> Iterator[Trouble]:
+    make, problem = _found(path)
+    if make is None:
+        yield Trouble(domain, "", problem)
+        return
+    unknown = list(_unknown(make, arguments))
+    if unknown:
+        for key, hint in unknown:
+            yield Trouble(domain, key, f"environment_args has '{key}' (rule: what {path} takes{hint})")
+        return
+    try:
+        made = make(**arguments)
+    except Exception as error:  # whatever their code raises
+        why = f"'{path}' cannot be made{_with(arguments)}: {one_line(error, 500)}"
+        yield Trouble(domain, "*" if arguments else "", why)
+        return
+    lacking = [name for name in METHODS if not callable(getattr(made, name, None))]
+    if lacking:
+        yield Trouble(
+            domain, "", f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
+            "async reset(seed), step(action) and close())"
+        )  # fmt: skip
+
+
+def _with(arguments: Mapping[str, Any]) -> str:
+    text = str(dict(arguments))
+    return f" with {text if len(text) <= 200 else text[:197] + '...'}" if arguments else ""
+
+
+def _hook(images: Mapping[str, Any]) -> Iterator[Trouble]:
+    path, arguments = str(images["hook"]), dict(images.get("arguments", {}))
+    make, problem = _found(path)
+    if make is None:
+        yield Trouble("", "", problem)
+        return
+    unknown = list(_unknown(make, arguments))
+    for key, hint in unknown:
+        yield Trouble("", key, f"images_args has '{key}' (rule: what {path} takes{hint})")
+    if unknown:
+        return
+    try:
+        hook, _ = hook_of(images)
+    except Exception as error:
+        why = f"'{path}' cannot be made{_with(arguments)}: {one_line(error, 500)}"
+        yield Trouble("", "*" if arguments else "", why)
+        return
+    lacking = [name for name in HOOK if not callable(getattr(hook, name, None))]
+    if lacking:
+        yield Trouble("", "", f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))")
+
+
+def _found(path: str) -> tuple[Callable[..., Any] | None, str]:
+    """What a spec names, or why it is not there."""
+    module, _, name = path.partition(":")
+    try:
+        holder = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        own = module == missing or module.startswith(f"{missing}.")
+        hint = _beside(missing) if own else ""
+        return None, f"'{path}' cannot be imported: there is no module '{missing}'{hint}"
+    except Exception as error:
+        return None, f"'{path}' cannot be imported: {one_line(error, 500)}"
+    if not hasattr(holder, name):
+        known = [other for other, value in vars(holder).items() if callable(value) and not other.startswith("_")]
+        return None, f"'{path}': module {module} has no '{name}'{did_you_mean(name, known)}"
+    found: Any = getattr(holder, name)
+    return (found, "") if callable(found) else (None, f"'{path}' is {type(found).__name__}, which makes nothing")
+
+
+def _beside(module: str) -> str:
+    """A module that lies where the missing one was looked for: beside its siblings, or in the spec's directory."""
+    parent, _, name = module.rpartition(".")
+    try:
+        where = (
+            list(importlib.import_module(parent).__path__) if parent else sys.path[:2]
+        )  # the spec's directory, and where rollart was started
+    except Exception:
+        return ""
+    near = did_you_mean(name, [found.name for found in pkgutil.iter_modules(where)])
+    return near if "did you mean" in near else ""
+
+
+def _unknown(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Arguments that it does not take, each with a hint."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # nothing to read it from
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in arguments:
+        if key not in known:
+            yield key, did_you_mean(key, known)
+
+
+def main() -> None:
+    """Look at what stdin says."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what environments print is nobody's answer
+    faulthandler.enable()
+    asked = json.load(sys.stdin)
+    sys.path[:0] = asked["path"]
+
+    def tell(**line: Any) -> None:
+        said.write(json.dumps(line) + "\n")
+        said.flush()
+
+    for one in look(asked["domains"], asked["images"], told=lambda what: tell(looking=what)):
+        tell(trouble=[one.domain, one.argument, one.message])
+    tell(looking="")
+    os._exit(0)  # threads that an environment has made keep nobody
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What is wrong with a run's environments, found before anything is started: they are looked at where they will live.
+
+Those of the controller are made in this process, as they will be. Those of hosts are made in one process of the hosts'
+interpreter, once, in a bounded time. What lives on other machines is theirs to have: only those can look.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollart.adapters.envs.look import MODULE, Trouble, look
+from rollart.compose.environments import hook, made_by_hosts
+from rollart.compose.prepare import harness_of
+from rollart.errors import SpecError
+from rollart.spec.resolve import Resolved, Specs
+from rollart.spec.where import Found, Where, refuse
+
+__all__ = ["environment_problems", "refuse_environments"]
+
+_WELL: set[str] = set()
+"""What was looked at in this process and found well: the command line looks before it makes a run's directory, and the
+run looks for those who start it by themselves."""
+
+WATCHED = "rollart.adapters.clusters.pdeathsig"
+"""Runs a module that ends with this process."""
+
+INSTALL = "install what it needs where environments live (pip install 'rollart[envs]')"
+
+
+def refuse_environments(specs: Resolved | Specs, where: Where | None = None) -> None:
+    """SpecError with a line for each environment that cannot be made, and for an image hook or an interpreter that
+    is not what the spec says. `where`: the specs' documents, whose lines are told."""
+    refuse(environment_problems(specs), where)
+
+
+def environment_problems(specs: Resolved | Specs) -> list[Found]:
+    """The same as values, in the order of the domains."""
+    spec = specs.cluster.environments
+    asked = json.dumps([made_by_hosts(specs.run), hook(spec), specs.base, spec.python, spec.workers], default=str)
+    if asked in _WELL:
+        return []
+    with _path(specs.base):
+        found = [problem for i in range(len(specs.run.domains)) for problem in _harness(specs, i)]
+        if not spec.workers:
+            troubles = list(look(made_by_hosts(specs.run)))
+            found += [_placed(specs, trouble) for trouble in troubles]
+    if spec.workers and not _elsewhere(specs):
+        found += _asked_hosts(specs)
+    if not found:
+        _WELL.add(asked)
+    return found
+
+
+def _elsewhere(specs: Resolved | Specs) -> bool:
+    runtime = specs.cluster.runtime
+    return runtime.backend == "ray" and runtime.address != "local"
+
+
+@contextmanager
+def _path(base: str) -> Iterator[None]:
+    """A spec names what lies beside it."""
+    if base in sys.path:
+        yield
+        return
+    sys.path.insert(0, base)
+    try:
+        yield
+    finally:
+        sys.path.remove(base)
+
+
+def _harness(specs: Resolved | Specs, index: int) -> Iterator[Found]:
+    try:
+        harness_of(specs.run.domains[index], None)
+    except SpecError as error:
+        yield Found(("run", "domains", index, "environment"), error.message, error.remedy)
+
+
+def _placed(specs: Resolved | Specs, trouble: Trouble) -> Found:
+    """Which key of the specs is to blame."""
+    if not trouble.domain:
+        at: tuple[str | int, ...] = ("cluster", "environments", "images_args" if trouble.argument else "images")
+        message, remedy = f"environments.images: {trouble.message}", ""
+    else:
+        index = next(i for i, d in enumerate(specs.run.domains) if d.name == trouble.domain)
+        at = ("run", "domains", index, "environment_args" if trouble.argument else "environment")
+        message = f"environment of domain '{trouble.domain}': {trouble.message}"
+        remedy = INSTALL if "ModuleNotFoundError" in message or "ImportError" in message else ""
+    if not specs.cluster.environments.workers and specs.cluster.environments.python and remedy:
+        remedy = "environments.python is for hosts: set environments.workers"
+    named = trouble.argument not in ("", "*")
+    return Found((*at, trouble.argument) if named else at, message, remedy, key=named)
+
+
+def _asked_hosts(specs: Resolved | Specs) -> Iterator[Found]:
+    """What the hosts' own interpreter says."""
+    spec = specs.cluster.environments
+    python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
+    asked = {"path": [specs.base], "domains": made_by_hosts(specs.run), "images": hook(spec)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as hosts have it
+    try:
+        done = subprocess.run(
+            [python, "-m", WATCHED, str(os.getpid()), MODULE], input=json.dumps(asked), capture_output=True, text=True,
+            errors="replace", timeout=spec.start_s, env=env,
+        )  # fmt: skip
+    except OSError as error:
+        why = f"environments.python is '{python}', which cannot be run: {error.strerror or error}"
+        yield Found(blamed, why, "name an interpreter that is there")
+        return
+    except subprocess.TimeoutExpired as late:
+        yield _stopped(
+            specs,
+            _read(_text(late.stdout))[1],
+            f"was not over within {spec.start_s:g} s (environments.start_s)",
+            blamed,
+        )
+        return
+    troubles, where = _read(done.stdout)
+    yield from (_placed(specs, trouble) for trouble in troubles)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        code = done.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        last = next((line for line in said if line.startswith("Fatal Python error")), said[-1])[:300]
+        if where is None:  # not even begun
+            why = f"environments.python is '{python}', under which no host could run: {last}"
+            yield Found(blamed, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter")
+        else:
+            yield _stopped(specs, where, f"{how}: {last}", blamed)
+
+
+def _stopped(specs: Resolved | Specs, where: str | None, how: str, blamed: tuple[str | int, ...]) -> Found:
+    """What it was at when it ended, or did not end."""
+    index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
+    if index is not None:
+        return Found(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
+    if where == "environments.images":
+        return Found(("cluster", "environments", "images"), f"the look at {where} {how}")
+    return Found(blamed, f"the look at the environments {how}")
+
+
+def _read(said: str) -> tuple[Sequence[Trouble], str | None]:
+    """What was found, and what was looked at last; None if nothing was."""
+    troubles, where = [], None
+    for line in said.splitlines():
+        try:
+            told: dict[str, Any] = json.loads(line)
+        except ValueError:  # cut off
+            break
+        if "trouble" in told:
+            troubles.append(Trouble(*told["trouble"]))
+        else:
+            where = str(told["looking"])
+    return troubles, where
+
+
+def _text(said: bytes | str | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""

@@ -1,0 +1,68 @@
+"""Where the keys of a run's specs stand, for what is found wrong with them after they were read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollart.errors import SpecError
+from rollart.spec.document import Document, Loc, read_document
+from rollart.spec.load import builtin
+from rollart.spec.overrides import apply_overrides
+from rollart.spec.resolve import split_overrides
+
+__all__ = ["Found", "Where", "refuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is wrong: `loc` begins with `run` or `cluster`; `key`: it is the key that is wrong, not its value."""
+
+    loc: Loc
+    message: str
+    remedy: str = ""
+    key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The documents that a run's specs were read from."""
+
+    run: Document
+    cluster: Document
+
+    @classmethod
+    def files(cls, run: str | Path | None, cluster: str | Path | None, overrides: Sequence[str] = ()) -> Where:
+        """Of `read_specs`' arguments."""
+        found = [
+            read_document(builtin(default) if path is None else path)
+            for path, default in ((run, "runs/quickstart.yaml"), (cluster, "clusters/local.yaml"))
+        ]
+        for document, own in zip(found, split_overrides(overrides), strict=True):
+            apply_overrides(document, own)
+        return cls(*found)
+
+    @classmethod
+    def saved(cls, path: str | Path) -> Where:
+        """Of the file that a run's directory keeps: nobody wrote its lines."""
+        return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
+
+    def place(self, found: Found) -> str:
+        """`file:line:column`."""
+        document = self.run if found.loc[0] == "run" else self.cluster
+        return str(document.place(found.loc[1:], key=found.key))
+
+
+def refuse(found: Sequence[Found], where: Where | None = None) -> None:
+    """One SpecError for all that was found, a line each; none if there is nothing."""
+    if not found:
+        return
+    places = ["" if where is None else where.place(one) for one in found]
+    first, *rest = [(place, one.message) for place, one in zip(places, found, strict=True)]
+    remedies = list(dict.fromkeys(one.remedy for one in found if one.remedy))
+    raise SpecError(
+        "\n".join([first[1], *(f"{place}: {message}" if place else message for place, message in rest)]),
+        where=first[0],
+        remedy=remedies[0] if len(remedies) == 1 else "",
+    )

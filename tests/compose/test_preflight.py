@@ -1,0 +1,186 @@
+"""What is wrong with environments is told by line before anything starts, by whoever is to make them."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollart.cli.main import run as rollart
+from rollart.compose.preflight import environment_problems, refuse_environments
+from rollart.errors import SpecError
+from rollart.spec.resolve import read_specs
+from rollart.spec.where import Where
+from tests.e2e.harness import CLUSTER, ROOT, tiny
+
+WORLDS = """
+import ctypes, time
+
+class Whole:
+    def __init__(self, size=4):
+        if size < 2:
+            raise ValueError(f"size {size} is too small")
+    async def reset(self, seed): ...
+    async def step(self, action): ...
+    async def close(self): ...
+
+class Half:
+    async def reset(self, seed): ...
+
+class Dies(Whole):
+    def __init__(self):
+        print("about to")
+        ctypes.string_at(0)
+
+class Hangs(Whole):
+    def __init__(self):
+        print("not yet")
+        time.sleep(3600)
+"""
+
+
+def written(directory: Path, environment: str, arguments: dict[str, Any], **hosts: Any) -> tuple[Path, Path]:
+    """A run with one domain of `NAME_worlds`, modules being remembered by name, and its cluster."""
+    module = f"worlds_of_{directory.name}".replace("-", "_")
+    (directory / f"{module}.py").write_text(textwrap.dedent(WORLDS))
+    one = {**tiny()["domains"][0], "environment": environment.replace("worlds", module), "environment_args": arguments}
+    (directory / "run.yaml").write_text(yaml.safe_dump(tiny(domains=[one]), sort_keys=False))
+    (directory / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTER, "environments": hosts}, sort_keys=False))
+    return directory / "run.yaml", directory / "cluster.yaml"
+
+
+def refused(run: Path, cluster: Path) -> pytest.ExceptionInfo[SpecError]:
+    with pytest.raises(SpecError) as told:
+        refuse_environments(read_specs(run, cluster), Where.files(run, cluster))
+    return told
+
+
+def line_of(path: Path, text: str) -> str:
+    """`file:line` of the one line that has it."""
+    (number,) = (n for n, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+    return f"{path}:{number}:"
+
+
+TOLD = [
+    ("worlds:Whol", {}, "environment: worlds", r"has no 'Whol'; did you mean 'Whole'\?"),
+    ("worlds:Whole", {"sise": 4}, "sise", r"environment_args has 'sise' .*did you mean 'size'\?"),
+    ("worlds:Whole", {"size": 1}, " size: 1", r"cannot be made with \{'size': 1\}: ValueError: size 1 is too small"),
+    ("worlds:Half", {}, "environment: worlds", r"makes Half without step, close \(rule: .*async reset\(seed\)"),
+    ("no_such_worlds:Whole", {}, "environment: no_such", "there is no module 'no_such_"),
+]
+
+
+@pytest.mark.parametrize(("environment", "arguments", "line", "words"), TOLD)
+def test_in_the_controller(tmp_path: Path, environment: str, arguments: dict[str, Any], line: str, words: str) -> None:
+    run, cluster = written(tmp_path, environment, arguments)
+    refusal = refused(run, cluster)
+    assert refusal.value.where.startswith(line_of(run, line))
+    refusal.match(words)
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("environment", "arguments", "line", "words"), TOLD)
+def test_by_the_hosts_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, arguments: dict[str, Any], line: str, words: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run, cluster = written(tmp_path, environment, arguments, workers=1)
+    refusal = refused(run, cluster)
+    assert refusal.value.where.startswith(line_of(run, line))
+    refusal.match(words)
+    assert not any(name.startswith("worlds_of_test_by") for name in sys.modules), "this process has not imported it"
+
+
+@pytest.mark.slow
+def test_one_that_takes_the_interpreter_along_or_is_not_over_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run, cluster = written(tmp_path, "worlds:Dies", {}, workers=1)
+    refused(run, cluster).match(r"environment of domain 'coin' was killed by SIGSEGV: Fatal Python error")
+    run, cluster = written(tmp_path, "worlds:Hangs", {}, workers=1, start_s=3.0)
+    refused(run, cluster).match(r"not over within 3 s \(environments.start_s\)")
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_is_none_or_lacks_rollart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run, cluster = written(tmp_path, "worlds:Whole", {}, workers=1, python="nowhere/python")
+    missing = refused(run, cluster)
+    assert missing.value.where.startswith(line_of(cluster, "python: nowhere"))
+    missing.match("nowhere/python', which cannot be run: No such file or directory")
+    import venv
+
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    written(tmp_path, "worlds:Whole", {}, workers=1, python="bare/bin/python")
+    bare = refused(run, cluster)
+    bare.match("under which no host could run: .*No module named 'rollart'")
+    assert bare.value.remedy == "pip install rollart into it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hosts", "line", "words"),
+    [
+        ({"images": "rollart.adapters.envs.images:TarImage"}, "images:", "did you mean 'TarImages'"),
+        (
+            {"images": "rollart.adapters.envs.images:TarImages", "images_args": {"stor": "a", "cache": "b"}},
+            "stor:",
+            "images_args has 'stor' .*did you mean 'store'",
+        ),
+        ({"images": "tests.contracts.worlds:Tale"}, "images:", "has no images and no ensure"),
+    ],
+)
+def test_image_hooks_are_looked_at_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: dict[str, Any], line: str, words: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run, cluster = written(tmp_path, "worlds:Whole", {}, workers=1, **hosts)
+    refusal = refused(run, cluster)
+    assert refusal.value.where.startswith(line_of(cluster, line))
+    refusal.match(words)
+
+
+def test_a_harness_is_looked_at_in_the_controller(tmp_path: Path) -> None:
+    run, cluster = written(tmp_path, "worlds:Whole", {"size": 4})
+    text = run.read_text().replace("environment: worlds", "environment: {harness: 'tests.proxy.agents:nobody'} # ")
+    run.write_text(text)
+    refusal = refused(run, cluster)
+    assert refusal.value.where.startswith(line_of(run, "nobody"))
+    refusal.match("has no 'nobody'")
+
+
+def test_other_machines_look_for_themselves(tmp_path: Path) -> None:
+    run, cluster = written(tmp_path, "no_such_worlds:Whole", {}, workers=1)
+    cluster.write_text(cluster.read_text() + "runtime: {backend: ray, address: 'head:6379'}\n")
+    assert environment_problems(read_specs(run, cluster)) == []
+
+
+def test_every_command_that_reads_a_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, cluster = written(tmp_path, "worlds:Whole", {"sise": 1})
+    for arguments in (["validate", str(run)], ["launch", str(run), "--cluster", str(cluster), "--dry-run"]):
+        assert rollart(arguments) == 2
+        told = capsys.readouterr()
+        assert f"rollart: {line_of(run, 'sise')}" in told.err
+        assert "did you mean 'size'" in told.err
+        assert told.out == ""
+    runs = tmp_path / "runs"
+    assert rollart(["launch", str(run), "--cluster", str(cluster), "--runs-dir", str(runs)]) == 2
+    assert not runs.exists(), "nothing was made"
+
+
+def test_more_ahead_than_are_played_or_kept_is_a_spec_error(tmp_path: Path) -> None:
+    run, cluster = written(tmp_path, "worlds:Whole", {}, workers=1, per_worker=4, warm=5)
+    with pytest.raises(
+        SpecError, match=r"cluster.yaml:\d+:\d+: environments.warm is 5 \(rule: at most per_worker, 4\)"
+    ):
+        read_specs(run, cluster)
+    written(tmp_path, "worlds:Whole", {}, workers=1, reuse=2)
+    with pytest.raises(SpecError, match=r"environments.reuse is 2 with warm 0"):
+        read_specs(run, cluster)
