@@ -31,6 +31,8 @@ from rollart.lifeline import die_with_parent
 SHUTDOWN_S = 2.0
 """How long open connections may take to end after SIGTERM, seconds."""
 
+FIT = "lower --max-slots (engines.max_slots) or --max-context (model.context): KV takes their product"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; returns the exit code."""
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rollart.engine: {error}", file=sys.stderr)
         return error.exit_code
     except ExceptionGroup as group:  # a step failed: its requests were told, a restart is the supervisor's matter
+        if isinstance(cause := group.exceptions[0], torch.OutOfMemoryError):
+            print(f"rollart.engine: a step found no memory: {_line(cause)} ({FIT})", file=sys.stderr)
+            return 1
         traceback.print_exception(group)
         print(f"rollart.engine: stopped by {group.exceptions[0]!r}", file=sys.stderr)
         return 1
@@ -66,17 +71,23 @@ def load(args: argparse.Namespace) -> Runner:
         network = Network(architecture, context=args.max_context, device=device, dtype=DTYPES[args.dtype])
         network.load(read_tensors(args.model))
         version = published_version(args.model) if args.weight_version is None else args.weight_version
-        return Runner(
+        runner = Runner(
             network,
             slots=args.max_slots,
             context=args.max_context,
             version=version,
             step_tokens=args.max_step_tokens,
         )
+        if runner.decoder is not None:
+            runner.decoder.prepare()
+        return runner
     except (RuntimeError, AssertionError) as error:  # torch: unknown or absent device, out of memory
-        first = str(error).splitlines()[0]
-        remedy = "check --device, --max-slots, --max-context"
-        raise UsageError(f"cannot start on {args.device}: {first}", remedy=remedy) from error
+        remedy = FIT if isinstance(error, torch.OutOfMemoryError) else "check --device, --max-slots, --max-context"
+        raise UsageError(f"cannot start on {args.device}: {_line(error)}", remedy=remedy) from error
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 async def _serve(runner: Runner, args: argparse.Namespace) -> None:

@@ -3,8 +3,8 @@
 A decode step reads the weights and the KV once and hardly computes, so that launching its operators one by one takes
 longer than running them. Here everything has a fixed shape: rows are padded to the next of a few sizes, those that
 are nobody's write into a slot of the cache that no sequence has, and what changes between steps (tokens, positions,
-slots) is copied into the same three rows of memory before the graph runs. The step's only wait for the device is for
-the tokens that were sampled.
+slots) is copied to the same place of the device's memory before the graph runs. The step's only wait for the device
+is for the tokens that were sampled.
 
 Weights are loaded in place (`Network.load`) and the cache never moves, so graphs stay valid for an engine's life.
 """
@@ -51,16 +51,27 @@ class Decoder:
         self._sizes = sizes(cache.slots - 1)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
-        most = self._sizes[-1]
-        self._device = torch.zeros((3, most), dtype=torch.int64, device=network.device)
-        self._host = torch.zeros((3, most), dtype=torch.int64, pin_memory=network.device.type == "cuda")
-        self._staged = self._host.numpy()
+        most = 3 * _stride(self._sizes[-1])
+        self._device = torch.zeros(most, dtype=torch.int64, device=network.device)
+        self._host = torch.zeros(most, dtype=torch.int64, pin_memory=network.device.type == "cuda")
         self._copied = _event() if network.device.type == "cuda" else None
 
     @property
     def graphs(self) -> int:
         """How many have been captured."""
         return len(self._graphs)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture every number of rows now, while no request waits: compiling the kernels takes seconds, once. The
+        largest first, whose memory the others then share. Nothing where lengths count too, which are too many."""
+        if not self.operations.ragged:
+            return
+        self._device.fill_(0)
+        for rows in reversed(self._sizes):
+            _rows(self._device, rows)[2] = self._cache.slots - 1
+            if not self._capture or self._captured(rows, self._cache.context) is None:
+                return
 
     def step(self, tokens: Ints, positions: Ints, slots: Ints) -> Tensor:
         """Logits `[R, vocab]` fp32 after the tokens `[R]`, each at its position in its slot; their KV is in the cache
@@ -70,9 +81,11 @@ class Decoder:
         length = context if self.operations.ragged else _length(int(positions.max()) + 1, context)
         if self._copied is not None:
             self._copied.synchronize()  # of the last step, whose tokens were waited for: long over
-        self._staged[:, :n] = tokens, positions, slots
-        self._staged[:, n:rows] = [[0], [0], [self._cache.slots - 1]]
-        self._device[:, :rows].copy_(self._host[:, :rows], non_blocking=True)
+        staged = _rows(self._host, rows).numpy()
+        staged[:, :n] = tokens, positions, slots
+        staged[:, n:] = [[0], [0], [self._cache.slots - 1]]
+        used = 3 * _stride(rows)  # without gaps, so that it is one copy out of pinned memory
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
         if not self._capture:
@@ -85,29 +98,41 @@ class Decoder:
         return logits[:n]
 
     def _run(self, rows: int, length: int) -> Tensor:
-        tokens, positions, slots = self._device[:, :rows]
+        tokens, positions, slots = _rows(self._device, rows)[:, :rows]
         return self._network.decode(tokens, positions, slots, self._cache, self.operations, length)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """The step as a graph; None, from now on, where this device or driver makes none."""
+        here = torch.cuda.current_stream()
         try:
             aside = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
-            aside.wait_stream(torch.cuda.current_stream())
+            aside.wait_stream(here)
             with torch.cuda.stream(aside):
                 for _ in range(WARM_UPS):  # what they write is what the step writes
                     self._run(rows, length)
-            torch.cuda.current_stream().wait_stream(aside)
+            here.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             # Of this thread only: the server's others may copy KV meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._run(rows, length)
         except RuntimeError as error:
+            torch.cuda.set_stream(here)  # a capture that fails at its end leaves this thread on its own stream
             self._capture = False
             self.why = f"no CUDA graph: {str(error).splitlines()[0][:200]}"
             return None
         self._pool = self._pool or graph.pool()
         self._graphs[rows, length] = graph, logits
         return graph, logits
+
+
+def _stride(rows: int) -> int:
+    """Numbers from one of the three to the next: kernels are compiled for addresses that are multiples of 16 bytes."""
+    return rows + rows % 2
+
+
+def _rows(buffer: Tensor, rows: int) -> Tensor:
+    """Tokens, positions and slots `[3, rows (to an even number)]` at the buffer's beginning."""
+    return buffer[: 3 * _stride(rows)].view(3, _stride(rows))
 
 
 def _event() -> torch.cuda.Event:

@@ -167,10 +167,7 @@ class Runner:
         table = self.table
         start = table.kv[slots]
         end = np.minimum(table.known[slots], start + self._step_tokens)
-        if self.decoder is not None and (end - start == 1).all():
-            logits, order = self.decoder.step(table.tokens[slots, start], start, slots), None
-        else:
-            logits, order = self._forward(slots, start, end)
+        logits, order = self._logits(slots, start, end)
         table.kv[slots] = end
         slots = slots if order is None else slots[order]
         whole = table.kv[slots] == table.known[slots]
@@ -181,6 +178,20 @@ class Runner:
         new = end - start
         self._charge(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
         return over
+
+    def _logits(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints | None]:
+        """As `_forward`; None: the slots' own order. On a GPU the rows that decode go through its graph beside prefills
+        too: attention over gathered copies of their KV would cost them more than reading the weights twice."""
+        if self.decoder is None:
+            return self._forward(slots, start, end)
+        one = end - start == 1
+        if not one.any():
+            return self._forward(slots, start, end)
+        decoded = self.decoder.step(self.table.tokens[slots[one], start[one]], start[one], slots[one])
+        if one.all():
+            return decoded, None
+        logits, order = self._forward(slots[~one], start[~one], end[~one])
+        return torch.cat((decoded, logits)), np.concatenate((np.flatnonzero(one), np.flatnonzero(~one)[order]))
 
     def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
         """Compute the tokens [start, end) of each slot: logits after each last one, and the slots' order in them."""

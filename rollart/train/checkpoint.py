@@ -135,6 +135,7 @@ def restore(learner: Learner, path: Path, version: int) -> None:
     """Load weights, optimizer and counters; of several ranks, all must call it. `TrainerError`, on every rank, for a
     directory that is not a whole, unchanged version; everything is read and checked before anything changes."""
     problem: TrainerError | None = None
+    learner.policy.settle()
     try:
         files = _verify(path, version, rank=learner.ranks.rank, size=learner.ranks.size)
         weights, moments, counters = _read(learner, path, files)
@@ -147,10 +148,16 @@ def restore(learner: Learner, path: Path, version: int) -> None:
     learner.optimizers.clear()
     parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
     for which, name, key, value in moments:
-        state = torch.zeros_like(parameters[name]) if value.ndim else value
-        local(state).copy_(value)
-        learner.optimizer(which).state[parameters[name]][key] = state
+        learner.optimizer(which).state[parameters[name]][key] = _moment(parameters[name], value)
     learner.counters = counters
+
+
+def _moment(parameter: Tensor, value: Tensor) -> Tensor:
+    """Of the optimizer, where `parameter` lies and cut as it is. A number, the count of updates, is there too: fused
+    kernels read it."""
+    state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)
+    local(state).copy_(value)
+    return state
 
 
 def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:

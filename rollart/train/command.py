@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgpack
+import torch
 
 from rollart.errors import RollartError, TrainerError
 from rollart.train.ranks import Channel
@@ -19,6 +20,11 @@ __all__ = ["Answer", "Outcome", "Work", "call", "follow", "lead"]
 
 Answer: TypeAlias = dict[str, Any]
 Work: TypeAlias = Callable[[Answer], Answer]
+
+
+LIGHTER = (
+    "lower training.max_tokens_per_microbatch, set trainer.activation_checkpointing, or give the trainer more GPUs"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,9 @@ def call(work: Work, body: bytes) -> Outcome:
         return Outcome.failed(400, f"the request lacks {error}")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         return Outcome.failed(400, str(error) or type(error).__name__)
+    except torch.OutOfMemoryError as error:
+        print(f"rollart.train: {str(error).splitlines()[0]}", file=sys.stderr)
+        return Outcome.failed(500, f"no memory is left on the GPU: {error}", LIGHTER, sound=False)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         return Outcome.failed(500, f"{type(error).__name__}: {error}", sound=False)

@@ -20,7 +20,7 @@ from rollart.train.batch import Batch
 from rollart.train.config import ModelConfig, ParallelConfig
 from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
-from rollart.train.shard import prepare
+from rollart.train.shard import prepare, settle
 
 __all__ = ["ActionTensors", "Policy", "Scorer", "load_model"]
 
@@ -98,6 +98,7 @@ class Policy:
         self.vocab_size = int(self._scorer.head.weight.shape[0])
         self._check_head()
         self._scorer.trims_last_layer = self._agrees(self._scorer.last_layer_trimmed)
+        self._pieces = ranks is not None and ranks.mesh is not None
         if parallel is not None:
             prepare(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks())
             self.device = next(model.parameters()).device
@@ -105,6 +106,12 @@ class Policy:
     @property
     def trims_last_layer(self) -> bool:
         return self._scorer.trims_last_layer
+
+    def settle(self) -> None:
+        """Put parameters back into pieces. After a pass without a backward one those in no block stay gathered, rounded
+        to what is computed with, and stand in the model in place of their pieces: nothing may be read or written so."""
+        if self._pieces:
+            settle(self._scorer)
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""

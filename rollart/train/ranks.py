@@ -152,12 +152,13 @@ def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
 
 def join(store: TCPStore, device: torch.device, *, rank: int, size: int) -> Ranks:
     """Meet the others, once in a process: NCCL between GPUs, gloo between CPUs. Blocks until all are there; a
-    `UsageError` if they do not come."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    `UsageError` if they do not come, or if NCCL cannot connect them, which it would else do at the first step."""
+    gpu = device if device.type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=START
+            "gloo" if gpu is None else "nccl", store=store, rank=rank, world_size=size, timeout=START, device_id=gpu
         )
         return Ranks(rank=rank, size=size, device=device)
     except RuntimeError as error:

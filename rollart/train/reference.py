@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollart.errors import TrainerError
 from rollart.train.batch import Batch, FloatArray, select
@@ -62,4 +62,13 @@ class Reference:
                 )
             setup = dataclasses.replace(self._config.model, path=str(path), init=None)
             self._policy = Policy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            if self._config.parallel.dtype == "bfloat16":
+                _halve(self._policy.model)
         return self._policy
+
+
+def _halve(model: nn.Module) -> None:
+    """In the bits that the policy computes with, so that both say the same while they are the same. Parameters alone:
+    the rotary frequencies are no use when rounded."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)

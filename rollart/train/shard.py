@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rollart.train.config import ParallelConfig
 from rollart.train.ranks import Ranks
 
-__all__ = ["full", "local", "prepare"]
+__all__ = ["full", "local", "prepare", "settle"]
 
 
 def prepare(scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks) -> None:
@@ -29,6 +29,15 @@ def prepare(scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConf
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     if ranks.mesh is not None:
         _shard(scorer, blocks, config, ranks)
+
+
+def settle(scorer: nn.Module) -> None:
+    """Drop what is still gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in scorer.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Snapshot:
 def snapshot(learner: Learner, *, copy: bool) -> Snapshot:
     """The learner's state now; of several ranks, all must call it. A copy lies in host memory and stays as it is while
     the learner goes on; without, the tensors are the learner's own. Several ranks always copy."""
+    learner.policy.settle()
     state, model = _state_tensors(learner), lora.merged(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None

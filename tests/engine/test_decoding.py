@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,22 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.engine.cache import KvCache
-from rollart.engine.checkpoint import read_tensors
-from rollart.engine.decoding import Decoder, sizes
+from rollart.engine.checkpoint import read_architecture, read_tensors
+from rollart.engine.decoding import Decoder, _rows, sizes
+from rollart.engine.network import Network
 from rollart.engine.operations import Plain, best, differences
 from rollart.engine.runner import Runner
 from rollart.engine.sampling import invert_blocks
+from tests.engine.graphs import play
 from tests.engine.models import finish, job, publish, run_one, runner
 
 
-def decoding(directory: Path, *, slots: int = 8, context: int = 64, step_tokens: int = 2048) -> Runner:
+def decoding(directory: Path, *, slots: int = 8, context: int = 64, step_tokens: int = 2048, **decoder: Any) -> Runner:
     """A runner that decodes as on a GPU."""
     made = runner(directory, slots=slots, context=context, step_tokens=step_tokens)
     network = made.network
     made.cache = KvCache(
         network.architecture, slots=slots + 1, context=context, device=network.device, dtype=network.dtype
     )
-    made.decoder = Decoder(network, made.cache, capture=False)
+    made.decoder = Decoder(network, made.cache, **{"capture": False, **decoder})
     return made
 
 
@@ -70,6 +73,77 @@ def test_it_generates_what_the_packed_step_generates(
         assert completion.logprobs == pytest.approx(theirs[name].logprobs, abs=2e-5)
 
 
+class Ragged(Plain):
+    """Reads each row to its own end, as the fused kernels do: one graph for each number of rows."""
+
+    ragged = True
+
+
+def bf16(directory: Path) -> Network:
+    """Without oneDNN's second copies of the matrices, which GPUs do not have either."""
+    made = Network(read_architecture(directory), context=64, device=torch.device("cpu"), dtype=torch.bfloat16)
+    made.load(read_tensors(directory))
+    return made
+
+
+@pytest.mark.parametrize("kind", [Plain, Ragged])
+def test_a_replayed_graph_computes_with_the_weights_and_tokens_of_its_step(
+    kind: type[Plain], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured before other weights are loaded, for other slots and positions: whatever a graph had taken for constant
+    would show."""
+    graphs = play(monkeypatch)
+    other = read_tensors(publish(tmp_path / "other", 99, json.loads((qwen / "config.json").read_text())))
+    networks = [bf16(qwen), bf16(qwen)]
+    caches = [KvCache(n.architecture, slots=5, context=64, device=n.device, dtype=n.dtype) for n in networks]
+    ours, theirs = (
+        Decoder(n, cache, operations=kind(n.architecture, *n.rope), capture=capture)
+        for n, cache, capture in zip(networks, caches, (True, False), strict=True)
+    )
+    ours.prepare()
+    assert ours.graphs == (4 if kind is Ragged else 0)
+    rng = np.random.default_rng(0)
+    positions = np.zeros(4, np.int64)
+    for step in range(12):
+        if step == 7:
+            for network in networks:
+                network.load(other)
+        slots = np.sort(rng.permutation(4)[: rng.integers(1, 5)])
+        tokens = rng.integers(0, 61, len(slots))
+        with torch.inference_mode():
+            both = [d.step(tokens, positions[slots], slots).clone() for d in (ours, theirs)]
+        assert torch.equal(*both), step
+        positions[slots] += 1
+    assert torch.equal(caches[0].keys[:, :4], caches[1].keys[:, :4])
+    assert sum(graph.replays for graph in graphs) == 12
+    assert len(graphs) == ours.graphs <= 4
+
+
+def test_where_a_capture_fails_steps_go_on_without_and_on_their_own_stream(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch, fails="operation not permitted when stream is capturing\nand more")
+    before = torch.cuda.current_stream()
+    network = bf16(qwen)
+    cache = KvCache(network.architecture, slots=5, context=64, device=network.device, dtype=network.dtype)
+    decoder = Decoder(network, cache, operations=Ragged(network.architecture, *network.rope))
+    decoder.prepare()
+    assert torch.cuda.current_stream() is before
+    assert (decoder.graphs, decoder.why) == (0, "no CUDA graph: operation not permitted when stream is capturing")
+    one = np.zeros(1, np.int64)
+    with torch.inference_mode():
+        assert decoder.step(one, one, one).isfinite().all()
+
+
+def test_what_a_step_needs_is_copied_at_once_without_gaps_and_where_kernels_want_it() -> None:
+    for rows in range(1, 9):
+        buffer = torch.arange(24)
+        staged = _rows(buffer, rows)
+        assert staged.is_contiguous()
+        assert staged.data_ptr() == buffer.data_ptr()
+        assert all((row.data_ptr() - buffer.data_ptr()) % 16 == 0 for row in staged)
+
+
 def test_rows_that_are_nobodys_write_into_nobodys_slot(qwen: Path) -> None:
     """Five rows are padded to six: no key of a slot that is not of the step changes."""
     made = decoding(qwen)
@@ -81,6 +155,20 @@ def test_rows_that_are_nobodys_write_into_nobodys_slot(qwen: Path) -> None:
     changed = (made.cache.keys != before).any(dim=4).any(dim=2).any(dim=0)
     assert [row.nonzero().flatten().tolist() for row in changed[:-1]] == [[3], [4], [5], [6], [7], [], [], []]
     assert changed[-1, 0], "a padding row wrote"
+
+
+def test_rows_that_decode_beside_a_prefill_go_through_the_graph(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = decoding(qwen)
+    seen: list[tuple[int, int]] = []
+    step, forward = Decoder.step, Network.forward
+    monkeypatch.setattr(Decoder, "step", lambda d, t, p, s: (seen.append((len(t), 0)), step(d, t, p, s))[1])
+    monkeypatch.setattr(Network, "forward", lambda n, b, c: (seen.append((0, len(b.tokens))), forward(n, b, c))[1])
+    for i in range(3):
+        made.add(job(f"{i}", range(4), max_tokens=20))
+    made.step()
+    made.add(job("late", range(9), max_tokens=20))
+    made.step()
+    assert seen == [(0, 12), (3, 0), (0, 9)]
 
 
 def test_a_chunk_of_one_token_is_not_sampled(qwen: Path) -> None:

@@ -44,6 +44,8 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
     path = checkpoint.publish(learner, tmp_path, 8, ())
     samples = generated(path, torch.bfloat16, 1.0)
+    again = Learner(config(tmp_path, hidden=32, layers=2))
+    other = checkpoint.publish(again, tmp_path, 5, ())
     made = batch(samples)
     exact = np.abs(learner.logprobs(made) - made.logprobs)[made.loss.position]
     assert 1e-5 < exact.mean() < 0.05, "the engine did compute in bfloat16"
@@ -61,12 +63,22 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "checkpoint.restore(learner, root / 'v000008', 8)\n"
         "made = decode(msgpack.unpackb((root / 'samples').read_bytes()), VOCAB)\n"
         "np.save(root / 'found', learner.logprobs(made))\n"
+        "checkpoint.publish(learner, root, 0, ())\n"
+        "np.save(root / 'reference', learner.reference.logprobs(made))\n"
+        "learner.logprobs(made)\n"
+        "checkpoint.restore(learner, root / 'v000005', 5)\n"
+        "checkpoint.publish(learner, root, 6, ())\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     both = np.abs(np.load(tmp_path / "found.npy") - made.logprobs)[made.loss.position]
     assert 1e-5 < both.mean() < 0.05
     assert both.max() < 0.5
+    same = np.abs(np.load(tmp_path / "found.npy") - np.load(tmp_path / "reference.npy"))[made.loss.position]
+    assert same.mean() < both.mean() / 10, "a reference in float32 would be as far off as the engine"
+    for whence, version in ((path, 0), (other, 6)):  # what passes gathered and rounded is neither written nor kept
+        was, now = read_tensors(whence), read_tensors(tmp_path / f"v{version:06d}")
+        assert all(torch.equal(was[name], now[name]) for name in was)
 
 
 def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainSample]:

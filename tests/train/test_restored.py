@@ -1,0 +1,29 @@
+"""Where the parts of a restored optimizer lie, on a device that this machine need not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rollart.train.checkpoint import _moment
+from rollart.train.command import Answer, call
+
+
+def test_all_of_a_parameters_state_lies_beside_it_the_count_of_updates_too() -> None:
+    """Fused kernels on a GPU read the count there: one in host memory is an illegal address."""
+    parameter = torch.empty((3, 4), device="meta")
+    count = _moment(parameter, torch.tensor(7.0))
+    assert (count.device.type, count.shape, count.dtype) == ("meta", (), torch.float32)
+    assert _moment(parameter, torch.ones(3, 4)).device.type == "meta"
+    assert _moment(torch.empty(2), torch.tensor(7.0)).item() == 7.0
+
+
+def test_a_step_without_memory_says_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(_: Answer) -> Answer:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+
+    outcome = call(work, b"\x80")
+    assert outcome.error == "no memory is left on the GPU: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert "max_tokens_per_microbatch" in outcome.remedy
+    assert not outcome.sound
+    assert capsys.readouterr().err == "rollart.train: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
