@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,7 @@ import pytest
 from rollart.adapters.envs.openenv import OpenEnv
 from rollart.errors import EnvironmentFault
 from rollart.ports import EVAL_SEEDS_FROM
-
-HERE = Path(__file__).parents[2]
-PYTHON = os.environ.get("ROLLART_OPENENV_PYTHON", str(HERE / ".venv-openenv/bin/python"))
+from tests.adapters.openenv_process import PYTHON, serve, served
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,20 +23,10 @@ LIMIT_S = 60.0
 """Only a failure waits so long."""
 
 
-def serve(sessions: int) -> tuple[subprocess.Popen[str], str]:
-    server = subprocess.Popen(
-        [PYTHON, str(Path(__file__).with_name("openenv_server.py")), str(sessions)], stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    return server, f"http://127.0.0.1:{server.stdout.readline().strip()}"
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server, address = serve(64)
-    yield address
-    server.kill()
-    server.wait()
+    with served(64) as address:
+        yield address
 
 
 def env(url: Any, **more: Any) -> OpenEnv:

@@ -44,11 +44,21 @@ class Hosts:
         return [{"subject": e.subject, **e.fields} for e in self.recorder.events if e.kind == kind]
 
 
-def resolved_with(directory: Path, *, cluster: Mapping[str, Any] = CLUSTER, **environments: Any) -> Resolved:
-    """A run of all domains on a cluster with these `environments`."""
+def resolved_with(
+    directory: Path,
+    *,
+    cluster: Mapping[str, Any] = CLUSTER,
+    domains: Mapping[str, tuple[str, dict[str, Any]]] | None = None,
+    **environments: Any,
+) -> Resolved:
+    """A run of all domains (import path and arguments; `DOMAINS` if not given) on a cluster with these
+    `environments`."""
     one = tiny()["domains"][0]
-    domains = [{**one, "name": name, "environment": path} for name, path in DOMAINS.items()]
-    run = tiny(domains=domains, batch__trajectories=2 * len(domains))
+    given = domains or {name: (path, {}) for name, path in DOMAINS.items()}
+    every = [
+        {**one, "name": name, "environment": path, "environment_args": args} for name, (path, args) in given.items()
+    ]
+    run = tiny(domains=every, batch__trajectories=2 * len(every))
     (directory / "run.yaml").write_text(yaml.safe_dump(run))
     (directory / "cluster.yaml").write_text(yaml.safe_dump({**cluster, "environments": environments}))
     return resolve_files(directory / "run.yaml", directory / "cluster.yaml")
