@@ -298,7 +298,7 @@ def test_log_probabilities_and_ids_go_with_their_text(form: ChatFormat) -> None:
         ids = [i for c in choices for i in c.get("token_ids", ())]
         assert ids == [*(i for letter in "wor" for i in form.encode(letter)), *form.stop_ids]
         assert [len((c.get("logprobs") or {"content": []})["content"]) for c in choices] == [0, 1, 3, 0]
-        assert [c["delta"].get("content") for c in choices] == ["", "w", "or", None]
+        assert [c["delta"].get("content") for c in choices] == [None, "w", "or", None]
 
     with_proxy(form, scenario)
 
@@ -379,7 +379,7 @@ def test_a_line_that_was_torn_goes_before_the_next_is_written(tmp_path: Path, wh
 def test_an_answer_that_was_cached_twice_was_not_cached_more_than_it_is(form: ChatFormat) -> None:
     ids = form.encode("hi")
     twice = Completion(ids, (-0.1,) * len(ids), (VersionSpan(0, 0, len(ids)),), FinishReason.STOP, 200, 150)
-    answer = Answer((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0)
+    answer = Answer((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0, ("hi",))
     assert anthropic.body(Ask_(Prompt()), answer)["usage"]["input_tokens"] == 0
     assert openai_chat.usage(answer)["prompt_tokens_details"]["cached_tokens"] == 100
 
@@ -425,3 +425,28 @@ def test_a_turn_that_could_not_be_recorded_was_never_there(form: ChatFormat, tmp
 
     with_proxy(form, scenario, recording=Failing(None))
     recording.close()
+
+
+def test_a_call_that_broke_off_is_given_out_and_gone_on_from(form: ChatFormat) -> None:
+    """As the API has it: the arguments as far as they came. Captured is the text, which the template writes as it was
+    said."""
+    wish = {**HI, "tools": [{"type": "function", "function": {"name": "f"}}]}
+
+    async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
+        speaker.says, speaker.finish = 'Well. <tool_call>{"name": "f", "arguments": {"city": "Os', FinishReason.LENGTH
+        _, body, _ = await ask("/s/a" + CHAT, wish)
+        (choice,) = body["choices"]
+        (made,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "Well.")
+        assert made["function"] == {"name": "f", "arguments": '{"city": "Os'}
+        result = {"role": "tool", "tool_call_id": made["id"], "content": "no JSON"}
+        speaker.says, speaker.finish = "world", FinishReason.STOP
+        onwards = {**wish, "messages": [*HI["messages"], choice["message"], result]}
+        assert (await ask("/s/a" + CHAT, onwards))[0] == 200
+        _, shown, _ = await ask("/sessions/a", method="GET")
+        assert [t["begun"] for t in shown["turns"]] == ["start", "extends"]
+        other = json.loads(json.dumps(onwards).replace(made["id"], "mine"))
+        status, body, _ = await ask("/s/a" + CHAT, other)
+        assert (status, body["error"]["message"]) == (400, "the arguments of f must be a JSON object")
+
+    with_proxy(form, scenario)

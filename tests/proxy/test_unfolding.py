@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.adapters.proxy.calling import folded
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Ask, Message, Prompt
+from rollart.adapters.proxy.messages import Answer, Ask, Call, Message, Part, Prompt
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.adapters.proxy.unfolding import Delta, Unfolding
 from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
@@ -81,9 +83,14 @@ def test_what_was_streamed_is_how_the_answer_begins(
     answer, deltas = answered(form, ask, Telling(completion, sizes), streamed=True)
     assert answer.completion == plain.completion, "captured is the same"
     assert (answer.message, answer.finish) == (plain.message, plain.finish)
-    assert "".join(d.text for d in deltas) + answer.rest == plain.message.content
+    said = [one for d in deltas for one in d.said] + list(answer.rest)
+    assert _unnamed(folded(said)) == _unnamed(plain.parts) == _unnamed(answer.parts)
     shown = sum((d.token_ids for d in deltas), ()), sum((d.logprobs for d in deltas), ())
     assert shown == (plain.completion.token_ids[: answer.shown], plain.completion.logprobs[: answer.shown])
+
+
+def _unnamed(parts: Sequence[Part]) -> list[Part]:
+    return [replace(p, id="") if isinstance(p, Call) else p for p in parts]
 
 
 def test_text_leaves_as_soon_as_it_is_certain() -> None:

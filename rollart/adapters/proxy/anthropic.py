@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message, Prompt, conversation
+from rollart.adapters.proxy.messages import (
+    Answer,
+    Ask,
+    BadRequest,
+    Begun,
+    Call,
+    Head,
+    Message,
+    More,
+    Prompt,
+    Said,
+    Text,
+    conversation,
+)
 from rollart.adapters.proxy.sse import event, pieces
 from rollart.adapters.proxy.unfolding import Delta
 
@@ -52,19 +64,24 @@ def prompt_of(body: Mapping[str, Any]) -> Prompt:
 
 
 def body(ask: Ask, answer: Answer) -> dict[str, Any]:
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.message.content}] if answer.message.content else []
-    blocks += [
-        {"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in answer.message.calls
+    blocks = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "tool_use", "id": part.id, "name": part.name, "input": dict(part.arguments)}
+        for part in answer.parts
     ]
     return {**_head(answer), "content": blocks, "stop_reason": FINISH[answer.finish], "usage": _usage(answer)}
 
 
 class Events:
-    """One streamed answer: `begin`, its text, `end`. What the cache held is known at the end, and counted there."""
+    """One streamed answer: `begin`, what is `drawn`, `end`. What the cache held is known at the end, and counted
+    there."""
 
     def __init__(self, ask: Ask, head: Head) -> None:
         self._head = head
-        self._open = False
+        self._blocks = 0
+        self._open = ""
+        """The type of the block that is."""
 
     def begin(self) -> Iterator[bytes]:
         counts = {"input_tokens": len(self._head.prompt_ids), "cache_read_input_tokens": 0,
@@ -72,31 +89,45 @@ class Events:
         message = {**_head(self._head), "content": [], "stop_reason": None, "usage": counts}
         yield _send("message_start", message=message)
 
-    def text(self, delta: Delta) -> Iterator[bytes]:
-        yield from self._opened()
-        yield _delta(0, type="text_delta", text=delta.text)
+    def drawn(self, delta: Delta) -> Iterator[bytes]:
+        for one in delta.said:
+            yield from self._one(one)
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        if answer.message.content:
-            yield from self._opened()
-            for piece in pieces(answer.rest):
-                yield _delta(0, type="text_delta", text=piece)
-            yield _send("content_block_stop", index=0)
-        for index, call in enumerate(answer.message.calls, start=1 if answer.message.content else 0):
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            yield _send("content_block_start", index=index, content_block=block)
-            for piece in pieces(json.dumps(call.arguments, ensure_ascii=False)):
-                yield _delta(index, type="input_json_delta", partial_json=piece)
-            yield _send("content_block_stop", index=index)
+        for one in pieces(answer.rest):
+            yield from self._one(one)
+        yield from self._closed()
         yield _send(
             "message_delta", delta={"stop_reason": FINISH[answer.finish], "stop_sequence": None}, usage=_usage(answer)
         )
         yield _send("message_stop")
 
-    def _opened(self) -> Iterator[bytes]:
-        if not self._open:
-            self._open = True
-            yield _send("content_block_start", index=0, content_block={"type": "text", "text": ""})
+    def _one(self, one: Said) -> Iterator[bytes]:
+        if isinstance(one, Text):
+            if self._open != "text":
+                yield from self._opened({"type": "text", "text": ""})
+            yield self._delta(type="text_delta", text=one.text)
+        elif isinstance(one, Begun):
+            id = self._head.call_id(one.index)
+            yield from self._opened({"type": "tool_use", "id": id, "name": one.name, "input": {}})
+        elif isinstance(one, More):
+            yield self._delta(type="input_json_delta", partial_json=one.text)
+        else:
+            yield from self._closed()
+
+    def _opened(self, block: Mapping[str, Any]) -> Iterator[bytes]:
+        yield from self._closed()
+        self._open = block["type"]
+        self._blocks += 1
+        yield _send("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _closed(self) -> Iterator[bytes]:
+        if self._open:
+            self._open = ""
+            yield _send("content_block_stop", index=self._blocks - 1)
+
+    def _delta(self, **delta: str) -> bytes:
+        return _send("content_block_delta", index=self._blocks - 1, delta=delta)
 
 
 def error(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -110,10 +141,6 @@ def failed(message: str, status: int) -> bytes:
 
 def _send(kind: str, **fields: Any) -> bytes:
     return event({"type": kind, **fields}, kind)
-
-
-def _delta(index: int, **delta: str) -> bytes:
-    return _send("content_block_delta", index=index, delta=delta)
 
 
 def _head(head: Head) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.adapters.proxy.messages import BadRequest, Message
-from rollart.adapters.proxy.tools import CERTAIN, PARSERS, parser_for
+from rollart.adapters.proxy.tools import PARSERS, parser_for
 from rollart.errors import SpecError
 
 __all__ = ["PLAIN", "ChatFormat"]
@@ -45,8 +45,8 @@ class ChatFormat:
         self._template = _compiled(PLAIN if source is None else source)
         self._special = {name: _text(config[name]) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
                          if config.get(name)}  # fmt: skip
-        spelling = tools or parser_for(source or "")
-        self.parse, self.certain = PARSERS[spelling], CERTAIN[spelling]
+        self.spelling = tools or parser_for(source or "")
+        self.parse = PARSERS[self.spelling]
         self.stop_ids = self._stop_ids(folder, config)
         self.stops = {i: self.text((i,)) for i in self.stop_ids}
         """Texts of the tokens that end an answer, by id."""

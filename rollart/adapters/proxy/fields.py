@@ -79,7 +79,12 @@ def arguments(value: object, field: str) -> Mapping[str, Any]:
 def call(name: object, given: object, id: object, field: str) -> Call:
     if not isinstance(name, str) or not name:
         raise BadRequest(f"{field} names no function", field=field)
-    return Call(name, arguments(given, field), str(id or ""))
+    try:
+        return Call(name, arguments(given, field), str(id or ""))
+    except BadRequest:
+        if isinstance(given, str) and isinstance(id, str) and id:  # it may be one that broke off when it was drawn
+            return Call(name, {}, id, given, whole=False)
+        raise
 
 
 def unsupported(body: Mapping[str, Any], rules: Mapping[str, object]) -> None:

@@ -12,7 +12,10 @@ from typing import Any
 
 from rollart.model import Completion, FinishReason
 
-__all__ = ["Answer", "Ask", "BadRequest", "Call", "Head", "Message", "Prompt", "conversation", "read_json"]
+__all__ = [
+    "Answer", "Ask", "BadRequest", "Begun", "Call", "Done", "Head", "Message", "More", "Part", "Prompt", "Said", "Text",
+    "conversation", "read_json",
+]  # fmt: skip
 
 
 class BadRequest(Exception):
@@ -34,6 +37,45 @@ class Call:
     name: str
     arguments: Mapping[str, Any]
     id: str = field(default="", compare=False)
+    written: str = field(default="", compare=False)
+    """The arguments as they were said."""
+    whole: bool = field(default=True, compare=False)
+    """Otherwise it broke off: `written` may be no JSON, and `arguments` is what is whole of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The answer's call number `index`, whose arguments follow."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """Of a call's arguments, as they are written."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A call's end; nothing else comes between its beginning and this."""
+
+    index: int
+    call: Call
+
+
+Said = Text | Begun | More | Done
+Part = str | Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +157,31 @@ class Head:
     def id(self, prefix: str) -> str:
         return f"{prefix}-{self.session}-{self.number}"
 
+    def call_id(self, index: int) -> str:
+        return f"{self.id('call')}-{index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer(Head):
     """What the policy said: `message` as the harness is given it, and the tokens behind it.
 
-    `tokens` are the texts of the sampled ids; `turn` counts the session's answers. The first `given` characters of the
-    content and `shown` tokens were given out while it was drawn.
+    `tokens` are the texts of the sampled ids; `turn` counts the session's answers. `parts` is what the harness is
+    given: what `message` says, but for calls that broke off, which are content there. Of it `rest` was not given out
+    while it was drawn; of the tokens, all but the first `shown`.
     """
 
     message: Message
     completion: Completion
     tokens: tuple[str, ...]
     turn: int
-    given: int = 0
+    parts: tuple[Part, ...]
+    rest: tuple[Said, ...] = ()
     shown: int = 0
 
     @property
     def finish(self) -> str:
         """OpenAI's word."""
-        if self.message.calls:
+        if self.calls and (all(c.whole for c in self.calls) or self.completion.finish is not FinishReason.LENGTH):
             return "tool_calls"
         return "length" if self.completion.finish is FinishReason.LENGTH else "stop"
 
@@ -144,9 +191,12 @@ class Answer(Head):
         return min(self.completion.cached_tokens, len(self.prompt_ids))
 
     @property
-    def rest(self) -> str:
-        """The content that was not given out yet."""
-        return self.message.content[self.given :]
+    def content(self) -> str:
+        return "".join(p for p in self.parts if isinstance(p, str))
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(p for p in self.parts if isinstance(p, Call))
 
 
 def read_json(text: str) -> Any:

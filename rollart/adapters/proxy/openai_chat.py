@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message, Prompt, conversation
+from rollart.adapters.proxy.messages import (
+    Answer,
+    Ask,
+    BadRequest,
+    Begun,
+    Call,
+    Head,
+    Message,
+    More,
+    Prompt,
+    Said,
+    Text,
+    conversation,
+)
 from rollart.adapters.proxy.sse import event, pieces
 from rollart.adapters.proxy.unfolding import Delta
 
@@ -42,11 +54,9 @@ def ask(body: Mapping[str, Any]) -> Ask:
 
 def body(ask: Ask, answer: Answer) -> dict[str, Any]:
     """The answer in one piece. With `return_token_ids`, the ids as vLLM gives them."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.message.content or None, "refusal": None}
-    if answer.message.calls:
-        message["tool_calls"] = [_call(c) for c in answer.message.calls]
-    else:
-        message["content"] = answer.message.content
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.calls:
+        message |= {"content": answer.content or None, "tool_calls": [_call(c) for c in answer.calls]}
     choice: dict[str, Any] = {
         "index": 0,
         "message": message,
@@ -61,34 +71,44 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
 
 
 class Events:
-    """One streamed answer: `begin`, its text, `end`. Log-probabilities and ids go with the text of their tokens."""
+    """One streamed answer: `begin`, what is `drawn`, `end`. Log-probabilities and ids go with what their tokens say.
+    The content is nowhere said to be empty: beside calls it would be none."""
 
     def __init__(self, ask: Ask, head: Head) -> None:
         self._ask, self._head = ask, head
 
     def begin(self) -> Iterator[bytes]:
-        yield self._chunk({"role": "assistant", "content": ""}, shown=self._ask.ids)
+        yield self._chunk({"role": "assistant"}, shown=self._ask.ids)
 
-    def text(self, delta: Delta) -> Iterator[bytes]:
-        yield self._chunk({"content": delta.text}, choice=self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
+    def drawn(self, delta: Delta) -> Iterator[bytes]:
+        yield from self._all(delta.said, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
 
     def end(self, answer: Answer) -> Iterator[bytes]:
         n, c = answer.shown, answer.completion
         drawn = self._drawn(answer.tokens[n:], c.logprobs[n:], c.token_ids[n:])
-        for piece in pieces(answer.rest):
-            yield self._chunk({"content": piece}, choice=drawn)
-            drawn = {}
-        for index, call in enumerate(answer.message.calls):
-            whole = _call(call)
-            function = {**whole["function"], "arguments": ""}
-            yield self._chunk({"tool_calls": [{**whole, "index": index, "function": function}]})
-            for piece in pieces(whole["function"]["arguments"]):
-                yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
-        yield self._chunk({}, answer.finish, choice=drawn)
+        rest = list(self._all(pieces(answer.rest) if answer.parts else [Text("")], drawn))
+        yield from rest
+        yield self._chunk({}, answer.finish, choice={} if rest else drawn)
         if self._ask.usage:
             head = _head(self._head, "chat.completion.chunk")
             yield event({**head, "choices": [], "usage": usage(answer)})
         yield event("[DONE]")
+
+    def _all(self, said: Iterable[Said], drawn: Mapping[str, Any]) -> Iterator[bytes]:
+        for delta in filter(None, map(self._delta, said)):
+            yield self._chunk(delta, choice=drawn)
+            drawn = {}
+
+    def _delta(self, one: Said) -> dict[str, Any] | None:
+        if isinstance(one, Text):
+            return {"content": one.text}
+        if isinstance(one, Begun):
+            function = {"name": one.name, "arguments": ""}
+            call = {"index": one.index, "id": self._head.call_id(one.index), "type": "function", "function": function}
+            return {"tool_calls": [call]}
+        if isinstance(one, More):
+            return {"tool_calls": [{"index": one.index, "function": {"arguments": one.text}}]}
+        return None
 
     def _chunk(
         self, delta: Mapping[str, Any], finish: str | None = None, *, choice: Mapping[str, Any] | None = None,
@@ -99,6 +119,8 @@ class Events:
         return event({**_head(self._head, "chat.completion.chunk"), **more, "choices": [one]})
 
     def _drawn(self, tokens: Sequence[str], logprobs: Sequence[float], ids: Sequence[int]) -> dict[str, Any]:
+        if not ids:
+            return {}
         found: dict[str, Any] = {"logprobs": _logprobs(tokens, logprobs)} if self._ask.logprobs else {}
         return found | ({"token_ids": list(ids)} if self._ask.ids else {})
 
@@ -131,7 +153,7 @@ def _call(call: Call) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        "function": {"name": call.name, "arguments": call.written},
     }
 
 

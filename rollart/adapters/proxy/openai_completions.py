@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Head, Prompt
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Head, Prompt, Text
 from rollart.adapters.proxy.openai_chat import error, failed, usage
 from rollart.adapters.proxy.sse import event, pieces
 from rollart.adapters.proxy.unfolding import Delta
@@ -48,7 +48,7 @@ def body(ask: Ask, answer: Answer) -> dict[str, Any]:
 
 
 class Events:
-    """One streamed answer: `begin`, its text, `end`."""
+    """One streamed answer: `begin`, what is `drawn`, `end`."""
 
     def __init__(self, ask: Ask, head: Head) -> None:
         self._ask, self._head = ask, head
@@ -56,15 +56,16 @@ class Events:
     def begin(self) -> Iterator[bytes]:
         return iter(())
 
-    def text(self, delta: Delta) -> Iterator[bytes]:
+    def drawn(self, delta: Delta) -> Iterator[bytes]:
         yield self._chunk(delta.text, None, self._drawn(delta.tokens, delta.logprobs, delta.token_ids))
 
     def end(self, answer: Answer) -> Iterator[bytes]:
         n, c = answer.shown, answer.completion
         drawn = self._drawn(answer.tokens[n:], c.logprobs[n:], c.token_ids[n:])
-        for piece in pieces(answer.rest):
-            yield self._chunk(piece, None, drawn)
-            drawn = {}
+        for one in pieces(answer.rest):
+            if isinstance(one, Text):
+                yield self._chunk(one.text, None, drawn)
+                drawn = {}
         yield self._chunk("", answer.finish, drawn)
         if self._ask.usage:
             yield event({**_head(self._head), "choices": [], "usage": usage(answer)})

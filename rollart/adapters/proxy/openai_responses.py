@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message, Prompt, conversation
+from rollart.adapters.proxy.messages import (
+    Answer,
+    Ask,
+    BadRequest,
+    Begun,
+    Call,
+    Done,
+    Head,
+    Message,
+    More,
+    Prompt,
+    Said,
+    Text,
+    conversation,
+)
 from rollart.adapters.proxy.openai_chat import error
 from rollart.adapters.proxy.sse import event, pieces
 from rollart.adapters.proxy.unfolding import Delta
@@ -50,62 +64,78 @@ def ask(body: Mapping[str, Any], previous: Previous) -> Ask:
 
 
 def body(ask: Ask, answer: Answer) -> dict[str, Any]:
-    return _response(ask, answer, [whole for _, whole in _items(answer)], _status(answer))
+    return _response(ask, answer, _items(answer), _status(answer))
 
 
 class Events:
-    """One streamed answer: `begin`, its text, `end`."""
+    """One streamed answer: `begin`, what is `drawn`, `end`."""
 
     def __init__(self, ask: Ask, head: Head) -> None:
         self._ask, self._head = ask, head
-        self._sent = 0
-        self._open = False
+        self._sent = self._items = 0
+        self._text: str | None = None
+        """Of the message that is open."""
 
     def begin(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._send(kind, response=_response(self._ask, self._head, [], "in_progress"))
 
-    def text(self, delta: Delta) -> Iterator[bytes]:
-        yield from self._opened()
-        yield self._delta(delta.text)
+    def drawn(self, delta: Delta) -> Iterator[bytes]:
+        for one in delta.said:
+            yield from self._one(one)
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        for index, (empty, whole) in enumerate(_items(answer)):
-            if whole["type"] == "function_call":
-                yield from self._called(index, empty, whole)
-            else:
-                yield from self._opened()
-                for piece in pieces(answer.rest):
-                    yield self._delta(piece)
-                part = whole["content"][0]
-                yield self._send("response.output_text.done", **self._at(), text=part["text"], logprobs=[])
-                yield self._send("response.content_part.done", **self._at(), part=part)
-            yield self._send("response.output_item.done", output_index=index, item=whole)
+        for one in pieces(answer.rest) if answer.parts else (Text(""),):
+            yield from self._one(one)
+        yield from self._closed(_status(answer))
         done = "response.completed" if _status(answer) == "completed" else "response.incomplete"
         yield self._send(done, response=body(self._ask, answer))
 
+    def _one(self, one: Said) -> Iterator[bytes]:
+        if isinstance(one, Text):
+            if self._text is None:
+                yield from self._opened()
+            self._text = (self._text or "") + one.text
+            if one.text:
+                yield self._send("response.output_text.delta", **self._part(), delta=one.text, logprobs=[])
+        elif isinstance(one, Begun):
+            yield from self._closed("completed")
+            item = _call_item(Call(one.name, {}, self._head.call_id(one.index)), "in_progress")
+            self._items += 1
+            yield self._send("response.output_item.added", **self._at(), item=item)
+        elif isinstance(one, More):
+            id = f"fc-{self._head.call_id(one.index)}"
+            yield self._send("response.function_call_arguments.delta", **self._at(), item_id=id, delta=one.text)
+        else:
+            yield from self._called(one)
+
+    def _called(self, one: Done) -> Iterator[bytes]:
+        item = _call_item(replace(one.call, id=self._head.call_id(one.index)))
+        said = {"arguments": item["arguments"], "name": item["name"]}
+        yield self._send("response.function_call_arguments.done", **self._at(), item_id=item["id"], **said)
+        yield self._send("response.output_item.done", **self._at(), item=item)
+
     def _opened(self) -> Iterator[bytes]:
-        """The message, which comes before calls, if it was not begun."""
-        if not self._open:
-            self._open = True
-            item = {**_message_item(self._head), "status": "in_progress", "content": []}
-            yield self._send("response.output_item.added", output_index=0, item=item)
-            yield self._send("response.content_part.added", **self._at(), part=_part(""))
+        """A message."""
+        self._items += 1
+        item = {**_message_item(self._head, self._items - 1), "status": "in_progress", "content": []}
+        yield self._send("response.output_item.added", **self._at(), item=item)
+        yield self._send("response.content_part.added", **self._part(), part=_part(""))
 
-    def _called(self, index: int, empty: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[bytes]:
-        at = {"output_index": index, "item_id": whole["id"]}
-        yield self._send("response.output_item.added", output_index=index, item=empty)
-        for piece in pieces(whole["arguments"]):
-            yield self._send("response.function_call_arguments.delta", **at, delta=piece)
-        yield self._send(
-            "response.function_call_arguments.done", **at, arguments=whole["arguments"], name=whole["name"]
-        )
-
-    def _delta(self, text: str) -> bytes:
-        return self._send("response.output_text.delta", **self._at(), delta=text, logprobs=[])
+    def _closed(self, status: str) -> Iterator[bytes]:
+        if self._text is not None:
+            text, self._text = self._text, None
+            yield self._send("response.output_text.done", **self._part(), text=text, logprobs=[])
+            yield self._send("response.content_part.done", **self._part(), part=_part(text))
+            item = {**_message_item(self._head, self._items - 1), "status": status, "content": [_part(text)]}
+            yield self._send("response.output_item.done", **self._at(), item=item)
 
     def _at(self) -> dict[str, Any]:
-        return {"output_index": 0, "content_index": 0, "item_id": self._head.id("msg")}
+        return {"output_index": self._items - 1}
+
+    def _part(self) -> dict[str, Any]:
+        id = _message_item(self._head, self._items - 1)["id"]
+        return {**self._at(), "content_index": 0, "item_id": id}
 
     def _send(self, kind: str, **fields: Any) -> bytes:
         self._sent += 1
@@ -122,8 +152,9 @@ def _status(answer: Answer) -> str:
     return "incomplete" if answer.finish == "length" else "completed"
 
 
-def _message_item(head: Head) -> dict[str, Any]:
-    return {"id": head.id("msg"), "type": "message", "role": "assistant"}
+def _message_item(head: Head, index: int) -> dict[str, Any]:
+    id = f"{head.id('msg')}-{index}" if index else head.id("msg")
+    return {"id": id, "type": "message", "role": "assistant"}
 
 
 def _part(text: str) -> dict[str, Any]:
@@ -163,19 +194,22 @@ def _response(ask: Ask, head: Head, output: list[dict[str, Any]], status: str) -
     return whole
 
 
-def _items(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Output items, each as it begins and as it ends."""
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    if answer.message.content or not answer.message.calls:
-        item = {**_message_item(answer), "status": _status(answer), "content": [_part(answer.message.content)]}
-        found.append(({}, item))
-    for call in answer.message.calls:
-        item = {"id": f"fc-{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
-        written = json.dumps(call.arguments, ensure_ascii=False)
-        found.append(
-            ({**item, "status": "in_progress", "arguments": ""}, {**item, "status": "completed", "arguments": written})
-        )
+def _items(answer: Answer) -> list[dict[str, Any]]:
+    """Output items."""
+    found, parts = [], answer.parts or ("",)
+    for index, part in enumerate(parts):
+        if isinstance(part, Call):
+            found.append(_call_item(part))
+        else:
+            status = _status(answer) if index == len(parts) - 1 else "completed"
+            found.append({**_message_item(answer, index), "status": status, "content": [_part(part)]})
     return found
+
+
+def _call_item(call: Call, status: str = "") -> dict[str, Any]:
+    status = status or ("completed" if call.whole else "incomplete")
+    item = {"id": f"fc-{call.id}", "type": "function_call", "call_id": call.id, "name": call.name}
+    return {**item, "status": status, "arguments": call.written}
 
 
 def _input(given: object) -> list[Message]:
@@ -188,7 +222,11 @@ def _input(given: object) -> list[Message]:
         if kind == "message":
             role = str(item.get("role"))
             text = fields.plain_text(item.get("content"), "input")
-            messages.append(Message("system" if role == "developer" else role, text))
+            if role == "assistant" and messages and messages[-1].role == role and messages[-1].calls:
+                text, calls = messages[-1].content + text, messages.pop().calls  # of one answer
+                messages.append(Message(role, text, calls))
+            else:
+                messages.append(Message("system" if role == "developer" else role, text))
         elif kind == "function_call":
             call = fields.call(item.get("name"), item.get("arguments"), item.get("call_id"), "input")
             _add_call(messages, call)

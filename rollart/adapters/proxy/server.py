@@ -140,7 +140,7 @@ class Proxy:
     async def _count(self, request: web.Request) -> web.Response:
         session = await self._session(request)
         prompt = anthropic.prompt_of(await _body(request))
-        return _json({"input_tokens": len(session.capture.plan(prompt).token_ids)})
+        return _json({"input_tokens": len(session.plan(prompt).token_ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollart.adapters.proxy.capture import Capture, Planned, Turn
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Head, Message
+from rollart.adapters.proxy.messages import Answer, Ask, BadRequest, Call, Done, Head, Message, Part, Prompt, Said
 from rollart.adapters.proxy.unfolding import Delta, Unfolding
 from rollart.errors import EngineError
 from rollart.model import Completion, FinishReason, Piece, Sampling, VersionSpan
@@ -72,12 +73,14 @@ class ProxySession:
         self._asked = 0
         self._turns: dict[int, int] = {}
         """The turn that a request became, by its number."""
+        self._broken: dict[str, Answer] = {}
+        """By the ids of their calls: answers with one that broke off."""
         self._form = form
         self._kept = kept
 
     async def answer(self, ask: Ask, *, created: int, streamed: Streamed | None = None) -> Answer:
         """BadRequest, or EngineError: then nothing was captured, whatever was streamed."""
-        planned = self.capture.plan(ask.prompt)
+        planned = self.plan(ask.prompt)
         room = self.policy.context - len(planned.token_ids)
         if room < 1 or not planned.token_ids:
             self.full = room < 1
@@ -109,6 +112,24 @@ class ProxySession:
             raise EngineError("the engine ended the generation", retryable=True)
         return self._answered(ask, head, planned, shortened(completion, ask.stop, self._form.text), unfolding)
 
+    def plan(self, prompt: Prompt) -> Planned:
+        """The tokens to send. BadRequest if they are none."""
+        return self.capture.plan(replace(prompt, messages=tuple(map(self._as_said, prompt.messages))))
+
+    def _as_said(self, message: Message) -> Message:
+        """An answer with a call that broke off is given out with that call, and captured as the text that it is."""
+        answer = next((self._broken[c.id] for c in message.calls if c.id in self._broken), None)
+        if (
+            answer is not None
+            and [c.id for c in message.calls] == [c.id for c in answer.calls]
+            and message.content.strip() == answer.content.strip()
+        ):
+            return answer.message
+        broken = next((c for c in message.calls if not c.whole), None)
+        if broken is not None:
+            raise BadRequest(f"the arguments of {broken.name} must be a JSON object", field="messages")
+        return message
+
     def conversation(self, number: int) -> tuple[Message, ...] | None:
         """What was said up to the answer of a request, without system messages; None: there is none."""
         if number not in self._turns:
@@ -130,12 +151,13 @@ class ProxySession:
         ids = completion.token_ids
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
         text = self._form.text(ids[:-1] if ended else ids)
-        content, calls = self._form.parse(text) if ask.prompt.tools else (text, ())
         given = unfolding.text[: unfolding.given]
-        if not content.startswith(given):  # some decoders write a text otherwise once more follows: it is said already
-            content = given + content[len(given) :]
-        named = [Call(c.name, c.arguments, f"call-{self.name}-{head.number}-{i}") for i, c in enumerate(calls)]
-        message = Message("assistant", content, tuple(named))
+        if not text.startswith(given):  # some decoders write a text otherwise once more follows: it is said already
+            text = given + text[len(given) :]
+        parts, rest = _named(head, *unfolding.finish(text))
+        content, _ = self._form.parse(text) if ask.prompt.tools else (text, ())
+        calls = tuple(p for p in parts if isinstance(p, Call))
+        message = Message("assistant", content, tuple(c for c in calls if c.whole))
         turn = self.capture.keep(planned, completion, message)
         try:
             self._kept(self, turn)
@@ -144,8 +166,21 @@ class ProxySession:
             raise
         self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
-        return Answer(head.prompt_ids, head.session, head.number, head.model, head.created, message, completion, tokens,
-                      turn.number, unfolding.given, min(unfolding.shown, len(ids)))  # fmt: skip
+        answer = Answer(head.prompt_ids, head.session, head.number, head.model, head.created, message, completion,
+                        tokens, turn.number, parts, rest, min(unfolding.shown, len(ids)))  # fmt: skip
+        if not all(c.whole for c in calls):
+            self._broken.update(dict.fromkeys((c.id for c in calls), answer))
+        return answer
+
+
+def _named(
+    head: Head, parts: tuple[Part, ...], rest: tuple[Said, ...]
+) -> tuple[tuple[Part, ...], tuple[Said, ...]]:  # fmt: skip
+    """Calls with the ids that the harness is given."""
+    number = itertools.count()
+    named = tuple(replace(p, id=head.call_id(next(number))) if isinstance(p, Call) else p for p in parts)
+    told = (replace(s, call=replace(s.call, id=head.call_id(s.index))) if isinstance(s, Done) else s for s in rest)
+    return named, tuple(told)
 
 
 def shortened(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:

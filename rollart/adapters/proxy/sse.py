@@ -1,9 +1,12 @@
-"""Server-sent events, and text in pieces."""
+"""Server-sent events, and what is said in pieces."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from rollart.adapters.proxy.messages import More, Said, Text
 
 __all__ = ["WAITING", "event", "pieces"]
 
@@ -20,6 +23,11 @@ def event(data: Mapping[str, object] | str, name: str = "") -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
-def pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE):
-        yield text[start : start + PIECE]
+def pieces(said: Iterable[Said]) -> Iterator[Said]:
+    """The same with texts and arguments cut."""
+    for one in said:
+        if isinstance(one, Text | More):
+            for start in range(0, len(one.text), PIECE):
+                yield replace(one, text=one.text[start : start + PIECE])
+        else:
+            yield one

@@ -77,7 +77,7 @@ class Stream:
             head, delta = told
             for chunk in self._begun(head):
                 await self._write(chunk)
-            for chunk in self._events.text(delta):
+            for chunk in self._events.drawn(delta):
                 await self._write(chunk)
 
     def _ending(self, answer: Answer | None, failed: Exception | None) -> Iterator[bytes]:

@@ -1,12 +1,13 @@
-"""An answer's text while its tokens are drawn: as much of it as nothing to come can change."""
+"""An answer while its tokens are drawn: as much of it as nothing to come can change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollart.adapters.proxy.calling import Reader, begun, folded
 from rollart.adapters.proxy.chat import ChatFormat
-from rollart.adapters.proxy.tools import begun
+from rollart.adapters.proxy.messages import Part, Said, Text
 from rollart.model import Piece
 
 __all__ = ["Delta", "Unfolding"]
@@ -20,28 +21,34 @@ LONGEST = 64
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of an answer's text, and the tokens that it is the text of."""
+    """What is said next, and the tokens that are settled with it."""
 
-    text: str
+    said: tuple[Said, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     tokens: tuple[str, ...]
     """Texts of the ids."""
 
+    @property
+    def text(self) -> str:
+        return "".join(one.text for one in self.said if isinstance(one, Text))
+
 
 class Unfolding:
-    """One answer; `push` its tokens. Invariant: `text[: given]` is how the answer's content begins, whatever comes, and
-    it is the text of the first `shown` tokens.
+    """One answer; `push` its tokens, then `finish` it. Invariant: `text[: given]` is how the answer's text begins,
+    whatever comes, and what was said is what it says.
 
     Held back are characters that are not whole, what may be the beginning of a stop text or of a tool call, and the
     token that ends the answer; the end tells the rest."""
 
     def __init__(self, form: ChatFormat, *, stops: Sequence[str], tools: bool) -> None:
-        self._form, self._stops, self._tools = form, [s for s in stops if s], tools
+        self._form, self._stops = form, [s for s in stops if s]
+        self._reader = Reader(form.spelling if tools else "none")
+        self._said: list[Said] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._edges: list[tuple[int, int]] = []
-        """(characters, tokens) at each end of a token that ends whole text and was not given out."""
+        """(characters, tokens) at each end of a token that ends whole text and was not shown."""
         self._window = (0, 0)
         """The tokens that were decoded last, with which the next ones are decoded: some texts depend on what is
         before."""
@@ -55,14 +62,26 @@ class Unfolding:
             if not self._over:
                 self._read(token, logprob)
         limit = self._certain()
-        ready = [edge for edge in self._edges if edge[0] <= limit]
-        if not ready or ready[-1][0] == self.given:
+        ready = max((characters for characters, _ in self._edges if characters <= limit), default=0)
+        if ready <= self.given:
             return None
-        self._edges = self._edges[len(ready) :]
-        begin, at = self.given, slice(self.shown, ready[-1][1])
-        self.given, self.shown = ready[-1]
+        said = tuple(self._reader.feed(self.text[self.given : ready]))
+        self.given = ready
+        if not said:
+            return None
+        self._said += said
+        settled = [tokens for characters, tokens in self._edges if characters <= self._reader.settled]
+        self._edges = self._edges[len(settled) :]
+        at = slice(self.shown, max(settled, default=self.shown))
+        self.shown = at.stop
         ids = tuple(self._ids[at])
-        return Delta(self.text[begin : self.given], ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
+        return Delta(said, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
+
+    def finish(self, text: str) -> tuple[tuple[Part, ...], tuple[Said, ...]]:
+        """All parts of the answer whose text this is, and what was not said yet. Some decoders write a text otherwise
+        once more follows: what was said stays."""
+        rest = (*self._reader.feed(text[self.given :]), *self._reader.end())
+        return folded((*self._said, *rest)), rest
 
     def _read(self, token: int, logprob: float) -> None:
         if token in self._form.stops:
@@ -89,4 +108,4 @@ class Unfolding:
         limit = min(found, default=len(self.text))
         for stop in self._stops:
             limit = min(limit, len(self.text) - begun(self.text[self.given :], stop))
-        return self._form.certain(self.text[:limit]) if self._tools else limit
+        return limit
