@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from serverless.backends.base import Load
@@ -23,8 +23,17 @@ class PoolHost:
     `open` and `close` belong to one task; the task that opened it is cancelled if a start ends unexpectedly.
     """
 
-    def __init__(self, launcher: Launcher, *, provider: str, meter: MeterSink) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        provider: str,
+        meter: MeterSink,
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`room`: see `Pool`."""
         self._launcher = launcher
+        self._room = room
         self._provider = provider
         self._meter = meter
         self._group: asyncio.TaskGroup | None = None
@@ -56,7 +65,14 @@ class PoolHost:
         if current is not None:
             current.close(drain=True)
             self._old.append(current)
-        pool = Pool(package, launcher=self._launcher, meter=self._meter, provider=self._provider, spawn=self._spawn)
+        pool = Pool(
+            package,
+            launcher=self._launcher,
+            meter=self._meter,
+            provider=self._provider,
+            spawn=self._spawn,
+            room=self._room,
+        )
         self._pools[package.spec.name] = pool
         pool.warm_up()
         return True

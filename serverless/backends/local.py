@@ -60,14 +60,17 @@ class LocalBackend:
         runtime: Runtime = "rollart",
         launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
         allow_unsafe: bool = False,
+        logs: pathlib.Path | None = None,
     ) -> None:
-        """`allow_unsafe` runs untrusted functions that never call the sandbox."""
+        """`allow_unsafe` runs untrusted functions that never call the sandbox. `logs`: for what workers print, apart
+        from the rest."""
         if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
             raise ExtraMissing("awslambdaric", "providers")
         self._given = root
         self._root: pathlib.Path | None = None
         self._runtime = runtime
         self._allow_unsafe = allow_unsafe
+        self._logs = None if logs is None else logs.resolve()
         self._host = PoolHost(launcher(self), provider=self.provider, meter=meter or NullMeter())
         self._zygotes: dict[frozenset[str], ForkServer] = {}
 
@@ -89,6 +92,11 @@ class LocalBackend:
         return self._host.keep(function, workers, keep_alive_s)
 
     async def deploy(self, package: Package) -> None:
+        await self.install(package)
+        self._host.deploy(package)
+
+    async def install(self, package: Package) -> None:
+        """Everything that `start` needs of a package is there. `BackendFailed` where it cannot run."""
         _installed(package)
         if not self._allow_unsafe:
             contained(package)
@@ -104,7 +112,6 @@ class LocalBackend:
             partial.rename(directory)
             # Compiled, not run: else each worker would compile it, which is most of a cold start.
             compileall.compile_dir(directory, quiet=2)
-        self._host.deploy(package)
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
@@ -114,11 +121,11 @@ class LocalBackend:
     def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
         """What workers printed, oldest first; `source` is the worker's slot."""
         self._host.pool(function)
-        return logs.read(self._open() / "logs", function, since_s=since_s, limit=limit)
+        return logs.read(self._log_root, function, since_s=since_s, limit=limit)
 
     def tail(self, call: Invocation) -> str:
         """What one call printed: at most its last 4 KB."""
-        return logs.tail(self._open() / "logs", call.function, call.worker.rpartition("/")[2], call.provider_id)
+        return logs.tail(self._log_root, call.function, call.worker.rpartition("/")[2], call.provider_id)
 
     async def __aenter__(self) -> LocalBackend:
         await self._host.open()
@@ -186,8 +193,12 @@ class LocalBackend:
             self._zygotes[modules] = ForkServer(self._open(), preload=preload, cleanup=self._given is None)
         return self._zygotes[modules]
 
+    @property
+    def _log_root(self) -> pathlib.Path:
+        return self._open() / "logs" if self._logs is None else self._logs
+
     def _log(self, function: str, slot: int) -> pathlib.Path:
-        return self._open() / "logs" / function / f"{slot}.log"
+        return self._log_root / function / f"{slot}.log"
 
     def _open(self) -> pathlib.Path:
         if self._root is None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from serverless.backends.base import Load, Reply
 from serverless.backends.seat import METERED, Seat, SeatState
-from serverless.backends.worker import Answer, Failures, Launcher, Request, Worker, WorkerFault
+from serverless.backends.worker import Answer, Failures, Launcher, Request, Worker, WorkerFault, WorkerLost
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, WorkerSpan, billed_seconds
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 __all__ = ["Answer", "Launcher", "Pool", "Request", "Worker", "WorkerFault"]
+
+_MOVES = 2
+"""How often a call is made again because its worker's machine was lost: one that it happens to three times in a row may
+be why."""
 
 
 class Pool:
@@ -41,13 +45,16 @@ class Pool:
         meter: MeterSink,
         provider: str,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`room` returns once there is a machine for another worker: that wait is none of the worker's start."""
         self.package = package
         self._spec = package.spec
         self._launcher = launcher
         self._meter = meter
         self._provider = provider
         self._spawn = spawn
+        self._room = room
         self._seats: dict[int, Seat] = {}
         self._idle: list[Seat] = []
         self._starting = 0
@@ -104,13 +111,20 @@ class Pool:
 
     async def invoke(self, event: Sequence[dict[str, Any]], deadline_s: float, cause: Cause = Cause.CALL) -> Reply:
         now = asyncio.get_running_loop().time
-        expires = now() + deadline_s
-        seat = await self._acquire(deadline_s)
-        if isinstance(seat, InfraFault):
-            return Reply(fault=seat)
-        began = now()
-        seat.queued_s = began - (expires - deadline_s)
-        return await self._serve(seat, event, expires - began, cause)
+        asked = now()
+        expires = asked + deadline_s
+        for moves in range(_MOVES + 1):
+            seat = await self._acquire(expires - asked)
+            if isinstance(seat, InfraFault):
+                return Reply(fault=seat)
+            began = now()
+            seat.queued_s = began - asked
+            reply, lost = await self._serve(seat, event, expires - began, cause)
+            asked = now()
+            if not lost or asked >= expires or moves == _MOVES:
+                break
+            cause = Cause.RETRY
+        return reply
 
     def close(self, *, drain: bool = False) -> None:
         """End the idle workers and the starts; with `drain`, calls in flight finish first. Waiters are told."""
@@ -166,7 +180,10 @@ class Pool:
             with contextlib.suppress(ValueError):
                 self._waiters.remove(future)
 
-    async def _serve(self, seat: Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause) -> Reply:
+    async def _serve(
+        self, seat: Seat, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
+    ) -> tuple[Reply, bool]:
+        """The answer or fault, and whether the worker's machine was lost under the call."""
         now = asyncio.get_running_loop().time
         t0 = now()
         limit = min(self._spec.timeout_s, remaining_s)
@@ -176,7 +193,7 @@ class Pool:
         assert worker is not None
         answer: Answer | None = None
         fault: InfraFault | None = None
-        status = "cancelled"
+        status, lost = "cancelled", False
         try:
             try:
                 with seat.limit.of(limit):
@@ -185,7 +202,7 @@ class Pool:
             except TimeoutError:
                 fault = self._overrun(limit)
             except WorkerFault as error:
-                fault = error.fault
+                fault, lost = error.fault, isinstance(error, WorkerLost)
             status = str(fault.kind) if fault else "ok"
         finally:
             t1 = now()
@@ -198,7 +215,7 @@ class Pool:
             else:
                 self._failures.rounds = 0
                 self._release(seat)
-        return Reply(answer.body if answer and fault is None else None, fault, bill)
+        return Reply(answer.body if answer and fault is None else None, fault, bill), lost
 
     def _overrun(self, limit: float) -> InfraFault:
         if limit < self._spec.timeout_s:
@@ -207,16 +224,9 @@ class Pool:
         return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
 
     def _bill(
-        self,
-        seat: Seat,
-        t0: float,
-        t1: float,
-        run_s: float,
-        items: int,
-        status: str,
-        cause: Cause = Cause.CALL,
+        self, seat: Seat, t0: float, t1: float, run_s: float, items: int, status: str, cause: Cause = Cause.CALL,
         request: str = "",
-    ) -> Invocation:
+    ) -> Invocation:  # fmt: skip
         bill = Invocation(
             function=self._spec.name,
             provider=self._provider,
@@ -256,20 +266,28 @@ class Pool:
 
     async def _start(self, seat: Seat) -> None:
         fault: InfraFault | None = None
+        lost = False
         try:
+            if self._room is not None:
+                await self._found(seat, self._room)
             async with asyncio.timeout(self._spec.init_timeout_s):
                 seat.worker = await self._launcher.start(self.package, seat.name, seat.slot, lambda: self._gone(seat))
         except TimeoutError:
             limit = self._spec.init_timeout_s
             fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
         except WorkerFault as error:
-            fault = error.fault
+            fault, lost = error.fault, isinstance(error, WorkerLost)
         except asyncio.CancelledError:
             self._starting -= 1
             self._retire(seat)
             raise
         seat.task = None
         self._starting -= 1
+        if lost:  # nobody's fault who waits
+            self._retire(seat)
+            self._pump()
+            self.warm_up()
+            return
         if seat.worker is None or not seat.worker.alive or self._closed:
             self._failed_start(seat, fault)
             return
@@ -282,6 +300,13 @@ class Pool:
         if seat.ahead and seat.state is SeatState.IDLE:
             self._bill(seat, began, now, 0.0, 0, "ok", Cause.WARM)
         self._schedule_reaper()
+
+    async def _found(self, seat: Seat, room: Callable[[], Awaitable[None]]) -> None:
+        """Wait for a machine: the seat's life begins with it."""
+        try:
+            await room()
+        finally:
+            seat.since = asyncio.get_running_loop().time()
 
     def _failed_start(self, seat: Seat, fault: InfraFault | None) -> None:
         """A start that would fail again fails all who wait; any other fails the first, and the rest go on."""

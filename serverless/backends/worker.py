@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from serverless.deploy.package import Package
 from serverless.types import InfraFault
 
-__all__ = ["Answer", "Failures", "Launcher", "Request", "Worker", "WorkerFault"]
+__all__ = ["Answer", "Failures", "Launcher", "Request", "Worker", "WorkerFault", "WorkerLost"]
 
 _FIRST_S, _LONGEST_S = 1.0, 60.0
 """Of the pauses between starts that nobody waits for: a function that crashes as it loads costs at most a start a
@@ -44,6 +44,11 @@ class WorkerFault(Exception):
     def __init__(self, fault: InfraFault) -> None:
         super().__init__(fault.detail)
         self.fault = fault
+
+
+class WorkerLost(WorkerFault):
+    """A worker's machine is gone, or cannot be reached: what it was called with need have no part in that, and no
+    answer of it will be heard. The call is made again elsewhere."""
 
 
 class Worker(Protocol):

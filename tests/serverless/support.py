@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 from rollart.sim import loop as virtual
 from serverless.backends.base import Backend
 from serverless.backends.front import Front
+from serverless.backends.hosted import HostedBackend, WorkerHosts
 from serverless.backends.http import Endpoint, HttpBackend, Signed
 from serverless.backends.local import LocalBackend
 from serverless.backends.simulated import Profile, SimulatedBackend
+from serverless.backends.worker_host import WorkerHost
 from serverless.deploy.package import Package, build
 from serverless.meter import Meter, MeterSink, WorkerSpan
 from serverless.spec import FunctionSpec
@@ -158,6 +160,38 @@ class _Hosted(HttpBackend):
         await super().deploy(package)
 
 
+class Hosted(Provider):
+    """Workers on two machines, each reached by sockets alone."""
+
+    name = "hosted"
+
+    @contextlib.asynccontextmanager
+    async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
+        hosts = WorkerHosts()
+        async with contextlib.AsyncExitStack() as stack:
+            for name in ("one", "two"):
+                address = await stack.enter_async_context(_machine("the token"))
+                link = await hosts.join(name, address, "the token")
+                stack.push_async_callback(link.aclose)
+            backend = await stack.enter_async_context(HostedBackend(hosts, meter=meter))
+            for one in packages:
+                await backend.deploy(one)
+            yield backend
+
+    def workers(self, backend: Backend, function: str) -> int | None:
+        assert isinstance(backend, HostedBackend)
+        return backend.load(function).workers
+
+
+@contextlib.asynccontextmanager
+async def _machine(token: str) -> AsyncIterator[str]:
+    """A host of workers on this loop; its address."""
+    async with LocalBackend() as local:
+        server = await asyncio.start_server(WorkerHost(local, token).serve, "127.0.0.1", 0)
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+
+
 class RuntimeApi(Provider):
     """The local backend with AWS's own runtime client in its workers."""
 
@@ -205,5 +239,5 @@ def _callable(one: Package) -> Any:
     return scope[manifest["attribute"]]
 
 
-PROVIDERS: dict[str, type[Provider]] = {one.name: one for one in (Local, Http, RuntimeApi, Simulated)}
+PROVIDERS: dict[str, type[Provider]] = {one.name: one for one in (Local, Hosted, Http, RuntimeApi, Simulated)}
 """Everything that the conformance suite runs on."""

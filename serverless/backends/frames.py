@@ -1,0 +1,63 @@
+"""Frames between a client and a machine that holds its workers: a 4-byte big-endian length and msgpack."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import msgpack
+
+__all__ = ["LARGEST", "Frames", "packed", "read"]
+
+LARGEST = 2**31 - 1
+"""Bytes of a frame: a package with its artefacts is one. A length beyond it is no frame."""
+
+_HEADER = struct.Struct(">I")
+
+
+def packed(message: Any) -> bytes:
+    """One frame. TypeError, ValueError or OverflowError for what has no wire form, or is too large."""
+    body: bytes = msgpack.packb(message)
+    if len(body) > LARGEST:
+        raise ValueError(f"{len(body)} bytes (rule: at most {LARGEST})")
+    return _HEADER.pack(len(body)) + body
+
+
+async def read(reader: asyncio.StreamReader) -> Any:
+    """The next frame. `IncompleteReadError` at the end; ValueError for what is none."""
+    (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return _unpacked(await reader.readexactly(_checked(length)))
+
+
+class Frames:
+    """What a protocol was sent, until it is a frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The frames that are whole now. ValueError for what is none."""
+        self._buffer += data
+        found = []
+        while len(self._buffer) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._buffer)
+            end = _HEADER.size + _checked(length)
+            if len(self._buffer) < end:
+                break
+            found.append(_unpacked(bytes(self._buffer[_HEADER.size : end])))
+            del self._buffer[:end]
+        return found
+
+
+def _checked(length: int) -> int:
+    if length > LARGEST:
+        raise ValueError(f"a frame of {length} bytes (rule: at most {LARGEST})")
+    return length
+
+
+def _unpacked(body: bytes) -> Any:
+    try:
+        return msgpack.unpackb(body, strict_map_key=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ValueError(f"a frame that is none: {error}") from None

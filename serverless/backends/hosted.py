@@ -1,0 +1,141 @@
+"""Functions whose workers live on other machines: the pools are here, the processes there (`worker_host`).
+
+What decides stays in this process, as with workers of its own: how many workers a function has, which call goes to
+which, what is billed. A machine only forks and runs them. So a machine that is lost takes nothing along but its
+workers: calls that they were in are made again on the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from serverless.backends.base import Load, Reply
+from serverless.backends.host import PoolHost
+from serverless.backends.local import contained
+from serverless.backends.pool import Launcher, Worker
+from serverless.backends.remote import HostLink, HostLost
+from serverless.backends.worker import WorkerLost
+from serverless.deploy.package import Package
+from serverless.meter import MeterSink, NullMeter
+from serverless.types import Cause, FaultKind, InfraFault
+
+__all__ = ["HostedBackend", "WorkerHosts"]
+
+
+class WorkerHosts:
+    """The machines that are there, and what is deployed on all of them. Implements `Launcher`.
+
+    `join` and `leave` may be called at any moment by whoever keeps the machines; `room` waits until one takes workers.
+    A new worker goes where there are fewest per `weight`; of several, to the one that joined first.
+    Invariant: a machine takes workers only once it has every package.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, tuple[HostLink, float]] = {}
+        self._packages: dict[str, Package] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> list[HostLink]:
+        """Of those that take workers."""
+        return [link for link, _ in self._links.values() if link.alive and not link.leaving]
+
+    async def join(
+        self, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
+    ) -> HostLink:
+        """A machine that serves now at `tcp://host:port`. `HostLost` if it does not, `BackendFailed` if a function
+        cannot run there. `notify`: see `HostLink`."""
+
+        def changed() -> None:
+            self._notify()
+            notify()
+
+        link = await HostLink.open(name, address, token, notify=changed)
+        try:
+            done: set[str] = set()
+            while missing := [one for one in self._packages.values() if one.version not in done]:
+                for package in missing:
+                    await link.deploy(package)
+                    done.add(package.version)
+        except BaseException:
+            await link.aclose()
+            raise
+        self._links[name] = link, weight
+        self._notify()
+        return link
+
+    async def deploy(self, package: Package) -> None:
+        """Every machine has it, and those that come later will. `BackendFailed` if it cannot run on one of them."""
+        self._packages[package.spec.name] = package
+        results = await asyncio.gather(*(link.deploy(package) for link in self.links), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, HostLost):  # which gets it when it is back
+                raise result
+
+    async def room(self) -> None:
+        """Returns once there is a machine that takes workers."""
+        while not self.links:
+            changed = self._changed
+            await changed.wait()
+
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+        places = [(link, weight) for link, weight in self._links.values() if link.alive and not link.leaving]
+        if not places:
+            raise WorkerLost(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="no machine takes workers"))
+        link, _ = min(places, key=lambda place: len(place[0].workers) / place[1])
+        return await link.worker(package, slot, gone)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class HostedBackend:
+    """Implements `Backend` and `Scalable` over the workers of `hosts`, which whoever made them keeps and ends.
+
+    A call is executed at most once on a machine that is there: one whose machine is lost meanwhile is made again on
+    another, twice at most (`Cause.RETRY`), and nothing that the first may still do is heard. While there is no machine,
+    calls wait for one until their deadline. `launcher` wraps the one that starts workers (`backends.rehearsal`).
+    """
+
+    provider = "local"
+
+    def __init__(
+        self,
+        hosts: WorkerHosts,
+        *,
+        meter: MeterSink | None = None,
+        launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
+        allow_unsafe: bool = False,
+    ) -> None:
+        self._hosts = hosts
+        self._allow_unsafe = allow_unsafe
+        self._pools = PoolHost(launcher(hosts), provider=self.provider, meter=meter or NullMeter(), room=hosts.room)
+
+    async def deploy(self, package: Package) -> None:
+        if not self._allow_unsafe:
+            contained(package)
+        await self._hosts.room()
+        await self._hosts.deploy(package)
+        self._pools.deploy(package)
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return await self._pools.pool(function).invoke(event, deadline_s, cause)
+
+    def load(self, function: str) -> Load:
+        return self._pools.load(function)
+
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `Scalable`."""
+        return self._pools.keep(function, workers, keep_alive_s)
+
+    async def __aenter__(self) -> HostedBackend:
+        await self._pools.open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._pools.close()

@@ -1,0 +1,318 @@
+"""Function workers on other machines, by the side that calls them: a connection to each, and one to each machine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from serverless.backends.frames import Frames, packed, read
+from serverless.backends.worker import Answer, Request, WorkerFault, WorkerLost
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed
+from serverless.types import FaultKind, InfraFault
+
+__all__ = ["HostLink", "HostLost", "RemoteWorker"]
+
+CONNECT_S = 5.0
+"""For a connection to a machine that we are connected with: its kernel answers, however busy its processes are."""
+
+_SILENT_S = 6
+"""A machine whose kernel acknowledges nothing for so long is gone: less than a function's start may take
+(`init_timeout_s`), so that a machine that vanishes is not taken for a function that does not load."""
+
+_KEPT_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENT_S - 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+
+class HostLost(Exception):
+    """A machine does not answer, or ended; the cause, in words."""
+
+
+class HostLink:
+    """A machine that holds workers (`worker_host`), for as long as it is connected.
+
+    Owns the control connection and those of the workers. `deploy` and `ping` wait for the machine's answer; its end
+    unblocks them (`HostLost`), and every call of its workers (`WorkerLost`). `notify` is called when a call or a
+    worker begins or ends. Invariant: a machine that is `leaving` gets no worker, and a worker there no second call.
+    """
+
+    def __init__(self, name: str, address: tuple[str, int], token: str, notify: Callable[[], None]) -> None:
+        self.name = name
+        self.pid = 0
+        self.leaving = False
+        self.calls = 0
+        self.answered = 0
+        """Calls that this life of the machine has answered."""
+        self.workers: dict[RemoteWorker, None] = {}
+        self._address = address
+        self._token = token
+        self._notify = notify
+        self._cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[tuple[str | None, str]]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, name: str, address: str, token: str, *, notify: Callable[[], None] = lambda: None) -> HostLink:
+        """Connect to `tcp://host:port`. `HostLost` if nothing there knows us."""
+        url = urllib.parse.urlsplit(address)
+        link = cls(name, (url.hostname or "", url.port or 0), token, notify)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                reader, link._writer = await asyncio.open_connection(*link._address)
+            _keep_alive(link._writer.get_extra_info("socket"))
+            link._writer.write(packed(["hello", token]))
+            match await read(reader):
+                case ["ok", int(pid)]:
+                    link.pid = pid
+                case _:
+                    raise ValueError("its greeting is none")
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+            if link._writer is not None:
+                link._writer.close()
+            raise HostLost(f"nothing that knows us listens at {address} ({error or type(error).__name__})") from None
+        except BaseException:
+            if link._writer is not None:
+                link._writer.close()
+            raise
+        # It outlives the call that opened it and ends with the connection, which `aclose` ends.
+        link._reading = asyncio.get_running_loop().create_task(link._read(reader), name=f"answers of {name}")
+        return link
+
+    @property
+    def alive(self) -> bool:
+        return not self._cause.done()
+
+    @property
+    def cause(self) -> str:
+        """Why it is lost; '' while it is not."""
+        return self._cause.result() if self._cause.done() else ""
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self._cause)
+
+    async def ping(self) -> None:
+        """It has answered. `HostLost` if it ends before."""
+        await self._ask("ping")
+
+    async def deploy(self, package: Package) -> None:
+        """It has the package. `BackendFailed` if the function cannot run there."""
+        spec = package.spec.model_dump(mode="json")
+        error, remedy = await self._ask("deploy", spec, package.version, dict(package.files))
+        if error is not None:
+            raise BackendFailed(f"{error} (on {self.name})", remedy=remedy)
+
+    async def worker(self, package: Package, slot: int, gone: Callable[[], None]) -> RemoteWorker:
+        """A worker of the function there, ready. `WorkerFault` if it does not start, `WorkerLost` if the machine is
+        gone."""
+        loop = asyncio.get_running_loop()
+        worker = RemoteWorker(self, gone)
+        self.workers[worker] = None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await loop.create_connection(lambda: worker, *self._address)
+            await worker.ready([self._token, package.version, slot])
+        except (ConnectionError, TimeoutError) as error:
+            self.lose(f"nothing listens there ({error or type(error).__name__})")
+            raise WorkerLost(self.fault()) from None
+        except OSError as error:  # no descriptors: this machine's state, which may pass
+            detail = f"no worker could be reached: {error}"
+            raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
+        finally:
+            if not worker.alive or not worker.started:
+                worker.kill()
+        if not worker.alive or not self.alive:
+            raise WorkerLost(self.fault())
+        self._notify()
+        return worker
+
+    def leave(self) -> None:
+        """It is to go: idle workers end now, others when they have answered."""
+        self.leaving = True
+        for worker in list(self.workers):
+            if not worker.busy:
+                worker.kill()
+        self._notify()
+
+    def lose(self, cause: str) -> None:
+        """It is gone, or as good as gone: nothing of it is listened to any more. Idempotent."""
+        if self._cause.done():
+            return
+        self._cause.set_result(cause)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(HostLost(cause))
+                asked.exception()  # a caller that is cancelled in the same moment never looks
+        for worker in list(self.workers):
+            worker.kill()
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._notify()
+
+    async def aclose(self) -> None:
+        self.lose("its connection was closed")
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    def fault(self) -> InfraFault:
+        """Of a call whose worker was lost with it."""
+        why = self.cause or "the connection of its worker broke"
+        return InfraFault(FaultKind.CRASH, retryable=True, detail=f"{self.name}: {why}")
+
+    def changed(self, calls: int = 0) -> None:
+        """A worker's call has begun (1) or ended (-1), or a worker has ended."""
+        self.calls += calls
+        self._notify()
+
+    async def _ask(self, what: str, *rest: Any) -> tuple[str | None, str]:
+        if self._cause.done() or self._writer is None:
+            raise HostLost(self.cause)
+        number = next(self._numbers)
+        asked: asyncio.Future[tuple[str | None, str]] = asyncio.get_running_loop().create_future()
+        self._asked[number] = asked
+        try:
+            self._writer.write(packed([what, number, *rest]))
+            return await asked
+        finally:
+            del self._asked[number]
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        cause = "its connection broke"
+        try:
+            while True:
+                match await read(reader):
+                    case [int(number), None | str() as error, str(remedy)]:
+                        asked = self._asked.get(number)
+                        if asked is not None and not asked.done():
+                            asked.set_result((error, remedy))
+                    case _:
+                        raise ValueError("what nobody asked for")
+        except ValueError as error:
+            cause = f"it sent {error}"
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            self.lose(cause)
+
+
+class RemoteWorker(asyncio.Protocol):
+    """Implements `worker.Worker` over its own connection: whichever end closes it, the worker is over."""
+
+    def __init__(self, link: HostLink, gone: Callable[[], None]) -> None:
+        self.init_s = 0.0
+        self.started = False
+        self.busy = False
+        self._link = link
+        self._gone = gone
+        self._frames = Frames()
+        self._transport: asyncio.Transport | None = None
+        self._reply: asyncio.Future[list[Any]] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def ready(self, hello: Sequence[Any]) -> None:
+        """Ask for it and wait for the end of its init phase. `WorkerFault` if that failed."""
+        match await self._ask(packed(["hello", *hello])):
+            case ["ready", int() | float() as init_s]:
+                self.init_s, self.started = float(init_s), True
+            case ["failed", str(kind), str(detail), bool(retryable)]:
+                raise WorkerFault(_fault(kind, detail, retryable))
+            case _:
+                raise self._lied()
+
+    async def call(self, request: Request) -> Answer:
+        try:
+            frame = packed([request.id, list(request.event), request.remaining_s * 1000.0])
+        except (TypeError, ValueError, OverflowError) as error:
+            detail = f"the event has no wire form: {error}"
+            return Answer(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        self.busy = True
+        self._link.changed(1)
+        try:
+            message = await self._ask(frame)
+        finally:
+            self.busy = False
+            self._link.changed(-1)
+        keep = not self._link.leaving
+        match message:
+            case ["ok", int() | float() as run_s, body]:
+                self._link.answered += 1
+                return Answer(body, float(run_s), keep=keep)
+            case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(stays)]:
+                self._link.answered += 1
+                return Answer(None, float(run_s), _fault(kind, detail, retryable), keep and stays)
+            case ["died", str(kind), str(detail), bool(retryable)]:
+                raise WorkerFault(_fault(kind, detail, retryable))
+        raise self._lied()
+
+    def kill(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._link.workers.pop(self, None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        _keep_alive(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._frames.feed(data)
+        except ValueError:
+            messages = [["none"]]
+        for message in messages:
+            if self._reply is not None and not self._reply.done():
+                self._reply.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._link.workers.pop(self, None)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(ConnectionResetError())
+            self._reply.exception()  # a start that was cancelled in the same moment never looks
+        self._link.changed()
+        if self.started:
+            self._gone()
+
+    async def _ask(self, frame: bytes) -> list[Any]:
+        """What is answered. `WorkerLost` if the connection ends before."""
+        if self._transport is None or self._transport.is_closing():
+            raise WorkerLost(self._link.fault())
+        self._reply = asyncio.get_running_loop().create_future()
+        self._transport.write(frame)
+        try:
+            return await self._reply
+        except ConnectionResetError:
+            raise WorkerLost(self._link.fault()) from None
+        finally:
+            self._reply = None
+
+    def _lied(self) -> WorkerFault:
+        """What came is no answer: nothing else of it is listened to."""
+        self.kill()
+        detail = f"what {self._link.name} sent is no answer"
+        return WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    for level, option, value in _KEPT_ALIVE:
+        connection.setsockopt(level, option, value)
+
+
+def _fault(kind: str, detail: str, retryable: bool) -> InfraFault:
+    known = kind in FaultKind.__members__.values()
+    return InfraFault(FaultKind(kind) if known else FaultKind.CRASH, retryable=retryable, detail=detail)

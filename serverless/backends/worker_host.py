@@ -1,0 +1,202 @@
+"""A machine's place for function workers: a program that forks them and serves each on a connection of its own.
+
+`python -m serverless.backends.worker_host [--host ADDRESS] [--port N] [--logs DIR] [--runtime NAME] [--allow-unsafe]`;
+it says `ready tcp://ADDRESS:PORT`. SERVERLESS_HOST_TOKEN is what a client must greet it with. Frames (`frames`):
+
+  control  in   ["hello", token], then ["deploy", n, spec, version, files] or ["ping", n]
+           out  ["ok", pid], then [n, error or None, remedy]
+  worker   in   ["hello", token, version, slot], then [request id, event, time limit in ms]
+           out  ["ready", init seconds] or ["failed", kind, detail, retryable], then per call what a worker answers
+                (`_worker`), or ["died", kind, detail, retryable]
+
+There is one control connection at a time. Its end is the end of every worker, the end of a worker's connection that of
+the worker, and the other way round: nothing is left of a client that is gone, and a client learns at once of what died.
+How many workers there are, of which function, and what they are asked is the client's matter (`hosted`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import os
+import pathlib
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from pydantic import ValidationError
+
+from serverless import keys
+from serverless.backends.frames import packed, read
+from serverless.backends.local import LocalBackend
+from serverless.backends.pool import Answer, Request, Worker, WorkerFault
+from serverless.deploy.package import Package
+from serverless.errors import ServerlessError
+from serverless.spec import FunctionSpec
+from serverless.types import FaultKind, InfraFault
+
+__all__ = ["TOKEN", "WorkerHost"]
+
+TOKEN = "SERVERLESS_HOST_TOKEN"
+
+_ENDED = (asyncio.IncompleteReadError, ConnectionError, ValueError)
+"""Of a connection: it closed, it broke, or what came is no frame."""
+
+
+class WorkerHost:
+    """Serves connections over a backend that is open. Owns the packages that it was given."""
+
+    def __init__(self, backend: LocalBackend, token: str) -> None:
+        self._backend = backend
+        self._token = token
+        self._packages: dict[str, Package] = {}
+        self._controlled = False
+        self._workers: set[asyncio.StreamWriter] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection, to its end."""
+        try:
+            match await read(reader):
+                case ["hello", str(token)] if self._knows(token) and not self._controlled:
+                    await self._control(reader, writer)
+                case ["hello", str(token), str(version), int(slot)] if self._knows(token) and self._controlled:
+                    await self._worker(reader, writer, version, slot)
+        except _ENDED:
+            pass
+        finally:
+            writer.close()
+
+    def _knows(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self._token.encode())
+
+    async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._controlled = True
+        writer.write(packed(["ok", os.getpid()]))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    match await read(reader):
+                        case ["ping", int(number)]:
+                            writer.write(packed([number, None, ""]))
+                        case ["deploy", int(number), dict(spec), str(version), dict(files)]:
+                            tasks.create_task(self._deploy(writer, number, spec, version, files))
+                        case _:
+                            raise ValueError("a frame that asks for nothing")
+        except* _ENDED:
+            pass
+        finally:
+            self._controlled = False
+            for worker in list(self._workers):
+                worker.transport.abort()
+
+    async def _deploy(
+        self, writer: asyncio.StreamWriter, number: int, spec: dict[str, Any], version: str, files: dict[str, bytes]
+    ) -> None:
+        error, remedy = None, ""
+        try:
+            if version not in self._packages:
+                package = Package(FunctionSpec.model_validate(spec), version, files)
+                if keys.content_digest(package.spec.identity(), files) != version:
+                    raise ValueError("its files are not those of its version")
+                await self._backend.install(package)
+                self._packages[version] = package
+        except ServerlessError as failed:
+            error, remedy = failed.message, failed.remedy
+        except (ValidationError, ValueError, OSError) as failed:
+            error = f"a package that could not be laid out: {failed}"
+        writer.write(packed([number, error, remedy]))
+
+    async def _worker(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, version: str, slot: int
+    ) -> None:
+        """One worker, from its start to its end."""
+        requests: asyncio.Queue[Request | None] = asyncio.Queue()
+        self._workers.add(writer)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(self._life(requests, writer, version, slot), name=f"worker {slot}")
+                try:
+                    while True:
+                        match await read(reader):
+                            case [str(request), list(event), int() | float() as limit_ms]:
+                                requests.put_nowait(Request(request, event, limit_ms / 1000.0))
+                            case _:
+                                raise ValueError("a frame that is no call")
+                finally:
+                    serving.cancel()
+        except* _ENDED:
+            pass
+        finally:
+            self._workers.discard(writer)
+
+    async def _life(
+        self, requests: asyncio.Queue[Request | None], writer: asyncio.StreamWriter, version: str, slot: int
+    ) -> None:
+        """The connection closes when it is over."""
+        worker: Worker | None = None
+        try:
+            package = self._packages.get(version)
+            if package is None:
+                detail = f"no version {version[:8]} here"
+                raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail))
+            name = f"{package.spec.name}/{slot}"
+            worker = await self._backend.start(package, name, slot, lambda: requests.put_nowait(None))
+            writer.write(packed(["ready", worker.init_s]))
+            while (request := await requests.get()) is not None:
+                writer.write(await self._answer(worker.call(request), request))
+                await writer.drain()
+        except WorkerFault as error:
+            writer.write(packed([*(["died"] if worker else ["failed"]), *_told(error.fault)]))
+        except ConnectionError:
+            pass
+        finally:
+            if worker is not None:
+                worker.kill()
+            writer.close()
+
+    async def _answer(self, call: Coroutine[Any, Any, Answer], request: Request) -> bytes:
+        answer = await call
+        if answer.fault is not None:
+            return packed(["fault", answer.run_s, *_told(answer.fault), answer.keep])
+        return packed(["ok", answer.run_s, answer.body])
+
+
+def _told(fault: InfraFault) -> list[Any]:
+    return [str(fault.kind), fault.detail, fault.retryable]
+
+
+async def _main(options: argparse.Namespace, said: int) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    token = os.environ.pop(TOKEN, "")
+    logs = None if options.logs is None else pathlib.Path(options.logs)
+    async with LocalBackend(runtime=options.runtime, allow_unsafe=options.allow_unsafe, logs=logs) as backend:
+        host = WorkerHost(backend, token)
+        server = await asyncio.start_server(host.serve, options.host, options.port, backlog=1024)
+        port = server.sockets[0].getsockname()[1]
+        with os.fdopen(said, "w") as out:
+            out.write(f"ready tcp://{options.host}:{port}\n")
+        await stop.wait()
+        server.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="serverless.backends.worker_host")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--logs", help="directory for what workers print; a private one that goes with this program")
+    parser.add_argument("--runtime", choices=("rollart", "awslambdaric"), default="rollart")
+    parser.add_argument("--allow-unsafe", action="store_true", help="run untrusted functions without the sandbox")
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    said = os.dup(1)  # nobody reads the pipe that says ready: what is printed goes to the log
+    os.set_inheritable(said, False)
+    os.dup2(2, 1)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_main(options, said))
+
+
+if __name__ == "__main__":
+    main()
