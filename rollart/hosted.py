@@ -1,4 +1,4 @@
-"""The seam to environment hosts: places that hold many episodes each and serve their calls. Part of the ports."""
+"""The seam to hosts: places that hold many episodes, or many function workers, each. Part of the ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rollart.model import Observation, Step
 
-__all__ = ["ENVIRONMENTS_MADE", "EnvironmentHost", "HostHealth", "Images", "Made", "Making"]
+__all__ = ["ENVIRONMENTS_MADE", "EnvironmentHost", "FunctionHost", "HostHealth", "Images", "Made", "Making"]
 
 
 ENVIRONMENTS_MADE = "environments_made"
@@ -106,3 +106,38 @@ class EnvironmentHost(Protocol):
         """Returns when nothing more can be asked of it, with the cause in words."""
 
     async def aclose(self) -> None: ...
+
+
+class FunctionHost(Protocol):
+    """A machine that runs function workers, while it is connected. Calls reach them without it: here it is watched."""
+
+    resting: bool
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def live(self) -> int:
+        """Calls that its workers are in."""
+
+    @property
+    def answered(self) -> int:
+        """Calls that were answered there since it started."""
+
+    @property
+    def workers(self) -> int: ...
+
+    async def health(self) -> HostHealth:
+        """`EnvironmentFault` with an incident if it is gone."""
+
+    async def lost(self) -> str:
+        """Returns when it is gone, with the cause in words."""
+
+    def leave(self) -> None:
+        """It gets no more workers; those that it has end with their calls."""
+
+    async def emptied(self) -> None:
+        """Returns once it is to leave and has no worker."""
+
+    async def aclose(self) -> None:
+        """Let go of it; calls of its workers are made again elsewhere."""

@@ -23,7 +23,8 @@ LOOK_S = 0.2
 @click.command()
 @run_argument
 @click.option(
-    "--role", help="Only parts of this role (engine, prefill, decode, trainer, environment, launch) or this name."
+    "--role",
+    help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
 )
 @click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until the run ends.")

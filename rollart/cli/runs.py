@@ -47,6 +47,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         rows, config = collect(reader, directory.resolve().name), reader.config()
         engines = _parts(reader, ENGINE_ROLES) if owner else []
         hosts = _parts(reader, ("environment",)) if owner else []
+        workers = _parts(reader, ("reward",)) if owner else []
         plan = _plan(reader, engines, config)
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
@@ -59,6 +60,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("engines", " ".join(engines) or None),
         ("plan", plan or None),
         ("environment_hosts", " ".join(hosts) or None),
+        ("function_hosts", " ".join(workers) or None),
         ("step", rows.facts.step),
         ("steps", steps),
         ("version", rows.facts.version),

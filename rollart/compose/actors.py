@@ -34,6 +34,7 @@ __all__ = [
     "nodes",
     "part_clock",
     "part_room",
+    "pool_of_cores",
     "resource",
     "selector",
     "torch_device",
@@ -85,6 +86,16 @@ def resource(resolved: Resolved, pool: PoolSpec) -> str:
     """What a device of the pool counts as: a type of one's own of generation `cpu` is a core as well."""
     cores = {"cpu", *(device.name for device in resolved.cluster.devices if device.generation == "cpu")}
     return "CPU" if pool.device in cores else "GPU"
+
+
+def pool_of_cores(resolved: Resolved, wanted: str | None) -> PoolSpec:
+    """The pool whose machines run what needs no device of its own: the one that is asked for, else the first of cores,
+    those that stand for nothing else before others."""
+    pools = resolved.cluster.pools
+    if wanted is not None:
+        return next(pool for pool in pools if pool.name == wanted)
+    cores = [pool for pool in pools if resource(resolved, pool) == "CPU"]
+    return next((pool for pool in cores if pool.device == "cpu"), (cores or pools)[0])
 
 
 def part_room(resolved: Resolved, assignment: Assignment) -> tuple[dict[str, float], dict[str, str]]:

@@ -1,14 +1,16 @@
-"""What `launch --dry-run` says beyond the specs: how engines that are not ours would be started, and what parts on GPUs
-would compute with."""
+"""What `launch --dry-run` says beyond the specs: how engines that are not ours would be started, what parts on GPUs
+would compute with, and where function workers would live."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 from placement.types import Role
 from rollart.compose.actors import attached, engine_command, torch_device
 from rollart.compose.dtypes import engine_dtype, trainer_dtype
+from rollart.compose.functions import function_actor, function_hosts
 from rollart.compose.routing import SERVING
 from rollart.spec.resolve import Resolved
 
@@ -16,7 +18,8 @@ __all__ = ["commands"]
 
 
 def commands(resolved: Resolved) -> Iterator[str]:
-    """A line per engine and one of the trainer; none for parts of ours in float32 on cores."""
+    """A line per engine and one of the trainer; none for parts of ours in float32 on cores. One per host of function
+    workers."""
     ours, urls = resolved.cluster.engines.kind != "vllm", attached(resolved)
     for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
         if ours:
@@ -32,8 +35,17 @@ def commands(resolved: Resolved) -> Iterator[str]:
         if resolved.cluster.trainer.external is None:
             device = torch_device(resolved, assignment)
             yield from _computes(assignment.name, device, trainer_dtype(resolved, device))
+    yield from _function_hosts(resolved)
 
 
 def _computes(name: str, device: str, dtype: str) -> Iterator[str]:
     if (device, dtype) != ("cpu", "float32"):
         yield f"{name}: computes in {dtype} on {device}"
+
+
+def _function_hosts(resolved: Resolved) -> Iterator[str]:
+    for name in function_hosts(resolved):
+        actor = function_actor(resolved, Path(), name, "")
+        labels = " ".join(f"{key}={value}" for key, value in actor.labels.items())
+        room = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
+        yield f"{name}: function workers on a node with {labels}, {f'in {room}' if room else 'beside its other parts'}"

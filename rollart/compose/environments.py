@@ -12,7 +12,7 @@ from typing import Any
 from placement.types import Assignment, Role
 from rollart.adapters.envs.host import TOKEN
 from rollart.adapters.envs.hosts import HostConnection
-from rollart.compose.actors import part_room, resource, selector
+from rollart.compose.actors import part_room, pool_of_cores, selector
 from rollart.compose.clusters import placed
 from rollart.compose.parts import ended
 from rollart.errors import SpecError
@@ -219,11 +219,7 @@ def _ahead(resolved: Resolved) -> list[str]:
 
 def _pool(resolved: Resolved) -> PoolSpec:
     """Where hosts run beside others."""
-    pools, wanted = resolved.cluster.pools, resolved.cluster.environments.pool
-    if wanted is not None:
-        return next(pool for pool in pools if pool.name == wanted)
-    cores = [pool for pool in pools if resource(resolved, pool) == "CPU"]
-    return next((pool for pool in cores if pool.device == "cpu"), (cores or pools)[0])
+    return pool_of_cores(resolved, resolved.cluster.environments.pool)
 
 
 def _given(resolved: Resolved, name: str) -> Assignment | None:

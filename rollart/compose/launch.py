@@ -97,8 +97,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             if resolved.cluster.runtime.backend == "ray":
                 watchers.append(background.create_task(tell(parts.runtime, parts.say), name="cluster"))
             parts.say("starting", "run", directory=str(directory), resume=resume)
-            if parts.environments is not None:
-                watchers.append(background.create_task(parts.environments.run(), name="environment hosts"))
+            fleets = [fleet for fleet in (parts.environments, parts.functions) if fleet is not None]
+            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in fleets]
             if start.moved or start.why_not:
                 parts.say("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
             artefacts = background.create_task(_artefacts(resolved, directory, parts), name="artefacts")
@@ -127,8 +127,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             engines = background.create_task(_engines(parts), name="engines")
             async with parts.open_functions(rewards(resolved, await artefacts)):
                 await engines
-                if parts.environments is not None:
-                    await parts.environments.ready()
+                for fleet in fleets:
+                    await fleet.ready()
                 meter = EngineMeter(parts.control.gateway.stats, parts.ledger)
                 watchers.append(background.create_task(meter.run(), name="engines' counters"))
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)

@@ -20,6 +20,7 @@ from rollart.spec.load import builtin, load_prices, value_problem
 from rollart.spec.prices import PriceList
 from rollart.spec.suggest import did_you_mean
 from serverless.backends.base import Backend, Deployer
+from serverless.backends.hosted import WorkerHosts
 from serverless.declare import declarations
 from serverless.deploy.package import Package, build
 from serverless.errors import (
@@ -210,11 +211,13 @@ def backend(
     meter: MeterSink | None = None,
     root: Path | None = None,
     allow_unsafe: bool = False,
+    hosts: WorkerHosts | None = None,
 ) -> Backend:
-    """Where calls go, not open yet. `root` keeps logs of local workers. SpecError for settings that are none."""
+    """Where calls go, not open yet. `root` keeps logs of local workers; `hosts` have them, if there are any. SpecError
+    for settings that are none."""
     with translated():
         if provider == "local":
-            return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe)
+            return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
         if provider == "aws_lambda":
             from serverless.backends.aws_lambda import AwsLambdaBackend
 
@@ -230,21 +233,31 @@ def backend(
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
 
 
-def _local(settings: Mapping[str, Any], *, meter: MeterSink | None, root: Path | None, allow_unsafe: bool) -> Backend:
-    """Workers here, as themselves or as a provider's (`rehearse`): later to start, throttled, with its overhead."""
+def _local(
+    settings: Mapping[str, Any], *, meter: MeterSink | None, root: Path | None, allow_unsafe: bool,
+    hosts: WorkerHosts | None,
+) -> Backend:  # fmt: skip
+    """Workers here or on `hosts`, as themselves or as a provider's (`rehearse`): later to start, throttled, with its
+    overhead."""
+    from serverless.backends.hosted import HostedBackend
     from serverless.backends.local import LocalBackend
 
     try:
         local = LocalFunctions(**settings)
     except ValidationError as error:
         raise _refused("local", error) from None
-    common: dict[str, Any] = {"meter": meter, "root": root, "runtime": local.runtime, "allow_unsafe": allow_unsafe}
+
+    def workers(**more: Any) -> Backend:
+        if hosts is not None:
+            return HostedBackend(hosts, meter=meter, allow_unsafe=allow_unsafe, **more)
+        return LocalBackend(meter=meter, root=root, runtime=local.runtime, allow_unsafe=allow_unsafe, **more)
+
     if local.rehearse is None:
-        return LocalBackend(**common)
+        return workers()
     from serverless.backends.rehearsal import PLATFORMS, RehearsedBackend, RehearsedLauncher
 
     platform = PLATFORMS[local.rehearse]
-    inner = LocalBackend(**common, launcher=lambda own: RehearsedLauncher(own, platform, seed=local.seed))
+    inner = workers(launcher=lambda own: RehearsedLauncher(own, platform, seed=local.seed))
     return RehearsedBackend(inner, platform, seed=local.seed)
 
 

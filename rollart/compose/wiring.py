@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollart.compose.clusters import opened
 from rollart.compose.elastic import elastic_planner, nodes_of
 from rollart.compose.environments import environment_fleet, hosted, on_hosts
 from rollart.compose.fleet import LocalSite
+from rollart.compose.functions import function_fleet, in_their_place
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.parallelism import lending_settings, served_settings
 from rollart.compose.parts import TrainerProgram
@@ -47,6 +49,7 @@ from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
 from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.fleet import EngineFleet
+from rollart.runtime.function_hosts import FunctionFleet
 from rollart.runtime.gateway import GatewayLimits
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.leases import Leases
@@ -60,6 +63,7 @@ from rollart.runtime.trajectory import WaitLimits
 from rollart.spec.resolve import Resolved
 from rollart.spec.rollout import RolloutSpec
 from rollart.spec.run_parts import BatchSpec
+from serverless.backends.hosted import WorkerHosts
 from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
 
@@ -87,6 +91,8 @@ class Parts:
     weights: DirectoryWeightStore
     spent_before: float
     environments: HostFleet | None
+    functions: FunctionFleet | None
+    workers: WorkerHosts | None
     current: WeightsRef | None = None
     said: int = 0
     control: ControlPlane = field(init=False)
@@ -149,18 +155,14 @@ class Parts:
         """The reward functions are deployed while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
         meter, plan = Seen(CallsToLedger(self.ledger)), reward_plan(self.resolved)
+        at = functools.partial(backend, meter=meter, root=root, allow_unsafe=spec.allow_unsafe, hosts=self.workers)
         for name, why in rewards.why.items():
             self.say("reward_beside", name, why=why)
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:
             self.say("rehearsal", "functions", provider=played, seed=spec.local.seed)
         with translated("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
-                chain = [
-                    await stack.enter_async_context(
-                        backend(name, spec.settings(name), meter=meter, root=root, allow_unsafe=spec.allow_unsafe)
-                    )
-                    for name in spec.chain
-                ]
+                chain = [await stack.enter_async_context(at(name, spec.settings(name))) for name in spec.chain]
                 offload = Offload(
                     rewards.packages,
                     chain,
@@ -249,7 +251,7 @@ class Parts:
 
     async def _look(self) -> None:
         """Once a second: the open intervals, so that a report of a live run is current."""
-        hosts = () if self.environments is None else self.environments.clocks
+        hosts = [clock for fleet in (self.environments, self.functions) if fleet for clock in fleet.clocks]
         for clock in (*self.clocks, *self.site.clocks, *hosts):
             clock.flush()
 
@@ -343,7 +345,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         if stored is not None:
             stack.push_async_callback(stored.aclose)
         runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
-        elsewhere = on_hosts(resolved)
+        elsewhere = on_hosts(resolved) | in_their_place(resolved)
         others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in elsewhere]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
         for clock in by_part.values():
@@ -363,7 +365,11 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         )
         stack.push_async_callback(trainer.close)
         await site.open()
-        fleet = environment_fleet(resolved, directory, runtime, leases, Announcer(ledger, progress), used=start.names)
+        told = resolved, directory, runtime, leases, Announcer(ledger, progress)
+        fleet, (functions, workers) = (
+            environment_fleet(*told, used=start.names),
+            function_fleet(*told, used=start.names),
+        )
         parts = Parts(
             resolved,
             start.resolved,
@@ -382,6 +388,8 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             weights,
             spent_before,
             fleet,
+            functions,
+            workers,
         )
         parts_of.append(parts)
         yield parts

@@ -1,4 +1,4 @@
-"""When an environment host must be started again: its process ended, its connection broke, or its health is bad."""
+"""When a host must be started again: its process ended, its connection broke, or its health is bad."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollart.errors import EnvironmentFault, LeaseExpired
-from rollart.hosted import EnvironmentHost
+from rollart.hosted import EnvironmentHost, HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.policy.lease import Expiry
 from rollart.runtime.leases import Leases
 
-__all__ = ["HostLimits", "HostPart", "Occupied", "trouble"]
+__all__ = ["HostLimits", "HostPart", "Occupied", "Watched", "trouble"]
 
 REAP_S = 2.0
 """How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
@@ -24,6 +24,26 @@ LEFT = 64
 
 CHECKS = 4
 """Health checks in the time after which silence counts as a host's end."""
+
+
+class Watched(Protocol):
+    """Of a host's connection, what is watched."""
+
+    @property
+    def id(self) -> str: ...
+
+    async def health(self) -> HostHealth: ...
+
+    async def lost(self) -> str: ...
+
+
+class Process(Protocol):
+    """Of a host's process, what is watched."""
+
+    @property
+    def id(self) -> str: ...
+
+    async def wait(self) -> str: ...
 
 
 class HostPart(Protocol):
@@ -75,7 +95,7 @@ class Occupied(Protocol):
         """Returns when it is to end and holds no episode any more."""
 
 
-async def trouble(host: Occupied, part: HostPart, link: EnvironmentHost, leases: Leases, limits: HostLimits) -> str:
+async def trouble(host: Occupied, part: Process, link: Watched, leases: Leases, limits: HostLimits) -> str:
     """Wait for a reason to start the host again, in words; '' once it is to end and is empty."""
     causes: dict[str, str] = {}
     over = asyncio.Event()
@@ -105,7 +125,7 @@ async def trouble(host: Occupied, part: HostPart, link: EnvironmentHost, leases:
     return next(causes[what] for what in ("emptied", "process", "health", "connection") if what in causes)
 
 
-async def _unwell(host: Occupied, link: EnvironmentHost, leases: Leases, limits: HostLimits) -> str:
+async def _unwell(host: Occupied, link: Watched, leases: Leases, limits: HostLimits) -> str:
     """Ask for its health until that is bad; why."""
     limit = limits.health_s
     while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -220,8 +220,26 @@ FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
 
 
 class LocalFunctions(Entry):
-    """Workers on this machine, and how they may play a provider before that is paid."""
+    """Workers of the run's own: on the controller's machine, or on hosts that the runtime starts; and how they may play
+    a provider before that is paid."""
 
+    hosts: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
+        default="auto",
+        description="Hosts of function workers: programs that hold many workers each, on Ray an actor each. auto: on "
+        "Ray as many as the plan gives rewards cores, else one for each machine of `pool`; with `runtime.backend: "
+        "local` none. 0: workers are on the controller's machine.",
+    )
+    pool: Name | None = Field(
+        default=None,
+        description="Pool whose machines hosts run on, beside what the plan put there; the first of cores if not "
+        "given. Cores that the plan gave to rewards go to hosts first, whatever their pool.",
+    )
+    health_s: float = Field(
+        default=15.0, ge=0.5, le=3600, description="A host that is silent for so long is started again."
+    )
+    start_s: float = Field(
+        default=60.0, ge=1, le=86400, description="Longest start of a host, the functions' `preload` included."
+    )
     runtime: Literal["rollart", "awslambdaric"] = Field(
         default="rollart",
         description="What runs the handler in a worker: our own loop, or AWS's runtime client (extra `providers`).",
@@ -269,7 +287,7 @@ class ClusterFunctions(Entry):
 
     backend: FunctionProvider | list[FunctionProvider] = Field(
         default="local",
-        description="local: warm worker processes on this machine; `aws_lambda`; `modal`; `http`: hosts that have the "
+        description="local: warm worker processes of the run's own; `aws_lambda`; `modal`; `http`: hosts that have the "
         "functions. A list is a chain: a call goes to the first that works.",
     )
     price: str | None = Field(
@@ -293,7 +311,7 @@ class ClusterFunctions(Entry):
     http: dict[str, HttpFunction] = Field(
         default_factory=dict, description="By function its URL, or a mapping with it."
     )
-    local: LocalFunctions = Field(default_factory=LocalFunctions, description="Workers on this machine.")
+    local: LocalFunctions = Field(default_factory=LocalFunctions, description="Workers of the run's own.")
     pipeline: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Stages between a reward and its call, each with its constants and `enabled`: `dedupe`, `cache`, "

@@ -48,7 +48,7 @@ def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     return [
         *_unique("devices", cluster.devices), *_unique("pools", cluster.pools), *_bases(cluster),
         *_device_types(cluster), *_links(cluster), *_engines(cluster), *_ranks(cluster),
-        *_wanted_devices(cluster), *_environments(cluster),
+        *_wanted_devices(cluster), *_environments(cluster), *_function_hosts(cluster),
     ]  # fmt: skip
 
 
@@ -382,6 +382,14 @@ def _environments(cluster: ClusterSpec) -> Iterable[Problem]:
             ("environments", "reuse"),
             f"environments.reuse is {given.reuse} with warm 0 (rule: no more than `warm` are kept for reuse)",
         )
+
+
+def _function_hosts(cluster: ClusterSpec) -> Iterable[Problem]:
+    pools, wanted = [pool.name for pool in cluster.pools], cluster.functions.local.pool
+    if wanted is not None and wanted not in pools:
+        hint = did_you_mean(wanted, pools)
+        at, rule = ("functions", "local", "pool"), f"(rule: a pool of the cluster{hint})"
+        yield Problem(at, f"functions.local.pool is '{wanted}' {rule}")
 
 
 def known_device(name: str) -> bool:

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -163,6 +164,15 @@ class RayRuntime:
                 f"{spec.name} asks for {dict(spec.resources)} on {dict(labels)}: no node could ever hold it",
                 remedy=f"the cluster has: {have}",
             )
+
+    def least(self, handle: RayHandle) -> tuple[str, str]:
+        """The node for an actor that takes no room, and Ray's id of it: of those that its labels allow, the one with
+        the fewest such actors, those that are to go last. Ray would take any of them, and the same one for several."""
+        held = Counter(other.aim for other in self._actors.values() if other is not handle)
+        ids = {name: ray_id for ray_id, name in self._names.items()}
+        there = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
+        name = min(there, key=lambda name: (name in self._leaving, held[name], name))
+        return name, ids[name]
 
     def hold(self, ray_id: str, spec: ActorSpec) -> str:
         """Ray put the actor on this node: account for it; the node's name."""

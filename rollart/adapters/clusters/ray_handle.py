@@ -26,6 +26,9 @@ RECHECK_S = 1.0
 REVIVALS = 6
 """Starts of one incarnation, over about six seconds: longer than a node's death stays unknown."""
 
+NODE_ID = "ray.io/node-id"
+"""The label that Ray gives each node."""
+
 OURS = 3
 """Calls of our own beside those of the caller: the one that never returns, the start and the stop."""
 
@@ -50,6 +53,9 @@ class RayHandle:
         self._places = asyncio.Semaphore(spec.max_concurrency)
         self._life: _Life | None = None
         self._node = ""
+        self.light = not spec.bundle and not any(spec.resources.values())
+        self.aim = ""
+        """The node that it is to be on, where it takes no room and the choice is ours."""
         self._restarts = 0
         self._revival: asyncio.Task[None] | None = None
         self._gone = False
@@ -71,6 +77,10 @@ class RayHandle:
         where: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
         if self.spec.bundle:
             where = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
+        elif self.light:
+            self.aim, ray_id = self._runtime.least(self)
+            where["fallback_strategy"] = [dict(where)] if self.spec.labels else None
+            where["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
         host = (
             ray.remote(Host)
             .options(

@@ -1,0 +1,85 @@
+"""Hosts of function workers by their sockets, as what keeps them sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rollart.errors import EnvironmentFault, PartDied
+from rollart.hosted import HostHealth
+from serverless.backends.hosted import WorkerHosts
+from serverless.backends.remote import HostLink, HostLost
+from serverless.errors import BackendFailed
+
+__all__ = ["HostedWorkers"]
+
+
+class HostedWorkers:
+    """Implements `FunctionHost` over a link. `emptied` waits for the link's workers to end."""
+
+    def __init__(self) -> None:
+        self.resting = False
+        self._link: HostLink | None = None
+        self._changed = asyncio.Event()
+
+    @classmethod
+    async def open(
+        cls, hosts: WorkerHosts, name: str, address: str, token: str, *, weight: float, notify: Callable[[], None]
+    ) -> HostedWorkers:
+        """Connect with a host that serves at `tcp://host:port`; it takes workers from then on. `PartDied` if it does
+        not serve, or a function cannot run there."""
+        found = cls()
+
+        def changed() -> None:
+            found._changed.set()
+            notify()
+
+        try:
+            found._link = await hosts.join(name, address, token, weight=weight, notify=changed)
+        except HostLost as error:
+            raise PartDied(name, str(error)) from None
+        except BackendFailed as error:
+            raise PartDied(name, error.message, remedy=error.remedy) from None
+        return found
+
+    @property
+    def id(self) -> str:
+        return self._there.name
+
+    @property
+    def live(self) -> int:
+        return 0 if self._link is None else self._link.calls
+
+    @property
+    def answered(self) -> int:
+        return self._there.answered
+
+    @property
+    def workers(self) -> int:
+        return len(self._there.workers)
+
+    async def health(self) -> HostHealth:
+        try:
+            await self._there.ping()
+        except HostLost as error:
+            raise EnvironmentFault(self.id, str(error), incident=f"the end of {self.id}") from None
+        return HostHealth(self.live)
+
+    async def lost(self) -> str:
+        return await self._there.lost()
+
+    def leave(self) -> None:
+        self._there.leave()
+
+    async def emptied(self) -> None:
+        while self._there.workers or not self._there.leaving:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def aclose(self) -> None:
+        await self._there.aclose()
+
+    @property
+    def _there(self) -> HostLink:
+        assert self._link is not None, "it was opened"
+        return self._link

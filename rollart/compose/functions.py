@@ -1,0 +1,184 @@
+"""Where the workers of reward functions live: on the controller's machine, or on hosts that the runtime starts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from placement.types import Assignment, Role
+from rollart.adapters.rewards.hosts import HostedWorkers
+from rollart.compose.actors import part_room, pool_of_cores, resource, selector
+from rollart.compose.clusters import placed
+from rollart.compose.parts import ended
+from rollart.hosted import FunctionHost
+from rollart.ledger.clock import ResourceClock
+from rollart.ports import ActorSpec, Handle, Recorder, Runtime
+from rollart.runtime.function_hosts import FunctionFleet
+from rollart.runtime.hostwatch import HostLimits
+from rollart.runtime.leases import Leases
+from rollart.spec.cluster import PoolSpec
+from rollart.spec.resolve import Resolved
+from serverless.backends.hosted import WorkerHosts
+from serverless.backends.worker_host import TOKEN
+
+__all__ = ["ROLE", "function_actor", "function_fleet", "function_hosts", "in_their_place"]
+
+ROLE = "reward"
+HOST = "serverless.backends.worker_host"
+
+PROGRAM_CALLS = 4
+"""Calls that a host's actor has at a time: its start, the wait for its end, a kill, a stop."""
+
+
+def function_fleet(
+    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
+) -> tuple[FunctionFleet, WorkerHosts] | tuple[None, None]:
+    """What keeps the hosts of the run's function workers, not started, and what starts workers there; none where they
+    are the controller's. `used`: names of parts of earlier lives of the run, which no host gets that comes later."""
+    count, local, waits = len(function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
+    if not count:
+        return None, None
+    hosts, token = WorkerHosts(), secrets.token_hex(16)
+
+    async def make(name: str) -> FunctionProgram:
+        program = await placed(resolved, runtime, function_actor(resolved, directory, name, token))
+        clock, cores = _clock(resolved, name, recorder), _cores(resolved, name)
+        return FunctionProgram(name, program, runtime, clock, hosts, token, cores)
+
+    limits = HostLimits(health_s=local.health_s, start_s=local.start_s, call_s=waits.reward_s)
+    fleet = FunctionFleet(make, _names(resolved, used), count, leases=leases, recorder=recorder, limits=limits)
+    return fleet, hosts
+
+
+def function_hosts(resolved: Resolved) -> tuple[str, ...]:
+    """Names of the hosts at the start of a run; none where workers are the controller's."""
+    return tuple(itertools.islice(_names(resolved, frozenset()), _count(resolved)))
+
+
+def in_their_place(resolved: Resolved) -> frozenset[str]:
+    """The plan's parts that are hosts of function workers, whose time these account for."""
+    return frozenset(function_hosts(resolved)) & {a.name for a in _given(resolved)}
+
+
+def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
+    """In the room that the plan gave to rewards, as long as there is some; else beside what others hold."""
+    on_ray, functions = resolved.cluster.runtime.backend == "ray", resolved.cluster.functions
+    module, given = "rollart.adapters.clusters", _assignment(resolved, name)
+    room = ({}, selector(resolved, _pool(resolved))) if given is None else part_room(resolved, given)
+    unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
+    return ActorSpec(
+        name=name,
+        factory=f"{module}.ray_host:NodeProgram" if on_ray else f"{module}.program:Program",
+        args=(
+            name,
+            HOST,
+            ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
+            str(directory / "logs" / f"{name}.log"),
+        ),
+        kwargs={"env": {TOKEN: token}},
+        resources=room[0],
+        labels=room[1],
+        max_restarts=-1 if on_ray else 0,
+        max_concurrency=PROGRAM_CALLS if on_ray else 1000,
+    )
+
+
+class FunctionProgram:
+    """Implements `function_hosts.FunctionPart` over a `Program` actor."""
+
+    def __init__(
+        self, name: str, program: Handle, runtime: Runtime, clock: ResourceClock, hosts: WorkerHosts, token: str,
+        cores: float,
+    ) -> None:  # fmt: skip
+        """`cores`: how many of it there are for workers, against the other hosts."""
+        self._name = name
+        self._program = program
+        self._runtime = runtime
+        self._clock = clock
+        self._hosts = hosts
+        self._token = token
+        self._cores = cores
+
+    @property
+    def id(self) -> str:
+        return self._name
+
+    @property
+    def clock(self) -> ResourceClock:
+        return self._clock
+
+    @property
+    def node(self) -> str:
+        return self._program.node
+
+    async def start(self, notify: Callable[[], None]) -> FunctionHost:
+        await self._program.call("kill")  # at once: one that is left from before hangs
+        address = str(await self._program.call("start", []))
+        return await HostedWorkers.open(
+            self._hosts, self._name, address, self._token, weight=self._cores, notify=notify
+        )
+
+    async def wait(self) -> str:
+        return await ended(self._program)
+
+    async def close(self) -> None:
+        await self._program.kill()
+        await self._runtime.release(self._name)
+
+
+def _count(resolved: Resolved) -> int:
+    functions, run = resolved.cluster.functions, resolved.run
+    if "local" not in functions.chain or not run.functions:
+        return 0
+    wanted = functions.local.hosts
+    if wanted != "auto":
+        return wanted
+    if resolved.cluster.runtime.backend == "local":
+        return 0
+    pool = _pool(resolved)
+    machines = math.ceil(pool.count / (pool.devices_per_host or pool.count))
+    workers = sum(spec.concurrency for spec in resolved.functions.values())
+    return len(_given(resolved)) or max(1, min(machines, workers))
+
+
+def _names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
+    """Those of the plan's parts first; later ones that no part had before."""
+    given = [a.name for a in _given(resolved)]
+    planned = {a.name for a in resolved.plan.of(Role.REWARD)}
+    fresh = (name for name in (f"{ROLE}-{n}" for n in itertools.count()) if name not in planned)
+    first = list(itertools.islice(fresh, max(0, _count(resolved) - len(given))))
+    return itertools.chain(given, first, (name for name in fresh if name not in used))
+
+
+def _given(resolved: Resolved) -> list[Assignment]:
+    """The plan's parts that score on cores; a reward model on a GPU is none of ours."""
+    pools = {pool.name: pool for pool in resolved.cluster.pools}
+    return [a for a in resolved.plan.of(Role.REWARD) if resource(resolved, pools[a.pool]) == "CPU"]
+
+
+def _assignment(resolved: Resolved, name: str) -> Assignment | None:
+    return next((a for a in _given(resolved) if a.name == name), None)
+
+
+def _cores(resolved: Resolved, name: str) -> float:
+    given = _assignment(resolved, name)
+    return 1.0 if given is None else float(len(given.devices))
+
+
+def _pool(resolved: Resolved) -> PoolSpec:
+    """Where hosts run beside others."""
+    return pool_of_cores(resolved, resolved.cluster.functions.local.pool)
+
+
+def _clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:
+    """A host that has cores of the plan pays for them; one that shares its machine's with what holds them costs nothing
+    more."""
+    given, now = _assignment(resolved, name), asyncio.get_running_loop().time
+    if given is None:
+        return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now)
+    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
+    return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd)

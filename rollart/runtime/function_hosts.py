@@ -1,0 +1,214 @@
+"""Hosts of function workers, kept alive: each is started, watched, and started again where there is room for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollart.errors import LeaseExpired, PartDied, RollartError
+from rollart.hosted import FunctionHost
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.intervals import State
+from rollart.policy.lease import Expiry
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.hosting import HOST_DOWN, HOST_RESTART
+from rollart.runtime.hostwatch import HostLimits, trouble
+from rollart.runtime.leases import Leases
+
+__all__ = ["FunctionFleet", "FunctionPart"]
+
+
+class FunctionPart(Protocol):
+    """A host's process as the fleet sees it. Its clock runs from its making to `close`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def clock(self) -> ResourceClock: ...
+
+    async def start(self, notify: Callable[[], None]) -> FunctionHost:
+        """Start the process and connect with it; one left from before is killed first. It takes workers from then on.
+        `notify` is called when a call or a worker there begins or ends. `PartDied` if it fails."""
+
+    async def wait(self) -> str:
+        """Returns when the process ends, with the cause in words."""
+
+    async def close(self) -> None:
+        """It is wanted no more: end the process, and its place is free."""
+
+
+@dataclass(slots=True)
+class _Host:
+    part: FunctionPart
+    link: FunctionHost | None = None
+    """While it serves."""
+    leaving: bool = False
+    restarts: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FunctionFleet:
+    """Owns the hosts of a run's function workers and the task that keeps each alive; which calls their workers get is
+    the backend's matter.
+
+    `run` starts the hosts and lives as long as they are wanted; `ready` waits until those of the start serve; `resize`,
+    `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies or hangs is started
+    again, wherever the runtime finds room; calls that its workers were in go to workers of the others, and while there
+    is no other they wait for it.
+    Bounds: at most `limits.max_restarts` starts in a row of a host that has answered nothing in between; the last one
+    that is given up ends `run` with `PartDied`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str], Awaitable[FunctionPart]],
+        names: Iterator[str],
+        count: int,
+        *,
+        leases: Leases,
+        recorder: Recorder,
+        limits: HostLimits,
+    ) -> None:
+        """`make`: the part of a name. `names`: of the hosts in their order, without end."""
+        self._make = make
+        self._names = names
+        self._count = count
+        self._leases = leases
+        self._recorder = recorder
+        self._limits = limits
+        self._hosts: dict[str, _Host] = {}
+        self._changed = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Start the hosts and keep them, for ever. Raises what says that they cannot be kept."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self.resize(self._count)
+                while not all(host.link for host in self._hosts.values()):
+                    await self._changed.wait()
+                self._ready.set()
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+            with contextlib.suppress(RollartError):
+                await asyncio.gather(*(self._end(host) for host in list(self._hosts.values())))
+
+    async def ready(self) -> None:
+        """Returns once every host of the start serves."""
+        await self._ready.wait()
+
+    @property
+    def size(self) -> int:
+        """Hosts that are wanted, whether they serve or are on their way."""
+        return sum(not host.leaving for host in self._hosts.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that are wanted."""
+        return tuple(name for name, host in self._hosts.items() if not host.leaving)
+
+    @property
+    def clocks(self) -> list[ResourceClock]:
+        return [host.part.clock for host in self._hosts.values()]
+
+    async def resize(self, count: int) -> None:
+        """As many hosts as that, at least one: new ones are started, or those with the fewest workers retired."""
+        await asyncio.gather(*(self.spawn() for _ in range(max(1, count) - self.size)))
+        while self.size > max(1, count):
+            staying = [host for host in self._hosts.values() if not host.leaving]
+            self.retire(min(reversed(staying), key=lambda host: 0 if host.link is None else host.link.workers).part.id)
+
+    async def spawn(self) -> str:
+        """One host more; its name. It takes workers once it has started."""
+        assert self._tasks is not None, "hosts are added while `run` runs"
+        part = await self._make(next(self._names))
+        host = self._hosts[part.id] = _Host(part)
+        self._tasks.create_task(self._keep(host), name=f"keep {part.id}")
+        return part.id
+
+    def retire(self, name: str) -> None:
+        """It gets no more workers, and ends when its last call has."""
+        host = self._hosts[name]
+        host.leaving = True
+        if host.link is not None:
+            host.link.leave()
+
+    async def _keep(self, host: _Host) -> None:
+        """Start the host, watch it, start it again; until it retires or is given up."""
+        cause = ""
+        try:
+            while not host.leaving:
+                try:
+                    link = await self._start(host, HOST_RESTART if cause else "")
+                    cause = await trouble(link, host.part, link, self._leases, self._limits)
+                except (PartDied, LeaseExpired) as error:
+                    cause = error.message.removeprefix(f"{host.part.id}: ")
+                if not cause:
+                    break
+                if await self._lose(host, cause):
+                    host.restarts = 0
+                host.restarts += 1
+                if host.restarts > self._limits.max_restarts:
+                    if not any(other.link for other in self._hosts.values()):
+                        raise PartDied(host.part.id, f"{cause}, after {self._limits.max_restarts} restarts",
+                                       remedy=f"rollart logs --role {host.part.id}")  # fmt: skip
+                    self._tell("host_given_up", host, cause=cause, restarts=self._limits.max_restarts)
+                    return
+                if host.restarts > 1:
+                    await asyncio.sleep(min(0.25 * 2**host.restarts, 5.0))
+            self._tell("host_retired", host)
+        finally:
+            await self._end(host)
+
+    async def _start(self, host: _Host, cause: str) -> FunctionHost:
+        host.part.clock.enter(State.STARTUP, cause)
+        async with self._leases.hold(host.part.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
+            link = host.link = await host.part.start(lambda: self._at_work(host))
+        if host.leaving:
+            link.leave()
+        self._at_work(host)
+        self._tell("host_started", host, restarts=host.restarts)
+        self._notify()
+        return link
+
+    def _at_work(self, host: _Host) -> None:
+        """A call or a worker there has begun or ended."""
+        if host.link is not None:
+            host.part.clock.enter(State.BUSY if host.link.live else State.IDLE)
+
+    async def _lose(self, host: _Host, cause: str) -> bool:
+        """Calls that its workers are in are made again elsewhere from now on. Whether this life answered any."""
+        host.part.clock.enter(State.DOWN, HOST_DOWN)
+        link, host.link = host.link, None
+        self._tell("host_lost", host, cause=cause, calls=0 if link is None else link.live)
+        if link is None:
+            return False
+        await link.aclose()
+        return link.answered > 0
+
+    async def _end(self, host: _Host) -> None:
+        """It is gone for good."""
+        if self._hosts.pop(host.part.id, None) is None:
+            return
+        link, host.link = host.link, None
+        try:
+            if link is not None:
+                await link.aclose()
+            await host.part.close()
+        finally:
+            host.part.clock.close()
+            self._notify()
+
+    def _tell(self, kind: str, host: _Host, **fields: str | int | float | None) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, host.part.id, fields))
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
