@@ -54,9 +54,12 @@ class WorkerHost:
         self._packages: dict[str, Package] = {}
         self._controlled = False
         self._workers: set[asyncio.StreamWriter] = set()
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._ended = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A connection, to its end."""
+        self._connections.add(writer)
         try:
             match await read(reader):
                 case ["hello", str(token)] if self._knows(token) and not self._controlled:
@@ -67,6 +70,16 @@ class WorkerHost:
             pass
         finally:
             writer.close()
+            self._connections.discard(writer)
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Every connection, and with it every worker, ends."""
+        while self._connections:
+            for writer in self._connections:
+                writer.transport.abort()
+            self._ended.clear()
+            await self._ended.wait()
 
     def _knows(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self._token.encode())
@@ -180,6 +193,7 @@ async def _main(options: argparse.Namespace, said: int) -> None:
             out.write(f"ready tcp://{options.host}:{port}\n")
         await stop.wait()
         server.close()
+        await host.close()
 
 
 def main() -> None:

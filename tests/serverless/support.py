@@ -187,9 +187,11 @@ class Hosted(Provider):
 async def _machine(token: str) -> AsyncIterator[str]:
     """A host of workers on this loop; its address."""
     async with LocalBackend() as local:
-        server = await asyncio.start_server(WorkerHost(local, token).serve, "127.0.0.1", 0)
+        host = WorkerHost(local, token)
+        server = await asyncio.start_server(host.serve, "127.0.0.1", 0)
         yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         server.close()
+        await host.close()
 
 
 class RuntimeApi(Provider):

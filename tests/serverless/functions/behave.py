@@ -50,7 +50,16 @@ def _policy(sample):
     raise PolicyFault("not JSON", floor=-1.0)
 
 
+def _gate(sample):
+    gate = pathlib.Path(sample.metadata["file"])
+    gate.with_suffix(f".{os.getpid()}").touch()
+    while not gate.exists():
+        time.sleep(0.02)
+    return sample.metadata["value"]
+
+
 RESULTS = {
+    "gate": _gate,
     "score": lambda s: s.metadata.get("value", 1.0),
     "sleep": lambda s: 1.0,
     "whisper": lambda s: 1.0,
