@@ -12,6 +12,7 @@ from pathlib import Path
 from placement.types import Assignment, Role
 from rollart.adapters.engines.vllm_host import VllmHost
 from rollart.compose.actors import attached, engine_actor, engine_needs, engine_tolerance, part_clock, unused_clock
+from rollart.compose.broadcasts import Broadcasts
 from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
 from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
@@ -55,10 +56,12 @@ class LocalSite:
         *,
         names: Iterable[str] = (),
         stored: StoredWeights | None = None,
+        broadcasts: Broadcasts | None = None,
     ) -> None:
         """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one.
-        `stored`: by which engines get their weights; None: from the run's directory."""
-        self._stored = stored
+        `stored`: by which engines get their weights; None: from the run's directory. `broadcasts`: by which they get
+        new ones sooner."""
+        self._stored, self._broadcasts = stored, broadcasts
         self._resolved = resolved
         self._directory = directory
         self._ledger = ledger
@@ -171,13 +174,14 @@ class LocalSite:
                 needed=engine_needs(self._resolved, assignment),
                 tolerance=engine_tolerance(self._resolved),
                 local=None if host is None else self._pulled_by(host),
+                broadcasts=self._broadcasts,
             )
         else:
             actor = engine_actor(self._resolved, self._directory, assignment)
             program = await placed(self._resolved, self._runtime, actor)
             local = None if self._stored is None else self._pulled_by(program)
             client = client_of(self._resolved.cluster.engines, engine_tolerance(self._resolved))
-            part = EngineProgram(name, program, client=client, local=local)
+            part = EngineProgram(name, program, client=client, local=local, broadcasts=self._broadcasts)
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)

@@ -10,7 +10,9 @@ from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
 from rollart.adapters.trainers.http import HttpTrainer
+from rollart.adapters.weights.buckets import failing_once
 from rollart.compose.agreement import note_agreement, said
+from rollart.compose.broadcasts import Broadcasts
 from rollart.compose.trainer_hosts import TrainerHosts
 from rollart.errors import PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
@@ -47,9 +49,11 @@ class EngineProgram:
         *,
         client: Callable[..., HttpEngine] = HttpEngine,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+        broadcasts: Broadcasts | None = None,
     ) -> None:
         """`client`: see `client_of`. `local`: where a version lies on the program's host, once it is there; without
-        it the host can read what was published."""
+        it the host can read what was published. `broadcasts`: those it takes part in while it runs."""
+        self._broadcasts = broadcasts
         self._id = name
         self._program = program
         self._connect = client
@@ -66,12 +70,16 @@ class EngineProgram:
         address = await self._program.call("start", ["--model", path, "--weight-version", str(weights.version)])
         self._client = self._connect(self._id, address, version=weights.version, local=self._local)
         await self._client.started_with(weights)
+        if self._broadcasts is not None:
+            self._broadcasts.join(self._client)
         return self._client
 
     async def wait(self) -> str:
         return await ended(self._program)
 
     async def close(self) -> None:
+        if self._broadcasts is not None:
+            self._broadcasts.leave(self._id)
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -89,10 +97,12 @@ class AttachedEngine:
         needed: VllmOptions,
         tolerance: float = 0.0,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+        broadcasts: Broadcasts | None = None,
     ) -> None:
         """`needed`: what it must have been started with. `local`: where a version lies on the server's host, once it
-        is there; without it the server can read what was published."""
-        self._local = local
+        is there; without it the server can read what was published. `broadcasts`: those it takes part in while it
+        runs."""
+        self._local, self._broadcasts = local, broadcasts
         self._id = name
         self._url = url
         self._needed = needed
@@ -125,6 +135,8 @@ class AttachedEngine:
         await self._client.update_weights(weights)
         await self._client.resume()
         await self._client.tried()
+        if self._broadcasts is not None:
+            self._broadcasts.join(self._client)
         return self._client
 
     async def wait(self) -> str:
@@ -133,6 +145,8 @@ class AttachedEngine:
         return f"nothing answers at {self._url}"
 
     async def close(self) -> None:
+        if self._broadcasts is not None:
+            self._broadcasts.leave(self._id)
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -158,9 +172,13 @@ class TrainerProgram:
         max_restarts: int = 3,
         agreement: TrainSample | None = None,
         share: Callable[[WeightsRef], Awaitable[None]] | None = None,
+        broadcasts: Broadcasts | None = None,
     ) -> None:
         """`agreement`: what engines are held to once they loaded a version; None: nothing. `share`: brings what was
-        published nearer to them; a version is not published before."""
+        published nearer to them; a version is not published before. `broadcasts`: brings it to them while it is
+        written."""
+        self._broadcasts = broadcasts
+        self._staged = -1
         self._agreement = agreement
         self._said: tuple[int, tuple[float, ...]] = (-1, ())
         self._share = share
@@ -186,7 +204,7 @@ class TrainerProgram:
             raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
         self._clock.enter(State.DOWN, "trainer_restart")
         await self.close()
-        self._said = (-1, ())
+        self._said, self._staged = (-1, ()), -1
         now = asyncio.get_running_loop().time()
         self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", {"restarts": self._restarts}))
         try:
@@ -232,12 +250,12 @@ class TrainerProgram:
 
     async def stage(self, version: int) -> None:
         """The step that follows may begin when it returns: what the trainer says of this version, it says before."""
-        await self._live().stage(version)
+        await self._stage(version)
         if self._agreement is not None:
             self._said = version, await said(self._live(), self._agreement)
 
     async def publish(self, version: int) -> WeightsRef:
-        weights = await self._live().publish(version)
+        weights = await self._publish(version)
         if self._agreement is not None:
             staged, found = self._said
             if staged != version:  # it still has the weights that it has just published
@@ -247,7 +265,26 @@ class TrainerProgram:
             await self._share(weights)
         return weights
 
+    async def _stage(self, version: int) -> None:
+        if self._broadcasts is not None and self._broadcasts.any:
+            await self._live().stage(version, send=True)
+        else:
+            await self._live().stage(version)
+        self._staged = version
+
+    async def _publish(self, version: int) -> WeightsRef:
+        """Written for whoever needs it later, and in the engines' memory at the same time."""
+        live = self._live()
+        if self._broadcasts is None or not self._broadcasts.any:
+            return await live.publish(version)
+        if self._staged != version:
+            await self._stage(version)
+        async with failing_once(), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._broadcasts.send(live, version), name=f"a broadcast of v{version}")
+            return await live.publish(version)
+
     async def restore(self, weights: WeightsRef) -> None:
+        self._staged = -1
         async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
             await self._live().restore(weights)
 

@@ -180,13 +180,14 @@ class _Cluster:
         self._pulls: dict[str, SharedLink] = {}
         self._fabric = KvFabric(self._link)
         self._made = 0
-        store = resolved.run.weights.store
+        weights = resolved.run.weights
+        store, buckets = weights.store, weights.store or weights.collective
         self.transfer = WeightTransfer(
             shape.weight_bytes / 1e9,
             push=SharedLink(PUSH if elsewhere else RDMA),
             pull=lambda engine: self._pulls.setdefault(engine, SharedLink(RDMA)),
             prefetch=resolved.run.weights.update != "on_divergence",
-            bucket_gb=1.0 if store is None else store.bucket_mb / 1000,
+            bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
             in_flight=1 if store is None else store.in_flight,
         )
 

@@ -16,6 +16,7 @@ from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.compose.actors import part_clock
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
+from rollart.compose.broadcasts import broadcasts
 from rollart.compose.clusters import opened
 from rollart.compose.elastic import elastic_planner, nodes_of
 from rollart.compose.environments import environment_fleet, hosted, on_hosts
@@ -341,8 +342,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         spent_before = ledger.spent_usd
         leases = Leases(ledger)
         weights = weight_store(resolved, directory, leases, ledger)
-        stored = weights if isinstance(weights, StoredWeights) else None
-        if stored is not None:
+        if (stored := weights if isinstance(weights, StoredWeights) else None) is not None:
             stack.push_async_callback(stored.aclose)
         runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
         elsewhere = on_hosts(resolved) | in_their_place(resolved)
@@ -350,7 +350,8 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
         for clock in by_part.values():
             stack.callback(clock.close)
-        site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored)
+        sent = broadcasts(resolved, leases, ledger)
+        site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored, broadcasts=sent)
         stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
@@ -362,6 +363,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             start_s=resolved.run.leases.engine_start_s,
             agreement=agreement_sample(resolved),
             share=None if stored is None else stored.push,
+            broadcasts=sent,
         )
         stack.push_async_callback(trainer.close)
         await site.open()

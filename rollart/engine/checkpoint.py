@@ -16,7 +16,15 @@ from torch import Tensor
 
 from rollart.errors import UsageError
 
-__all__ = ["MARKER", "Architecture", "published_version", "read_architecture", "read_tensors", "require_complete"]
+__all__ = [
+    "MARKER",
+    "Architecture",
+    "architecture_of",
+    "published_version",
+    "read_architecture",
+    "read_tensors",
+    "require_complete",
+]
 
 MARKER = "COMPLETE"
 """A published directory holds this file once it was written whole: it is the last thing the trainer writes. It may
@@ -59,7 +67,11 @@ def read_architecture(directory: str | Path) -> Architecture:
     path = Path(directory)
     if not path.is_dir():
         raise UsageError(f"model directory {path} does not exist", remedy="pass --model DIR with a config.json")
-    config = _read_json(path / "config.json")
+    return architecture_of(_read_json(path / "config.json"), path)
+
+
+def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
+    """Of a parsed `config.json`; `path` is where it is from."""
     family = (config.get("architectures") or [config.get("model_type", "?")])[0]
     if family not in FAMILIES:
         raise UsageError(f"{path}: architecture {family} is not supported", remedy=f"use one of {', '.join(FAMILIES)}")

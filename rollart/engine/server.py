@@ -11,13 +11,13 @@ from aiohttp import web
 from torch import Tensor
 
 from rollart.engine import metrics
-from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
 from rollart.engine.driver import Driver
 from rollart.engine.events import answered_in_pieces
 from rollart.engine.handoff import Handoffs, Settings
 from rollart.engine.protocol import completion_body, error_body, job_of, strip_prefix
+from rollart.engine.staging import Staging
 from rollart.engine.stream import Stream
-from rollart.errors import EngineError, HandoffFailed, UsageError
+from rollart.errors import EngineError, HandoffFailed
 from rollart.model import PauseMode
 
 __all__ = ["Server"]
@@ -38,6 +38,7 @@ class Server:
         self._driver, self._runner = driver, driver.runner
         self.model = model
         self.handoffs = Handoffs(driver, handoff or Settings(), advertise=advertise)
+        self._staging = Staging(self._runner.network)
         self._staged: tuple[str, dict[str, Tensor]] | None = None
         self._updating = False
         self._count = 0
@@ -116,6 +117,9 @@ class Server:
         return _json({"is_paused": self._driver.paused})
 
     async def _init_transfer(self, request: web.Request) -> web.Response:
+        """With an order in `init_info`, take part in one broadcast of the trainer's, beside everything else."""
+        if self._staging.take_part((await _body(request)).get("init_info")):
+            return _json({"message": "takes part in the broadcast"})
         return _json({"message": "weights are read from published directories: nothing to set up"})
 
     async def _start_update(self, request: web.Request) -> web.Response:
@@ -123,15 +127,12 @@ class Server:
         return _json({"message": "weight update started"})
 
     async def _update(self, request: web.Request) -> web.Response:
-        """Read a published directory into memory. Nothing changes for requests until `/finish_weight_update`."""
+        """Have a version in memory: of a published directory, or what was broadcast. Nothing changes for requests until
+        `/finish_weight_update`."""
         if not self._updating:
             raise EngineError("no weight update was started", retryable=False, remedy="POST /start_weight_update first")
-        path = ((await _body(request)).get("update_info") or {}).get("path")
-        if not isinstance(path, str):
-            raise EngineError("update_info.path must name a published directory", retryable=False)
-        tensors = await asyncio.get_running_loop().run_in_executor(None, self._read, path)
-        self._staged = (path, tensors)
-        return _json({"message": f"staged {path}"})
+        self._staged = await self._staging.stage((await _body(request)).get("update_info"))
+        return _json({"message": f"staged {self._staged[0]}"})
 
     async def _finish_update(self, request: web.Request) -> web.Response:
         """Swap the staged weights in between two steps, as one version."""
@@ -207,19 +208,8 @@ class Server:
         self._count += 1
         return f"request-{self._count}"
 
-    def _read(self, path: str) -> dict[str, Tensor]:
-        """Tensors of a complete directory of this very architecture; EngineError otherwise."""
-        try:
-            require_complete(path)
-            if read_architecture(path) != self._runner.network.architecture:
-                raise UsageError(f"{path} is another architecture than the engine's")
-            tensors = read_tensors(path)
-            self._runner.network.check(tensors)
-        except UsageError as error:
-            raise EngineError(str(error), retryable=False) from error
-        return tensors
-
     async def _close(self, app: web.Application) -> None:
+        self._staging.close()
         await self.handoffs.close()
 
 

@@ -46,6 +46,12 @@ def _weights(run: RunSpec) -> Iterable[Problem]:
     weights, place = run.weights, ("weights", "update")
     if weights.store is not None:
         yield from _store(weights.store)
+        if weights.collective is not None:
+            yield Problem(
+                ("weights", "collective"),
+                "weights.collective and weights.store are given (rule: one of them; a broadcast reaches engines that "
+                "the trainer reaches)",
+            )
     if weights.update != "all":
         if run.schedule in LAG:
             yield Problem(

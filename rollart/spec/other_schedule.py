@@ -31,7 +31,8 @@ def under(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
         left.append("rollout.concurrency")
     if batches and run.weights.update != "all":
         left.append(f"weights.update={run.weights.update}")
-        whole["weights"] = WeightsSpec(overlap=run.weights.overlap, store=run.weights.store)
+        weights = run.weights
+        whole["weights"] = WeightsSpec(overlap=weights.overlap, store=weights.store, collective=weights.collective)
     if batches and run.batch.sampler == "deadline":
         left.append("batch.sampler=deadline")
         whole["batch"] = run.batch.model_copy(update={"sampler": "fifo", "deadline_s": None, "least": None})

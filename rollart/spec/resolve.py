@@ -250,6 +250,12 @@ def _served(run: RunSpec, cluster: ClusterSpec) -> None:
             "hosts, which have the run's directory nowhere)",
             remedy="set weights.store.local to a directory that each server's host can write",
         )
+    if cluster.trainer.external is not None and run.weights.collective is not None:
+        raise SpecError(
+            "weights.collective is given, and trainer.external is somebody else's trainer (rule: one of them; the "
+            "embedded trainer's ranks broadcast)",
+            remedy="leave out weights.collective",
+        )
 
 
 Planned = tuple[Plan, Problem | None, tuple[str, ...]]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rollart.spec.base import Entry
 
-__all__ = ["WeightStoreSpec", "WeightsSpec"]
+__all__ = ["CollectiveSpec", "WeightStoreSpec", "WeightsSpec"]
 
 
 class WeightStoreSpec(Entry):
@@ -39,6 +39,18 @@ class WeightStoreSpec(Entry):
     )
 
 
+class CollectiveSpec(Entry):
+    """A broadcast from the trainer's ranks to all engines, beside the write of the version and the rollout. Who misses
+    it loads the version's files."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto",
+        description="`nccl` between GPUs, `gloo` by way of host memory; `auto`: nccl where the trainer and all engines "
+        "have GPUs.",
+    )
+    bucket_mb: int = Field(default=64, ge=1, le=4096, description="Size of a bucket, MB.")
+
+
 class WeightsSpec(Entry):
     """A version on its way from the trainer to the engines."""
 
@@ -50,6 +62,10 @@ class WeightsSpec(Entry):
     store: WeightStoreSpec | None = Field(
         default=None,
         description="Engines load versions that their hosts pulled from here; without it from the run's directory.",
+    )
+    collective: CollectiveSpec | None = Field(
+        default=None,
+        description="Broadcast versions into the engines' memory; without it, or with `store`, they come as files.",
     )
     update: Literal["all", "delayed", "staggered", "on_divergence"] = Field(
         default="all",

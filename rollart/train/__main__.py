@@ -93,7 +93,7 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
     if rank + here > size:
         raise UsageError(f"--rank {rank} --here {here}: the config has parallel.ranks {size}")
     if not config.parallel.sharded:
-        return TrainerService(config)
+        return TrainerService(config, host=arguments.host)
     gpu = ""
     if config.device == "cuda":
         number = own_gpu(arguments.local, here)
@@ -111,7 +111,7 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
     if gpu:
         refuse_shared(store, gpu, rank=rank, size=size)
     ranks = join(store, torch.device(config.device), rank=rank, size=size)
-    service = TrainerService(config, ranks)
+    service = TrainerService(config, ranks, host=arguments.host)
     ranks.torch.exchange("ready")
     return service
 

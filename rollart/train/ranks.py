@@ -2,8 +2,9 @@
 
 Rank 0 serves; the others do what it does, at the same time. Every rank is given every command and all of its samples
 (29 bytes a token), so that what is refused is refused by all, advantages are those of the whole batch, and only the
-forward and backward passes are split. A process of its own has two *channels*, one for each thread that works: torch's
-and the disk's. They are gloo groups on the CPU, never NCCL: an idle rank may wait in them for hours.
+forward and backward passes are split. A process of its own has three *channels*, one for each thread that works:
+torch's, the disk's and that of broadcasts to engines. They are gloo groups on the CPU, never NCCL: an idle rank may
+wait in them for hours.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Ranks:
 
     def __init__(self, *, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
         self.rank, self.size = rank, size
-        self.torch = self.disk = ALONE
+        self.torch = self.disk = self.wire = ALONE
         self.mesh: Any = None
         self._device = device
         if device is not None:
@@ -103,8 +104,8 @@ class Ranks:
             world = dist.group.WORLD
             assert world is not None, "the ranks have met"
             self.mesh = DeviceMesh.from_group(world, device.type)
-            self.torch, self.disk = (
-                Channel(dist.new_group(backend="gloo", timeout=IDLE), rank=rank, size=size) for _ in range(2)
+            self.torch, self.disk, self.wire = (
+                Channel(dist.new_group(backend="gloo", timeout=IDLE), rank=rank, size=size) for _ in range(3)
             )
 
     def enter(self, threads: int) -> None:

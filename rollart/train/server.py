@@ -4,7 +4,9 @@
     POST /begin {version} -> {}     /accumulate {samples} -> {tokens}     /finish {} -> what /train answers
     POST /logprobs {samples}        -> {logprobs: float32[T] as bytes}
     POST /reference, /advantages {samples} -> {column: float64[T] as bytes}
-    POST /stage {version} -> {}     /publish {version} -> {version, path}
+    POST /stage {version, send?} -> {}     /publish {version} -> {version, path}
+    POST /meet {} -> {address, ranks}  where engines meet this trainer for broadcasts
+    POST /send {order, bucket} -> {bytes, seconds, has: {member: [bytes, seconds]}, errors: {member: line}}
     POST /restore {version, path}   -> {}
     POST /lost {reason} -> {}       a rank of another host is gone, says who watches it
     GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
@@ -23,8 +25,10 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import torch
 from aiohttp import web
 
+from rollart.collective import Order
 from rollart.errors import TrainerError
 from rollart.model import TrainReport
 from rollart.train import checkpoint
@@ -33,6 +37,7 @@ from rollart.train.command import Answer, Outcome, Work, follow, lead
 from rollart.train.config import TrainerConfig
 from rollart.train.learner import Learner
 from rollart.train.ranks import ALONE, Channel, Ranks
+from rollart.train.sending import Outgoing, Sender, outgoing
 
 __all__ = ["MAX_BODY", "TrainerService"]
 
@@ -51,12 +56,13 @@ class TrainerService:
     """Owns the learner and the one thread that touches it. Requests queue there in order of arrival; `/health` and
     `/metrics` are answered from the loop and never wait for torch. Versions are written by a second thread, so that one
     which was staged does not wait for the step that follows it, nor the step for the disk. Columns of samples that are
-    still rolled out are filled by a third, from what never changes.
+    still rolled out are filled by a third, from what never changes; a fourth broadcasts what was staged to engines.
 
     Of several ranks, rank 0's serves, and the others' `follow`. Once a rank is lost, or has failed where the others may
     wait for it, every request is answered at once with the reason: the caller starts the trainer again."""
 
-    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: TrainerConfig, ranks: Ranks | None = None, *, host: str = "127.0.0.1") -> None:
+        """`host`: where engines reach rank 0."""
         self._config = config
         self._ranks = ranks or Ranks()
         self._tokenizer = checkpoint.tokenizer_files(config.tokenizer)
@@ -68,6 +74,9 @@ class TrainerService:
         self._pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
         self._disk = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))
         self._columns = ThreadPoolExecutor(1, "columns", initializer=enter, initargs=(config.threads,))
+        self._wire = ThreadPoolExecutor(1, "wire", initializer=enter, initargs=(1,))
+        self._sender = Sender(torch.device(config.device), rank=self._ranks.rank, host=host)
+        self._outgoing: dict[int, Outgoing] = {}
         self._staged: dict[int, checkpoint.Snapshot] = {}
         self._restores = 0
         self._waiting = 0
@@ -84,6 +93,8 @@ class TrainerService:
         app.router.add_post("/publish", self._post("publish", self._ranks.disk, self._disk))
         for name in ("reference", "advantages"):
             app.router.add_post(f"/{name}", self._post(name, ALONE, self._columns))
+        app.router.add_post("/send", self._post("send", self._ranks.wire, self._wire))
+        app.router.add_post("/meet", self._post("meet", ALONE, self._wire))
         app.router.add_post("/lost", self.told)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
@@ -95,6 +106,7 @@ class TrainerService:
         works: dict[Channel, dict[str, Work]] = {
             self._ranks.torch: torch_works,
             self._ranks.disk: {"publish": self.publish},
+            self._ranks.wire: {"send": self.send},
         }
         follow(works, enter=lambda: self._ranks.enter(self._config.threads))
 
@@ -131,8 +143,28 @@ class TrainerService:
 
     def stage(self, body: Answer) -> Answer:
         version = int(body["version"])
-        self._staged = {version: self._snapshot(version)}
+        snapshot = self._snapshot(version)
+        self._staged = {version: snapshot}
+        self._outgoing = {version: outgoing(snapshot)} if body.get("send") else {}
         return {}
+
+    def meet(self, body: Answer) -> Answer:
+        return {"address": self._sender.address(), "ranks": self._ranks.size}
+
+    def send(self, body: Answer) -> Answer:
+        """Broadcast what was staged to be sent; it is let go of."""
+        order = Order(**body["order"])
+        staged = self._outgoing.pop(order.version, None)
+        gone = TrainerError(f"version {order.version} was not staged to be sent, or the trainer was restored")
+        self._ranks.wire.agree(gone if staged is None else None)
+        assert staged is not None, "else all ranks agreed that it is gone"
+        sent = self._sender.send(order, staged, bucket=int(body["bucket"]))
+        every = self._ranks.wire.exchange((sent.bytes, sent.errors.get(0, "")))
+        errors = {str(member): error for member, error in sent.errors.items()}
+        if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(every) if error]:
+            errors["0"] = failed[0]
+        has = {str(member): list(one) for member, one in sent.has.items()}
+        return {"bytes": sum(n for n, _ in every), "seconds": sent.seconds, "has": has, "errors": errors}
 
     def publish(self, body: Answer) -> Answer:
         """In the disk's thread, from a copy: what was not staged is copied in the learner's. A caller that gave up and
@@ -157,6 +189,7 @@ class TrainerService:
         version = int(body["version"])
         self._restores += 1
         self._staged.clear()
+        self._outgoing.clear()
         self._learner.abort()
         checkpoint.restore(self._learner, Path(str(body["path"])), version)
         self._version = version

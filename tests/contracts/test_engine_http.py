@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +13,22 @@ import torch
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
+from rollart.collective import Order
 from rollart.engine.handoff import Settings
-from rollart.model import EngineId, WeightsRef
-from tests.contracts.engine_contract import EngineContract, PdContract, PdScenario, PdSubject, Scenario, Subject
+from rollart.model import EngineId, PauseMode, WeightsRef
+from rollart.train.sending import Sender
+from tests.contracts.broadcasting import BroadcastEngine, give
+from tests.contracts.engine_contract import (
+    EngineContract,
+    PdContract,
+    PdScenario,
+    PdSubject,
+    Scenario,
+    Subject,
+    request,
+)
 from tests.engine.hosting import process, served
-from tests.engine.models import publish
+from tests.engine.models import LLAMA, publish
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +45,18 @@ def publisher(base: Path) -> Callable[[int], WeightsRef]:
     return lambda version: WeightsRef(version, str(publish(base.parent / f"v{version}", version)))
 
 
+async def to_version(engine: HttpEngine, weights: WeightsRef) -> None:
+    await engine.pause(PauseMode.KEEP)
+    await engine.update_weights(weights)
+    await engine.resume()
+
+
 async def play(url: str, base: Path, scenario: Scenario, *, streaming: bool, vllm: bool = False) -> None:
     engine = VllmEngine(EngineId("e0"), url) if vllm else HttpEngine(EngineId("e0"), url, streaming=streaming)
+    await played(engine, base, scenario)
+
+
+async def played(engine: HttpEngine, base: Path, scenario: Scenario) -> None:
     try:
         async with asyncio.timeout(120):
             await scenario(Subject(engine, publisher(base)))
@@ -69,6 +91,45 @@ class TestVllmClient(TestStream):
 
     vllm = True
     RELEASES = False
+
+
+class TestBroadcast(EngineContract):
+    """Versions that come by broadcast over gloo."""
+
+    @pytest.fixture(autouse=True)
+    def _base(self, base: Path) -> None:
+        self.base = base
+
+    def run(self, scenario: Scenario) -> None:
+        async def body() -> None:
+            async with served(self.base) as url:
+                await played(BroadcastEngine(EngineId("e0"), url), self.base, scenario)
+
+        asyncio.run(body())
+
+    def test_what_did_not_come_is_read_from_files_and_what_came_of_another_model_is_not_kept(self) -> None:
+        async def body() -> None:
+            async with served(self.base) as url:
+                engine, sender = HttpEngine(EngineId("e0"), url), Sender(torch.device("cpu"), rank=0, host="127.0.0.1")
+                try:
+                    one, other = publisher(self.base)(1), publish(self.base.parent / "llama", 2, LLAMA)
+                    await to_version(engine, one)
+                    before = await engine.generate(request("a", max_tokens=9, temperature=0.0))
+                    order = Order(sender.address(), "g", "gloo", 2, 1, "s", 2, limit_s=60.0)
+                    sent = await give(sender, order, other, engine)
+                    assert sent.errors == {1: "it is another architecture than the engine's"}
+                    engine.received(2, "s")  # as if it had it
+                    two = publisher(self.base)(2)
+                    await to_version(engine, two)
+                    after = await engine.generate(request("b", max_tokens=9, temperature=0.0))
+                    await to_version(engine, dataclasses.replace(one, version=3))
+                    again = await engine.generate(request("c", max_tokens=9, temperature=0.0))
+                    assert before.token_ids == again.token_ids != after.token_ids
+                finally:
+                    sender.leave(wait_s=60.0)
+                    await engine.close()
+
+        asyncio.run(body())
 
 
 @pytest.mark.slow

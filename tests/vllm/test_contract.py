@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollart.adapters.engines.vllm import PROBE, VllmEngine
+from rollart.collective import Order
 from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
+from rollart.train.sending import Sender
+from tests.contracts.broadcasting import BroadcastVllm, give
 from tests.contracts.engine_contract import EngineContract, Scenario, Subject, check, request
 from tests.engine.models import reference
 from tests.vllm.hosting import TIED, needs_vllm, publish, server
@@ -41,9 +45,9 @@ async def to_version(engine: VllmEngine, weights: WeightsRef) -> None:
     await engine.resume()
 
 
-async def play(url: str, root: Path, scenario: Scenario) -> None:
+async def play(url: str, root: Path, scenario: Scenario, kind: type[VllmEngine] = VllmEngine) -> None:
     """With version 0 loaded, nothing cached, and nothing left behind."""
-    engine = VllmEngine(EngineId("e0"), url)
+    engine = kind(EngineId("e0"), url)
     try:
         async with asyncio.timeout(120):
             await to_version(engine, publisher(root)(0))
@@ -148,3 +152,43 @@ class TestVllm(EngineContract):
     def _vllm(s: Subject) -> VllmEngine:
         assert isinstance(s.engine, VllmEngine)
         return s.engine
+
+
+class TestVllmByBroadcast(EngineContract):
+    """Its versions come into its workers' memory over gloo, and from no files."""
+
+    PREFIX = TestVllm.PREFIX
+    RELEASES = False
+    GAUGES = False
+    LONG = TestVllm.LONG
+
+    @pytest.fixture(autouse=True)
+    def _served(self, url: str, root: Path) -> None:
+        self.url, self.root = url, root
+
+    def run(self, scenario: Scenario) -> None:
+        asyncio.run(play(self.url, self.root, scenario, BroadcastVllm))
+
+    test_log_probabilities_are_those_of_the_weights = TestVllm.test_log_probabilities_are_those_of_the_weights
+    test_what_goes_on_after_an_update_is_computed_anew = TestVllm.test_what_goes_on_after_an_update_is_computed_anew
+    _vllm = staticmethod(TestVllm._vllm)
+
+    def test_a_broadcast_of_another_model_is_not_kept_and_the_files_are_read(self) -> None:
+        async def body() -> None:
+            engine, sender = VllmEngine(EngineId("e0"), self.url), Sender(torch.device("cpu"), rank=0, host="127.0.0.1")
+            try:
+                await to_version(engine, publisher(self.root)(0))
+                before = await engine.generate(request("a", max_tokens=9, temperature=0.0))
+                order = Order(sender.address(), "g", "gloo", 2, 1, "another", 3, limit_s=60.0)
+                sent = await give(sender, order, publish(self.root / "tied", 9, TIED), engine)
+                assert "another model: tie_word_embeddings is True" in sent.errors[1]
+                engine.received(3, "another")  # as if it had it
+                await to_version(engine, publisher(self.root)(3))
+                answer = await engine.generate(request("b", max_tokens=9, temperature=0.0))
+                assert answer.spans[0].version == 3
+                assert answer.token_ids != before.token_ids
+            finally:
+                sender.leave(wait_s=60.0)
+                await engine.close()
+
+        asyncio.run(body())

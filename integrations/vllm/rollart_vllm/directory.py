@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-__all__ = ["Version", "open_version"]
+__all__ = ["Version", "another_model", "open_version"]
 
 MARKER = "COMPLETE"
 
@@ -53,9 +53,8 @@ def open_version(path: str, config: Mapping[str, Any], *, verify: bool) -> Versi
         raise ValueError(f"{path} is not a whole version: it has no {Path(error.filename).name}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    for key in SHAPE:
-        if key in found and key in config and found[key] != config[key]:
-            raise ValueError(f"{path} is another model: {key} is {found[key]!r}, the engine's {config[key]!r}")
+    if problem := another_model(found, config):
+        raise ValueError(f"{path} is {problem}")
     names = _buckets(directory)
     sums = dict(marker.get("files") or {}) if verify else {}
     opened = []
@@ -67,6 +66,14 @@ def open_version(path: str, config: Mapping[str, Any], *, verify: bool) -> Versi
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}/{name} cannot be read: {error}") from None
     return Version(directory, opened)
+
+
+def another_model(found: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """In what a version's config.json differs from the running model's, in words; empty if it does not."""
+    for key in SHAPE:
+        if key in found and key in config and found[key] != config[key]:
+            return f"another model: {key} is {found[key]!r}, the engine's {config[key]!r}"
+    return ""
 
 
 def _buckets(directory: Path) -> list[str]:

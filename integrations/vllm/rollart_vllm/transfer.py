@@ -1,4 +1,4 @@
-"""vLLM's weight transfer, from directories that a trainer published.
+"""vLLM's weight transfer, from directories that a trainer published and from its broadcasts.
 
 A version is staged by `update_weights` and put in by `finish_weight_update`: whatever is wrong with it is said while
 the engine still serves the weights before.
@@ -6,7 +6,9 @@ the engine still serves the weights before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,14 +19,25 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollart_vllm.directory import Version, open_version
+from rollart_vllm.collective import Order, Received, Receiver
+from rollart_vllm.directory import Version, another_model, open_version
 
 __all__ = ["DirectoryInit", "DirectoryTransfer", "DirectoryUpdate"]
 
 
 @dataclass
 class DirectoryInit(WeightTransferInitInfo):
-    """Directories need no meeting of trainer and engine."""
+    """Nothing for directories; or an order to take part in one broadcast (`collective.Order`, its fields)."""
+
+    address: str = ""
+    group: str = ""
+    backend: str = "gloo"
+    size: int = 0
+    lanes: int = 0
+    stamp: str = ""
+    version: int = 0
+    limit_s: float = 0.0
+    first: int = 1
 
 
 @dataclass
@@ -34,6 +47,22 @@ class DirectoryUpdate(WeightTransferUpdateInfo):
     path: str
     verify: bool = True
     """Compare every bucket with its published sha256 before anything changes."""
+
+    stamp: str = ""
+    """The broadcast by which the version came; the directory is read if it did not come here whole."""
+
+
+class _Broadcast:
+    """A version that is in memory already, as `directory.Version` is."""
+
+    def __init__(self, received: Received) -> None:
+        self._received = received
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._received.tensors.items()
+
+    def close(self) -> None:
+        pass
 
 
 class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
@@ -46,10 +75,15 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._staged: Version | None = None
+        self._staged: Version | _Broadcast | None = None
+        self._receiver = Receiver(self.device, check=self._loadable)
 
     def init_transfer_engine(self, init_info: DirectoryInit) -> None:
-        pass
+        """Returns at once: a broadcast comes in threads of its own, while this worker goes on generating."""
+        if init_info.address:
+            parallel = self.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._receiver.take_part(Order(**asdict(init_info)), worker=worker)
 
     def start_weight_update(self) -> None:
         self._staged = None
@@ -59,6 +93,10 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: DirectoryUpdate) -> None:
+        received = self._receiver.take(update_info.stamp) if update_info.stamp else None
+        if received is not None:
+            self._staged = _Broadcast(received)
+            return
         config = self.model_config.hf_config.to_dict()
         self._staged = open_version(update_info.path, config, verify=update_info.verify)
 
@@ -83,6 +121,12 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
     def shutdown(self) -> None:
         self._staged = None
+        self._receiver.close()
+
+    def _loadable(self, received: Received) -> None:
+        found = json.loads(received.config)
+        if problem := another_model(found, self.model_config.hf_config.to_dict()):
+            raise ValueError(f"the broadcast is of {problem}")
 
 
 def _tied(model: torch.nn.Module) -> list[Any]:

@@ -70,6 +70,8 @@ class HttpEngine:
         self._streaming = streaming
         self._keepalive_s = keepalive_s
         self._local = local
+        self._broadcast: tuple[int, str] = (-1, "")
+        """The version that lies in the server's memory since a broadcast, and the broadcast's name."""
         self._stream: EngineStream | None = None
         self._opening = asyncio.Lock()
 
@@ -149,11 +151,28 @@ class HttpEngine:
         await self._control("/resume", {})
 
     async def update_weights(self, weights: WeightsRef) -> None:
-        path = weights.path if self._local is None else await self._local(weights)
+        version, stamp = self._broadcast
+        info = {"path": weights.path}
+        if version == weights.version:
+            info["stamp"] = stamp
+        elif self._local is not None:
+            info["path"] = await self._local(weights)
         await self._control("/start_weight_update", {})
-        await self._control("/update_weights", {"update_info": {"path": path}})
+        await self._control("/update_weights", {"update_info": info})
         await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
         await self._drop_kv()
+
+    async def members(self) -> int:
+        """Processes that hold a part of the model, and each take part in a broadcast."""
+        return 1
+
+    async def take_part(self, order: Mapping[str, object]) -> None:
+        """Receive one broadcast of the trainer's (`rollart.collective.Order`), beside everything else."""
+        await self._control("/init_weight_transfer_engine", {"init_info": dict(order)})
+
+    def received(self, version: int, stamp: str) -> None:
+        """It has that version in memory: `update_weights` puts that one in, without reading its files."""
+        self._broadcast = version, stamp
 
     async def _drop_kv(self) -> None:
         """vLLM keeps its prefix cache, and running requests their KV, across an update unless told otherwise."""

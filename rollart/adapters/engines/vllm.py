@@ -130,6 +130,9 @@ class VllmEngine(HttpEngine):
         self._settled, self._loaded = True, weights.version
         self._unproven = weights.path if self._tolerance else None
 
+    async def members(self) -> int:
+        return int(as_object(await self._request("GET", "/get_world_size")).get("world_size", 1))
+
     async def healthy(self) -> bool:
         answers = await super().healthy()
         if not answers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,18 @@ import msgpack
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
-__all__ = ["HttpTrainer", "encode_samples"]
+__all__ = ["HttpTrainer", "Sent", "encode_samples"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A broadcast. `has`: bytes and seconds of the members that have the version whole, by number; `errors` of others,
+    0 is the trainer."""
+
+    bytes: int
+    seconds: float
+    has: Mapping[int, tuple[int, float]]
+    errors: Mapping[int, str]
 
 
 class HttpTrainer:
@@ -66,8 +78,21 @@ class HttpTrainer:
     async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         return await self._column("advantages", samples)
 
-    async def stage(self, version: int) -> None:
-        await self._post("stage", {"version": version})
+    async def stage(self, version: int, *, send: bool = False) -> None:
+        """`send`: what is staged is kept for a broadcast as well."""
+        await self._post("stage", {"version": version} | ({"send": True} if send else {}))
+
+    async def meet(self) -> tuple[str, int]:
+        """`host:port` where engines meet it for broadcasts, and how many ranks it has."""
+        answer = await self._post("meet", {})
+        return str(answer["address"]), int(answer["ranks"])
+
+    async def send(self, order: Mapping[str, object], *, bucket_bytes: int) -> Sent:
+        """Broadcast what was staged to be sent; returns when every member has it or does not answer any more."""
+        answer = await self._post("send", {"order": dict(order), "bucket": bucket_bytes})
+        has = {int(member): (int(n), float(s)) for member, (n, s) in answer["has"].items()}
+        errors = {int(member): str(error) for member, error in answer["errors"].items()}
+        return Sent(int(answer["bytes"]), float(answer["seconds"]), has, errors)
 
     async def publish(self, version: int) -> WeightsRef:
         answer = await self._post("publish", {"version": version})

@@ -1,0 +1,397 @@
+"""A version of the weights from the trainer's ranks to engines by broadcast, and what an engine does of it.
+
+One process group per rank of the trainer (a *lane*): the rank is its root, every worker of every engine that takes part
+is a member. NCCL between GPUs, gloo between CPUs; the code is the same. A lane is a stream of bytes, the tensors of the
+rank one behind the other, cut into buckets. What is in it, each bucket's sha256 and who has all of it are in the
+trainer's TCPStore; the groups carry nothing but buckets.
+
+Imports nothing of rollart: vLLM's workers have this very file, from `integrations/vllm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+__all__ = ["Group", "Lane", "Layout", "Order", "Received", "Receiver"]
+
+ALIGN = 64
+"""Every tensor begins at a multiple of so many bytes: as whatever type it is, it can be used where it lies."""
+
+JOIN_S = 30.0
+"""Longest wait for the others when a group is formed: all were told to come a moment before."""
+
+STALL_S, PATIENCE = 20.0, 8.0
+"""A bucket takes at most so long, or so many times as long as the longest one before: then somebody hangs."""
+
+CLOSE_S = 1.0
+"""Longest wait for a thread when all is over."""
+
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Take part in one broadcast. `address` is the store's `host:port`; `group` names the groups (of another name: they
+    are formed anew), `stamp` the broadcast: a version that is published again has another. Seconds."""
+
+    address: str
+    group: str
+    backend: str
+    size: int
+    """Members of each lane's group, its root included."""
+    lanes: int
+    stamp: str
+    version: int
+    limit_s: float
+    first: int = 1
+    """Number of the engine's first worker in each group."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a lane's bytes are: (name, type, shape) of each tensor, in order."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    bucket: int
+    """Bytes of each bucket but the last."""
+    config: str = ""
+    """The model's config.json, from the first lane."""
+
+    def places(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+        """Name, type, shape, first byte and bytes of every tensor."""
+        at = 0
+        for name, kind, shape in self.tensors:
+            dtype: torch.dtype = getattr(torch, kind)
+            size = math.prod(shape) * dtype.itemsize
+            yield name, dtype, shape, at, size
+            at += -(-size // ALIGN) * ALIGN
+
+    @property
+    def size(self) -> int:
+        """Bytes of the lane."""
+        return max((at + size for _, _, _, at, size in self.places()), default=0)
+
+    def buckets(self) -> list[tuple[int, int]]:
+        """First byte and end of each."""
+        total = self.size
+        return [(at, min(at + self.bucket, total)) for at in range(0, total, self.bucket)]
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Layout:
+        raw = json.loads(text)
+        tensors = tuple((str(n), str(k), tuple(int(s) for s in shape)) for n, k, shape in raw["tensors"])
+        return cls(tensors, int(raw["bucket"]), str(raw["config"]))
+
+
+class Group:
+    """One lane's process group, apart from all others of this process. Made by all members at once.
+
+    `broadcast` begins to send or to receive a bucket; `finish` waits for it. Whoever drops a group (`close`) ends its
+    connections, which the others see at once; where something is under way that waits for a hanging member, when that
+    gives up."""
+
+    def __init__(self, store: Any, order: Order, lane: int, *, rank: int, device: torch.device, here: str) -> None:
+        """RuntimeError when the others do not come. `here` is this host's address that they reach."""
+        self._nccl = order.backend == "nccl"
+        self._longest_s = 0.0
+        own, limit = PrefixStore(f"{order.group}/{lane}", store), min(JOIN_S, order.limit_s)
+        if self._nccl:
+            torch.cuda.set_device(device)
+            self._group: Any = _nccl(own, rank, order.size, seconds(order.limit_s))
+        else:
+            self._group = _gloo(own, rank, order.size, seconds(limit), here)
+
+    def broadcast(self, bucket: Tensor, *, within_s: float) -> Any:
+        return self._group.broadcast(bucket, 0, timeout=seconds(within_s))
+
+    def finish(self, work: Any, *, within_s: float) -> None:
+        """RuntimeError when somebody is gone or hangs."""
+        began = time.monotonic()
+        if self._nccl:  # its `wait` would only hold the stream up, for ever
+            while not work.is_completed():
+                if time.monotonic() - began > within_s:
+                    raise RuntimeError(f"a bucket has been on its way for {within_s:.3g} s")
+                time.sleep(0.0005)
+        work.wait()
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a bucket may take."""
+        return max(STALL_S, PATIENCE * self._longest_s)
+
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """In a thread of its own: it waits for what is under way, which ends by itself."""
+        group, self._group = self._group, None
+        if group is not None:
+            dropping = threading.Thread(target=_drop, args=([group], self._nccl), daemon=True)
+            del group
+            dropping.start()
+            dropping.join(wait_s)
+
+
+class Lane:
+    """The keys of one lane of one broadcast, in the trainer's store."""
+
+    def __init__(self, store: Any, order: Order, number: int) -> None:
+        self._store, self._of = store, f"{order.stamp}/{number}"
+        self._ends = time.monotonic() + order.limit_s
+
+    def set(self, key: object, value: str) -> None:
+        """`layout`, or the sha256 of a bucket by its number."""
+        self._store.set(f"{self._of}/{key}", value)
+
+    def get(self, key: object) -> str:
+        """Waits for it."""
+        self._store.wait([f"{self._of}/{key}"], seconds(self.left_s()))
+        found: bytes = self._store.get(f"{self._of}/{key}")
+        return found.decode()
+
+    def left_s(self) -> float:
+        return max(0.001, self._ends - time.monotonic())
+
+    def clear(self, buckets: int) -> None:
+        """Nobody takes part in it any more."""
+        for key in ("layout", *range(buckets)):
+            self._store.delete_key(f"{self._of}/{key}")
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A whole version, in host memory."""
+
+    stamp: str
+    config: str
+    tensors: Mapping[str, Tensor]
+    bytes: int
+
+
+class Receiver:
+    """A worker's end. `take_part` returns at once: the version comes in threads of its own, while the engine goes on,
+    and replaces the one before when it is there whole and every checksum is right, or never. `take` gives it out, once.
+
+    Called by one thread; the threads of a broadcast that was given up see that another has begun, and leave nothing.
+    """
+
+    def __init__(self, device: torch.device, *, check: Callable[[Received], None] = lambda _: None) -> None:
+        """`check` raises ValueError for a version that this worker could not load."""
+        self._device, self._check = device, check
+        self._lock = threading.Lock()
+        self._stamp = ""
+        self._name = ""
+        self._lanes: list[tuple[Any, Group]] = []
+        """Of each lane, a connection to the store of its own (who waits for a key keeps it busy) and the group."""
+        self._whole: Received | None = None
+        self._threads: list[threading.Thread] = []
+
+    def take_part(self, order: Order, *, worker: int = 0) -> None:
+        """ValueError where the backend is not for this worker's device."""
+        if order.backend == "nccl" and self._device.type != "cuda":
+            raise ValueError("weights.collective.backend is nccl, and this engine has no GPU (rule: gloo)")
+        with self._lock:
+            self._stamp = order.stamp
+        thread = threading.Thread(target=self._run, args=(order, order.first + worker), daemon=True)
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        thread.start()
+
+    def take(self, stamp: str) -> Received | None:
+        """None if that version did not come here whole."""
+        with self._lock:
+            whole = self._whole
+            if whole is None or whole.stamp != stamp:
+                return None
+            self._whole = None
+            return whole
+
+    def close(self) -> None:
+        """Before the process ends: a thread that is in torch then would abort it."""
+        with self._lock:
+            self._stamp, self._whole = "", None
+            self._leave(wait_s=CLOSE_S)
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+
+    def _run(self, order: Order, rank: int) -> None:
+        began = time.monotonic()
+        lanes: list[tuple[Any, Group]] = []
+        try:
+            lanes = self._join(order, rank)
+            received = self._receive(order, lanes)
+            self._check(received)
+            with self._lock:
+                if self._stamp != order.stamp:
+                    raise RuntimeError("another broadcast has begun")
+                self._whole = received
+            answer: dict[str, Any] = {"bytes": received.bytes, "seconds": time.monotonic() - began}
+        except Exception as error:  # whatever it is, the engine goes on, and loads this version from files
+            answer = {"error": line(error)}
+            with self._lock:
+                if self._name == order.group:
+                    self._leave()
+        if lanes:
+            with contextlib.suppress(RuntimeError):  # the trainer is gone
+                lanes[0][0].set(has(order, rank), json.dumps(answer))
+
+    def _join(self, order: Order, rank: int) -> list[tuple[Any, Group]]:
+        with self._lock:
+            if self._name == order.group:
+                return self._lanes
+            self._leave()
+        host, port = order.place
+        limit, here = seconds(min(JOIN_S, order.limit_s)), facing(host, port)
+        lanes: list[tuple[Any, Group]] = []
+        try:
+            for number in range(order.lanes):
+                store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+                lanes.append((store, Group(store, order, number, rank=rank, device=self._device, here=here)))
+            with self._lock:
+                if self._stamp != order.stamp:
+                    raise RuntimeError("another broadcast has begun")
+                self._name, self._lanes = order.group, lanes
+        except BaseException:
+            for _, group in lanes:
+                group.close()
+            raise
+        return lanes
+
+    def _leave(self, *, wait_s: float = 0.0) -> None:
+        for _, group in self._lanes:
+            group.close(wait_s=wait_s)
+        self._name, self._lanes = "", []
+
+    def _receive(self, order: Order, lanes: list[tuple[Any, Group]]) -> Received:
+        """All lanes at once. The first error of any of them, when all have ended."""
+        parts: list[tuple[Layout, Tensor] | Exception] = [RuntimeError("it did not begin")] * len(lanes)
+
+        def one(number: int) -> None:
+            store, group = lanes[number]
+            try:
+                parts[number] = self._stream(Lane(store, order, number), group, order)
+            except Exception as error:
+                parts[number] = error
+
+        threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(1, len(lanes))]
+        for thread in threads:
+            thread.start()
+        one(0)
+        for thread in threads:
+            thread.join()
+        tensors: dict[str, Tensor] = {}
+        config, total = "", 0
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+            layout, whole = part
+            config, total = config or layout.config, total + layout.size
+            for name, dtype, shape, at, size in layout.places():
+                tensors[name] = whole[at : at + size].view(dtype).view(shape)
+        return Received(order.stamp, config, tensors, total)
+
+    def _stream(self, lane: Lane, group: Group, order: Order) -> tuple[Layout, Tensor]:
+        """Every bucket, checked while the next one comes. A wrong one is said at the end: the others must not wait."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        layout = Layout.decode(lane.get("layout"))
+        whole = torch.empty(layout.size, dtype=torch.uint8)
+        digests: list[str] = []
+        for number, (start, end) in enumerate(layout.buckets()):
+            into = whole[start:end]
+            buffer = into if order.backend == "gloo" else into.to(self._device)
+            work = group.broadcast(buffer, within_s=lane.left_s())
+            if number:
+                digests.append(digest_of(whole[start - layout.bucket : start]))
+            group.finish(work, within_s=lane.left_s())
+            if buffer is not into:
+                into.copy_(buffer)
+            if end == layout.size:
+                digests.append(digest_of(into))
+        for number, digest in enumerate(digests):
+            if digest != lane.get(number):
+                raise ValueError(f"bucket {number} is damaged: its sha256 is not the one that was sent")
+        return layout, whole
+
+
+def has(order: Order, member: int) -> str:
+    """The store's key of a member's answer: `{bytes, seconds}` once it has the version whole, or `{error}`."""
+    return f"{order.stamp}/has/{member}"
+
+
+def seconds(value: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=value)
+
+
+def line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__
+
+
+def digest_of(bucket: Tensor) -> str:
+    """Of bytes in host memory."""
+    array: Any = bucket.numpy()
+    return hashlib.sha256(array).hexdigest()
+
+
+def _gloo(store: Any, rank: int, size: int, limit: datetime.timedelta, here: str) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    kind: Any = ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=here)]
+    options._timeout = limit
+    return kind(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = limit
+    with _errors_are_ours():
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """Read when a group is made: who finds a member gone drops the group, and does not end its process."""
+    before = {NCCL_ERRORS: os.environ.get(NCCL_ERRORS, "")}
+    os.environ[NCCL_ERRORS] = "0"
+    yield
+    os.environ.pop(NCCL_ERRORS)
+    os.environ |= {name: value for name, value in before.items() if value}
+
+
+def _drop(holder: list[Any], nccl: bool) -> None:
+    group = holder.pop()
+    if nccl:
+        group.abort()
+    del group
+
+
+def facing(host: str, port: int) -> str:
+    """This host's address on the way to the trainer: where the others reach it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])

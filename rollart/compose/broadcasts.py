@@ -1,0 +1,223 @@
+"""A run's versions by broadcast: from the trainer's memory into that of every engine, while they go on generating."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from placement.types import Role
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.trainers.http import HttpTrainer, Sent
+from rollart.compose.actors import torch_device
+from rollart.compose.routing import SERVING
+from rollart.errors import EngineError, LeaseExpired, SpecError, TrainerError
+from rollart.model import EngineId
+from rollart.policy.lease import Expiry
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.leases import Leases
+from rollart.spec.resolve import Resolved
+
+__all__ = ["Broadcasts", "backend_of", "broadcasts"]
+
+ASKED_S = 10.0
+"""An engine says at once that it takes part; one that has not within these seconds is left out."""
+
+
+def broadcasts(resolved: Resolved, leases: Leases, recorder: Recorder) -> Broadcasts | None:
+    """None: engines read files."""
+    spec = resolved.run.weights.collective
+    if spec is None:
+        return None
+    return Broadcasts(
+        leases,
+        recorder,
+        backend=backend_of(resolved),
+        bucket_bytes=spec.bucket_mb * 10**6,
+        send_s=resolved.run.leases.publish_s / 2,
+    )
+
+
+def backend_of(resolved: Resolved) -> str:
+    """NCCL between GPUs, gloo where any part computes on cores. SpecError for NCCL without GPUs."""
+    spec, plan = resolved.run.weights.collective, resolved.plan
+    assert spec is not None, "asked of runs that broadcast"
+    cores = [a for role in (Role.TRAINER, *SERVING) for a in plan.of(role) if torch_device(resolved, a) == "cpu"]
+    if spec.backend == "nccl" and cores:
+        raise SpecError(
+            f"weights.collective.backend is nccl, and {cores[0].name} runs on cores of pool '{cores[0].pool}' (rule: "
+            "GPUs on both sides)",
+            remedy="leave the backend out, or give trainer and engines GPUs",
+        )
+    if spec.backend == "auto":
+        return "gloo" if cores else "nccl"
+    return spec.backend
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Who meets: made anew whenever that changes, and after a broadcast that somebody missed."""
+
+    name: str
+    trainer: HttpTrainer
+    address: str
+    lanes: int
+    members: tuple[tuple[HttpEngine, int, int], ...]
+    """Each engine with the number of its first worker and how many it has."""
+
+    def is_of(self, trainer: HttpTrainer, engines: Sequence[HttpEngine]) -> bool:
+        return self.trainer is trainer and [engine for engine, *_ in self.members] == list(engines)
+
+    @property
+    def size(self) -> int:
+        return 1 + sum(workers for *_, workers in self.members)
+
+
+class Broadcasts:
+    """Called by the engines' parts (`join`, `leave`) and by the trainer's (`send`, one at a time, beside the write of
+    the same version). Nobody waits for an engine: who does not take part, dies or hangs meanwhile, or gets something
+    wrong loads the version from files as it would without this, and the next broadcast is among those that are there.
+
+    `send` waits for the members, until each has the version or is given up: by its rank 0, or with the lease.
+    """
+
+    def __init__(self, leases: Leases, recorder: Recorder, *, backend: str, bucket_bytes: int, send_s: float) -> None:
+        self._leases, self._recorder = leases, recorder
+        self._backend, self._bucket_bytes, self._send_s = backend, bucket_bytes, send_s
+        self._engines: dict[EngineId, HttpEngine] = {}
+        self._group: _Group | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is an engine to send to."""
+        return bool(self._engines)
+
+    def join(self, engine: HttpEngine) -> None:
+        """It runs, from now on."""
+        self._engines[engine.id] = engine
+
+    def leave(self, engine: EngineId) -> None:
+        self._engines.pop(engine, None)
+
+    async def send(self, trainer: HttpTrainer, version: int) -> None:
+        """The version that was staged to be sent. Raises nothing: what was missed is an event."""
+        if not self._engines:
+            return
+        began = asyncio.get_running_loop().time()
+        try:
+            waiting_for = f"a broadcast of v{version} to {len(self._engines)} engines"
+            async with self._leases.hold("trainer", waiting_for, self._send_s, Expiry.RETRY):
+                stamp = f"v{version}-{secrets.token_hex(4)}"
+                group = await self._gathered(trainer, version, stamp)
+                if group is None:
+                    return
+                sent = await trainer.send(self._order(group, version, stamp, 0), bucket_bytes=self._bucket_bytes)
+        except (TrainerError, LeaseExpired) as error:
+            self._group = None
+            self._event("weights_not_sent", f"v{version}", why=error.message)
+            return
+        if not self._received(group, version, stamp, sent):
+            self._group = None
+        self._event(
+            "weights_sent",
+            f"v{version}",
+            bytes=sent.bytes,
+            engines=len(group.members),
+            members=group.size - 1,
+            seconds=asyncio.get_running_loop().time() - began,
+            **({"why": sent.errors[0]} if 0 in sent.errors else {}),
+        )
+
+    async def _gathered(self, trainer: HttpTrainer, version: int, stamp: str) -> _Group | None:
+        """All who take part have been told to; who did not say so is left out."""
+        engines = list(self._engines.values())
+        while engines:
+            group, missing = self._group, dict[HttpEngine, str]()
+            if group is None or not group.is_of(trainer, engines):
+                group, missing = await self._formed(trainer, engines)
+            if not missing:
+                missing = await _ask(
+                    {e: e.take_part(self._order(group, version, stamp, first)) for e, first, _ in group.members}
+                )
+            if not missing:
+                self._group = group
+                return group
+            self._group = None
+            for engine, why in missing.items():
+                self._event("weights_not_received", engine.id, version=version, why=why)
+                engines.remove(engine)
+        return None
+
+    async def _formed(
+        self, trainer: HttpTrainer, engines: Sequence[HttpEngine]
+    ) -> tuple[_Group, dict[HttpEngine, str]]:
+        address, lanes = await trainer.meet()
+        workers: dict[HttpEngine, int] = {}
+
+        async def count(engine: HttpEngine) -> None:
+            workers[engine] = await engine.members()
+
+        missing = await _ask({engine: count(engine) for engine in engines})
+        members, first = [], 1
+        for engine in engines:
+            members.append((engine, first, workers.get(engine, 0)))
+            first += workers.get(engine, 0)
+        return _Group(secrets.token_hex(4), trainer, address, lanes, tuple(members)), missing
+
+    def _order(self, group: _Group, version: int, stamp: str, first: int) -> dict[str, object]:
+        """`rollart.collective.Order`, which is not imported here: it loads torch."""
+        return {
+            "address": group.address,
+            "group": group.name,
+            "backend": self._backend,
+            "size": group.size,
+            "lanes": group.lanes,
+            "stamp": stamp,
+            "version": version,
+            "limit_s": self._send_s,
+            "first": first,
+        }
+
+    def _received(self, group: _Group, version: int, stamp: str, sent: Sent) -> bool:
+        """Whether every engine has it, all of its workers."""
+        whole = 0 not in sent.errors
+        for engine, first, workers in group.members:
+            numbers = range(first, first + workers)
+            if all(number in sent.has for number in numbers):
+                engine.received(version, stamp)
+                self._event(
+                    "weights_received",
+                    engine.id,
+                    version=version,
+                    bytes=sum(sent.has[number][0] for number in numbers),
+                    seconds=max(sent.has[number][1] for number in numbers),
+                )
+            else:
+                whole = False
+                why = next((sent.errors[n] for n in numbers if n in sent.errors), "it did not answer")
+                self._event("weights_not_received", engine.id, version=version, why=why)
+        return whole
+
+    def _event(self, kind: str, subject: str, **fields: str | int | float) -> None:
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+
+async def _ask(asked: Mapping[HttpEngine, Coroutine[Any, Any, None]]) -> dict[HttpEngine, str]:
+    """All at once; who failed, or did not answer in time, and why."""
+    missing: dict[HttpEngine, str] = {}
+
+    async def one(engine: HttpEngine, call: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with asyncio.timeout(ASKED_S):
+                await call
+        except EngineError as error:
+            missing[engine] = error.message
+        except TimeoutError:
+            missing[engine] = f"it has not answered for {ASKED_S:g} s"
+
+    async with asyncio.TaskGroup() as tasks:
+        for engine, call in asked.items():
+            tasks.create_task(one(engine, call), name=f"a broadcast and {engine.id}")
+    return missing

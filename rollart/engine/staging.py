@@ -1,0 +1,73 @@
+"""New weights before they are loaded: a published directory, or what the trainer broadcast.
+
+Nothing changes for requests until the server puts in what is staged. Errors: `EngineError`, one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollart.collective import Order, Received, Receiver
+from rollart.engine.checkpoint import architecture_of, read_architecture, read_tensors, require_complete
+from rollart.engine.network import Network
+from rollart.errors import EngineError, UsageError
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """One of an engine. A version that is broadcast comes in threads of its own, beside the steps."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._receiver = Receiver(network.device, check=self._loadable)
+
+    def take_part(self, info: object) -> bool:
+        """Of vLLM's `init_info`, what this engine knows: an order to take part in a broadcast. False for none."""
+        if not isinstance(info, dict) or not info:
+            return False
+        try:
+            self._receiver.take_part(Order(**info))
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"init_info: {error}", retryable=False) from None
+        return True
+
+    async def stage(self, info: object) -> tuple[str, dict[str, Tensor]]:
+        """The directory that `update_info` names, and the version's tensors: those that were broadcast with its
+        `stamp`, or else the directory's."""
+        path, stamp = (info.get("path"), info.get("stamp")) if isinstance(info, dict) else (None, None)
+        if not isinstance(path, str):
+            raise EngineError("update_info.path must name a published directory", retryable=False)
+        received = self._receiver.take(stamp) if isinstance(stamp, str) else None
+        if received is not None:
+            return path, dict(received.tensors)
+        return path, await asyncio.get_running_loop().run_in_executor(None, self._read, path)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _read(self, path: str) -> dict[str, Tensor]:
+        """Tensors of a complete directory of this very architecture."""
+        try:
+            require_complete(path)
+            if read_architecture(path) != self._network.architecture:
+                raise UsageError(f"{path} is another architecture than the engine's")
+            tensors = read_tensors(path)
+            self._network.check(tensors)
+        except UsageError as error:
+            raise EngineError(str(error), retryable=False) from error
+        return tensors
+
+    def _loadable(self, received: Received) -> None:
+        try:
+            config: dict[str, Any] = json.loads(received.config)
+            if architecture_of(config, Path("a broadcast")) != self._network.architecture:
+                raise UsageError("it is another architecture than the engine's")
+            self._network.check(received.tensors)
+        except UsageError as error:
+            raise ValueError(str(error)) from None

@@ -1,0 +1,200 @@
+"""A version from this rank's memory to the engines that take part: the root's end of `rollart.collective`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from rollart.collective import ALIGN, JOIN_S, Group, Lane, Layout, Order, digest_of, facing, has, line, seconds
+from rollart.errors import TrainerError
+from rollart.train.snapshot import Snapshot
+
+__all__ = ["Outgoing", "Sender", "Sent", "outgoing"]
+
+AHEAD = 2
+"""Buckets in memory: one on its way, one that is put together and hashed meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """This rank's tensors of a version, as its files have them, and the model's config.json."""
+
+    tensors: Mapping[str, Tensor]
+    config: str
+
+    def layout(self, bucket: int) -> Layout:
+        kinds = tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items())
+        return Layout(kinds, -(-bucket // ALIGN) * ALIGN, self.config)
+
+
+def outgoing(snapshot: Snapshot) -> Outgoing:
+    whole = {
+        name: tensor
+        for file, tensors in snapshot.files.items()
+        if not file.startswith("trainer/")
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
+    }
+    return Outgoing(whole, snapshot.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of a broadcast. `has`: by number of the member, bytes and seconds of those that have it all."""
+
+    bytes: int
+    seconds: float
+    has: Mapping[int, tuple[int, float]]
+    errors: Mapping[int, str]
+    """Of members; 0 is this rank."""
+
+
+class Sender:
+    """Owns this rank's group and, on rank 0, the store where all meet. One thread at a time; `address` is asked by
+    any."""
+
+    def __init__(self, device: torch.device, *, rank: int, host: str) -> None:
+        self._device, self._rank, self._host = device, rank, host
+        self._served: TCPStore | None = None
+        self._store: Any = None
+        self._group: Group | None = None
+        self._name = ""
+        self._before: tuple[Order, int] | None = None
+        """The broadcast before, whose keys are in the store, and its buckets."""
+
+    def address(self) -> str:
+        """Where members meet, from now on: a port of its own at this host. TrainerError where none can be opened."""
+        if self._served is None:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.socket(family)
+            try:
+                listener.bind((self._host, 0))
+                port = listener.getsockname()[1]
+                listener.listen(128)
+                self._served = TCPStore(
+                    self._host, port, is_master=True, timeout=seconds(JOIN_S), wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )  # fmt: skip
+            except (OSError, RuntimeError) as error:
+                listener.close()
+                raise TrainerError(
+                    f"no meeting point for weights can be opened at {self._host}: {line(error)}"
+                ) from error
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._served.port}"
+
+    def send(self, order: Order, what: Outgoing, *, bucket: int) -> Sent:
+        """Never raises for what happens to members: it says so."""
+        began = time.monotonic()
+        ends = began + order.limit_s
+        errors: dict[int, str] = {}
+        sent = 0
+        try:
+            if order.backend == "nccl" and self._device.type != "cuda":
+                raise RuntimeError("weights.collective.backend is nccl, and the trainer has no GPU (rule: gloo)")
+            group = self._joined(order)
+            self._forget()
+            sent = self._stream(Lane(self._store, order, self._rank), group, order, what, bucket)
+        except (RuntimeError, OSError) as error:
+            errors[0] = line(error)
+            self.leave()
+        answers = self._answers(order, ends, broken=bool(errors)) if self._rank == 0 else {}
+        errors |= {member: str(a["error"]) for member, a in answers.items() if "error" in a}
+        if errors:  # formed anew next time
+            self.leave()
+        held = {m: (int(a["bytes"]), float(a["seconds"])) for m, a in answers.items() if "error" not in a}
+        return Sent(sent, time.monotonic() - began, held, errors)
+
+    def leave(self, *, wait_s: float = 0.0) -> None:
+        group, self._group, self._name = self._group, None, ""
+        if group is not None:
+            group.close(wait_s=wait_s)
+
+    def _joined(self, order: Order) -> Group:
+        if self._group is not None and self._name == order.group:
+            return self._group
+        self.leave()
+        host, port = order.place
+        limit = seconds(min(JOIN_S, order.limit_s))
+        self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        here = facing(host, port)
+        self._group = Group(self._store, order, self._rank, rank=0, device=self._device, here=here)
+        self._name = order.group
+        return self._group
+
+    def _forget(self) -> None:
+        """What the broadcast before left in the store: whoever still reads it, has missed it."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        order, buckets = before
+        Lane(self._store, order, self._rank).clear(buckets)
+        if self._rank == 0:
+            for member in range(1, order.size):
+                self._store.delete_key(has(order, member))
+
+    def _stream(self, lane: Lane, group: Group, order: Order, what: Outgoing, bucket: int) -> int:
+        layout = what.layout(bucket)
+        self._before = order, len(layout.buckets())
+        lane.set("layout", layout.encode())
+        flat = [what.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.places()]
+        places = [(at, size) for *_, at, size in layout.places()]
+        moving: deque[tuple[Any, Tensor, Tensor]] = deque()
+        spare = [torch.zeros(min(layout.bucket, layout.size), dtype=torch.uint8) for _ in range(AHEAD)]
+        first = 0
+        for number, (start, end) in enumerate(layout.buckets()):
+            while first < len(places) and sum(places[first]) <= start:
+                first += 1
+            if len(moving) == AHEAD:
+                work, buffer, _ = moving.popleft()
+                group.finish(work, within_s=group.patience_s)
+                spare.append(buffer)
+            buffer = spare.pop()
+            filled = buffer[: end - start]
+            _fill(filled, start, end, flat, places, first)
+            lane.set(number, digest_of(filled))
+            on_device = filled if order.backend == "gloo" else filled.to(self._device)
+            work = group.broadcast(on_device, within_s=min(group.patience_s, lane.left_s()))
+            moving.append((work, buffer, on_device))
+        for work, *_ in moving:
+            group.finish(work, within_s=group.patience_s)
+        return layout.size
+
+    def _answers(self, order: Order, ends: float, *, broken: bool) -> dict[int, dict[str, Any]]:
+        """What members say, by number; nothing is an error. After a broadcast that broke, of those that have all."""
+        found: dict[int, dict[str, Any]] = {}
+        patience = self._group.patience_s if self._group is not None else 0.0
+        last = min(ends, time.monotonic() + patience)
+        for member in range(1, order.size):
+            key = has(order, member)
+            try:
+                if not broken:
+                    self._store.wait([key], seconds(max(0.001, last - time.monotonic())))
+                if self._store is not None and self._store.check([key]):
+                    found[member] = json.loads(self._store.get(key))
+            except RuntimeError:
+                pass
+            found.setdefault(member, {"error": "it went away" if broken else "it did not say that it has all"})
+        return found
+
+
+def _fill(
+    into: Tensor, start: int, end: int, flat: Sequence[Tensor], places: Sequence[tuple[int, int]], first: int
+) -> None:
+    """Bytes `start` to `end` of the lane; what lies between tensors is whatever was there."""
+    for number in range(first, len(places)):
+        at, size = places[number]
+        if at >= end:
+            break
+        low, high = max(at, start), min(at + size, end)
+        if low < high:
+            into[low - start : high - start].copy_(flat[number][low - at : high - at])

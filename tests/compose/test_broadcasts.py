@@ -1,0 +1,194 @@
+"""Who takes part in a broadcast, and what becomes of those who do not: with scripted parts, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from rollart.adapters.trainers.http import Sent
+from rollart.compose.broadcasts import ASKED_S, Broadcasts
+from rollart.errors import EngineError, TrainerError
+from rollart.ports import RunEvent
+from rollart.runtime.leases import Leases
+from rollart.sim.loop import run
+
+SEND_S = 30.0
+
+
+class Events:
+    def __init__(self) -> None:
+        self.seen: list[RunEvent] = []
+
+    def event(self, event: RunEvent) -> None:
+        self.seen.append(event)
+
+    def of(self, kind: str) -> list[str]:
+        return [e.subject for e in self.seen if e.kind == kind]
+
+    def why(self, kind: str) -> list[Any]:
+        return [e.fields["why"] for e in self.seen if e.kind == kind]
+
+
+class Engine:
+    def __init__(self, name: str, workers: int = 1) -> None:
+        self.id, self._workers = name, workers
+        self.mood = "well"
+        self.orders: list[Mapping[str, Any]] = []
+        self.has: list[int] = []
+
+    async def members(self) -> int:
+        return self._workers
+
+    async def take_part(self, order: Mapping[str, Any]) -> None:
+        if self.mood == "hangs":
+            await asyncio.Event().wait()
+        if self.mood == "gone":
+            raise EngineError(f"{self.id} is gone", retryable=True)
+        self.orders.append(order)
+
+    def received(self, version: int, stamp: str) -> None:
+        assert stamp == self.orders[-1]["stamp"]
+        self.has.append(version)
+
+
+class Trainer:
+    """Every member has the version, but those that `fails` names."""
+
+    def __init__(self) -> None:
+        self.fails: dict[int, str] = {}
+        self.error: TrainerError | None = None
+        self.hangs = False
+        self.orders: list[Mapping[str, Any]] = []
+
+    async def meet(self) -> tuple[str, int]:
+        return "there:1", 2
+
+    async def send(self, order: Mapping[str, Any], *, bucket_bytes: int) -> Sent:
+        self.orders.append(order)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        has = {member: (100, 0.5) for member in range(1, order["size"]) if member not in self.fails}
+        return Sent(200, 0.5, has, self.fails)
+
+
+class Bench:
+    def __init__(self, *engines: Engine) -> None:
+        self.events, self.trainer, self.engines = Events(), Trainer(), engines
+        self.broadcasts = Broadcasts(
+            Leases(self.events), self.events, backend="gloo", bucket_bytes=10, send_s=SEND_S  # type: ignore[arg-type]
+        )  # fmt: skip
+        for engine in engines:
+            self.broadcasts.join(engine)  # type: ignore[arg-type]
+
+    async def send(self, version: int) -> Mapping[str, Any]:
+        await self.broadcasts.send(self.trainer, version)  # type: ignore[arg-type]
+        return self.trainer.orders[-1]
+
+    @property
+    def versions(self) -> list[list[int]]:
+        return [engine.has for engine in self.engines]
+
+
+def bench(test: Callable[[Bench], Awaitable[None]], *engines: Engine) -> None:
+    async def main() -> None:
+        await test(Bench(*(engines or (Engine("one"), Engine("two", workers=2)))))
+
+    run(main())
+
+
+def test_the_groups_stay_as_long_as_the_same_engines_get_everything() -> None:
+    async def test(b: Bench) -> None:
+        orders = [await b.send(version) for version in (1, 2)]
+        assert len({order["group"] for order in orders}) == 1
+        assert len({order["stamp"] for order in orders}) == 2
+        assert {(order["size"], order["lanes"], order["address"], order["first"]) for order in orders} == {
+            (4, 2, "there:1", 0)
+        }
+        assert [engine.orders[-1]["first"] for engine in b.engines] == [1, 2]
+        assert b.versions == [[1, 2], [1, 2]]
+        received = [(e.subject, e.fields["bytes"]) for e in b.events.seen if e.kind == "weights_received"]
+        assert received == [("one", 100), ("two", 200)] * 2
+
+    bench(test)
+
+
+@pytest.mark.parametrize("change", ["engine", "trainer"])
+def test_others_meet_in_groups_of_their_own(change: str) -> None:
+    async def test(b: Bench) -> None:
+        before = await b.send(1)
+        if change == "engine":  # restarted: another client
+            again = Engine("one")
+            b.broadcasts.leave(b.engines[0].id)  # type: ignore[arg-type]
+            b.broadcasts.join(again)  # type: ignore[arg-type]
+        else:
+            b.trainer = Trainer()
+        after = await b.send(2)
+        assert after["group"] != before["group"]
+        assert b.engines[1].has == [1, 2]
+
+    bench(test)
+
+
+@pytest.mark.parametrize(
+    ("mood", "why"), [("gone", "one is gone"), ("hangs", f"it has not answered for {ASKED_S:g} s")]
+)
+def test_an_engine_that_does_not_say_it_takes_part_is_left_out(mood: str, why: str) -> None:
+    async def test(b: Bench) -> None:
+        b.engines[0].mood = mood
+        order = await b.send(1)
+        assert order["size"] == 3
+        assert b.engines[1].orders[-1]["group"] == order["group"]
+        assert b.engines[1].orders[-1]["first"] == 1
+        assert b.versions == [[], [1]]
+        assert b.events.why("weights_not_received") == [why]
+        b.engines[0].mood = "well"
+        assert (await b.send(2))["size"] == 4
+        assert b.versions == [[2], [1, 2]]
+
+    bench(test)
+
+
+def test_an_engine_has_a_version_when_all_of_its_workers_have() -> None:
+    async def test(b: Bench) -> None:
+        b.trainer.fails = {3: "no memory"}
+        before = await b.send(1)
+        assert b.versions == [[1], []]
+        assert b.events.why("weights_not_received") == ["no memory"]
+        b.trainer.fails = {}
+        assert (await b.send(2))["group"] != before["group"], "whoever missed something left the group"
+
+    bench(test)
+
+
+def test_a_trainer_that_fails_or_hangs_is_an_event_and_no_more() -> None:
+    async def test(b: Bench) -> None:
+        b.trainer.error = TrainerError("it broke")
+        await b.send(1)
+        b.trainer.error, b.trainer.hangs = None, True
+        began = asyncio.get_running_loop().time()
+        await b.send(2)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(SEND_S)
+        b.trainer.hangs = False
+        await b.send(3)
+        assert b.versions == [[3], [3]]
+        assert b.events.of("weights_not_sent") == ["v1", "v2"]
+        assert len({order["group"] for order in b.trainer.orders}) == 3
+
+    bench(test)
+
+
+def test_without_engines_nothing_is_sent() -> None:
+    async def test(b: Bench) -> None:
+        for engine in b.engines:
+            b.broadcasts.leave(engine.id)  # type: ignore[arg-type]
+        assert not b.broadcasts.any
+        await b.broadcasts.send(b.trainer, 1)  # type: ignore[arg-type]
+        assert b.trainer.orders == []
+        assert b.events.seen == []
+
+    bench(test)

@@ -1,0 +1,63 @@
+"""Any engine behind HTTP, whose versions come by a broadcast from this process and from nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from pathlib import Path
+
+import torch
+
+from rollart.adapters.engines.http import HttpEngine
+from rollart.adapters.engines.vllm import VllmEngine
+from rollart.collective import Order
+from rollart.engine.checkpoint import read_tensors
+from rollart.errors import EngineError
+from rollart.model import WeightsRef
+from rollart.train.sending import Outgoing, Sender, Sent
+
+__all__ = ["BroadcastEngine", "BroadcastVllm", "give"]
+
+NOWHERE = "/nowhere"
+"""What an engine is told to read instead of files: it has not got any."""
+
+
+class _Broadcast(HttpEngine):
+    _sender: Sender | None = None
+    _group = ""
+
+    async def close(self) -> None:
+        if self._sender is not None:
+            self._sender.leave(wait_s=60.0)
+        await super().close()
+
+    async def update_weights(self, weights: WeightsRef) -> None:
+        if self._sender is None:
+            self._sender, self._group = Sender(torch.device("cpu"), rank=0, host="127.0.0.1"), secrets.token_hex(4)
+        stamp = secrets.token_hex(4)
+        workers = await self.members()
+        order = Order(
+            self._sender.address(), self._group, "gloo", 1 + workers, 1, stamp, weights.version, limit_s=60.0
+        )  # fmt: skip
+        sent = await give(self._sender, order, Path(weights.path), self)
+        if sent.errors:
+            raise EngineError(str(sent.errors), retryable=False)
+        self.received(weights.version, stamp)
+        await super().update_weights(dataclasses.replace(weights, path=NOWHERE))
+
+
+class BroadcastEngine(_Broadcast):
+    pass
+
+
+class BroadcastVllm(_Broadcast, VllmEngine):
+    pass
+
+
+async def give(sender: Sender, order: Order, directory: Path, *engines: HttpEngine) -> Sent:
+    """One broadcast of a published directory's tensors, in small buckets."""
+    for number, engine in enumerate(engines, start=1):
+        await engine.take_part(dataclasses.asdict(dataclasses.replace(order, first=number)))
+    what = Outgoing(read_tensors(directory), (directory / "config.json").read_text())
+    return await asyncio.get_running_loop().run_in_executor(None, lambda: sender.send(order, what, bucket=4096))
