@@ -13,6 +13,7 @@ from pathlib import Path
 from placement.types import Role
 from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.local import LocalRuntime
+from rollart.adapters.clusters.reach import Reached
 from rollart.compose.actors import attached, hosts, nodes, part_room, resource, selector, trainer_shares
 from rollart.compose.elastic import present
 from rollart.errors import SpecError, UsageError
@@ -90,7 +91,8 @@ async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handl
         await runtime.reserve([BundleGroup(spec.name, (room,))], wait_s=limit)
     try:
         async with asyncio.timeout(limit):
-            return await runtime.spawn(spec if light else replace(spec, bundle=spec.name))
+            handle = await runtime.spawn(spec if light else replace(spec, bundle=spec.name))
+        return Reached(handle) if resolved.cluster.runtime.backend == "ray" else handle
     except BaseException as error:
         await runtime.release(spec.name)
         if not isinstance(error, TimeoutError):

@@ -35,7 +35,8 @@ class RuntimeSpec(Entry):
         min_length=1,
         description="Of the Ray cluster: `local`: a private one on this machine while the run runs, with a node per "
         "host of each pool; `start`: a head on this machine while the run runs, which hosts join by the commands that "
-        "are printed; `auto`: the one that RAY_ADDRESS names; `host:port`.",
+        "are printed; `auto`: the one that RAY_ADDRESS names; `host:port`, from one of its nodes; `ray://host:port`: "
+        "its client server, from a machine that is no node of it and reaches the nodes' addresses.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="Of the head of `address: start`; 0: a free one.")
     token: str | None = Field(
@@ -71,9 +72,4 @@ class RuntimeSpec(Entry):
             raise ValueError("address and token are for backend: ray")
         if self.port and self.address != "start":
             raise ValueError("port is for address: start")
-        if self.address.startswith("ray://"):
-            raise ValueError(
-                "Ray's client (ray://) is not supported: it is for those outside of the cluster's network, and the "
-                "controller speaks HTTP with engines at their nodes; give host:port, and launch inside of it"
-            )
         return self

@@ -72,7 +72,7 @@ class Stopping(RayHandle):
 
     async def boot(self) -> None:
         self.starts += 1
-        self._life = _Life(None, "n0")
+        self._life = _Life(None, "n0", "id0")
 
     async def _stop(self, life: _Life) -> None:
         await asyncio.sleep(0.01)

@@ -133,7 +133,6 @@ def test_what_happens_to_the_cluster_is_told() -> None:
     ("override", "says"),
     [
         ("cluster.runtime.backend=local", None),
-        ("cluster.runtime.address=ray://host:10001", "not supported"),
         ("cluster.runtime.health_s=0", "health_s"),
         ("cluster.runtime.port=6379", "port is for address: start"),
         ("cluster.runtime.address=", "address"),

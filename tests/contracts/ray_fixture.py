@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth, prepare, raylet
 from rollart.ports import Node
 
-__all__ = ["RayCluster", "ray_cluster_of"]
+__all__ = ["RayCluster", "client_server_of", "ray_cluster_of"]
 
 HEALTH_S = 10.0
 """A busy machine keeps a raylet from answering for seconds. One that was killed is noticed in a quarter of it."""
@@ -59,3 +62,46 @@ def ray_cluster_of(nodes: Sequence[Node], directory: Path) -> Iterator[RayCluste
         process.terminate()
         process.wait(120)
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+CLIENT_SERVER = """
+import sys
+from ray.util.client.server import proxier, server
+proxier.MIN_SPECIFIC_SERVER_PORT, proxier.MAX_SPECIFIC_SERVER_PORT = int(sys.argv[1]), int(sys.argv[1]) + 100
+server.main()
+"""
+"""Ray's own, as `ray start --ray-client-server-port` runs it. It gives each client a server at one of a thousand fixed
+ports, after a look whether that is free: two clusters on a machine would now and then take the same."""
+
+
+@contextlib.contextmanager
+def client_server_of(cluster: RayCluster) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A Ray client server of the cluster: its address (`ray://...`), and its process, whose servers of clients end with
+    it."""
+    port, first = _free_port(), random.randrange(12_000, 30_000, 100)
+    options = [f"--address={cluster.address}", "--host=127.0.0.1", f"--port={port}", "--mode=proxy"]
+    with (cluster.directory / "client-server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT_SERVER, str(first), *options],
+            # Of its forks for clients some end at once in gRPC's handlers otherwise (1 of 8 to 25 on a busy machine).
+            env={**os.environ, **auth(cluster.directory / TOKEN), "GRPC_ENABLE_FORK_SUPPORT": "0"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        while True:  # it listens, or it has ended
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60):
+                break
+            assert process.poll() is None, (cluster.directory / "client-server.log").read_text()
+            time.sleep(0.05)
+        yield f"ray://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

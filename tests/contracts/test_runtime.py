@@ -361,6 +361,22 @@ def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
     on(scenario)
 
 
+def test_a_reservation_that_is_given_up_holds_nothing(on: Run) -> None:
+    async def scenario(runtime: Runtime, isolation: str) -> None:
+        gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
+        for seconds in (0.0, 0.001, 0.01, 0.03):
+            given_up = asyncio.ensure_future(runtime.reserve(gang, wait_s=60.0))
+            await asyncio.sleep(seconds)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            if not runtime.reserved("a"):  # it was not so quick
+                await runtime.reserve(gang, wait_s=60.0)
+            for name in "ab":
+                await runtime.release(name)
+
+    on(scenario)
+
+
 def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
     async def scenario(runtime: Runtime, isolation: str) -> None:
         order: list[str] = []

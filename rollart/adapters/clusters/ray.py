@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import itertools
-import logging
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.ray_groups import RayGroups
 from rollart.adapters.clusters.ray_handle import RayHandle
 from rollart.adapters.clusters.ray_host import pack, unpack
+from rollart.adapters.clusters.ray_link import CLIENT, SILENT_S, Client, Driver, Link, answers, connect, lost, resolved
 from rollart.adapters.clusters.threads import in_daemon
 from rollart.errors import ProviderError, UsageError
 from rollart.fleet import BundleGroup
@@ -34,10 +33,8 @@ LOOK_S = 0.5
 """Seconds between two looks at the nodes: Ray tells a driver of none that comes or goes."""
 
 
-ANSWER_S = 10.0
-"""Seconds that a cluster's address may take to answer. Ray tries for minutes, and cannot be interrupted."""
-
-REMEDY = "check runtime.address and runtime.token of the cluster"
+CLOSE_S = 30.0
+"""Seconds for what is asked of the cluster at the end: one that is gone does not answer."""
 
 
 class RayRuntime:
@@ -54,9 +51,11 @@ class RayRuntime:
         self._env = dict(env or {})
         self._before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
-        self.groups = RayGroups(self._take)
+        self.link: Link = Driver()
+        self.groups = RayGroups(self._take, lambda function, *args: self.link.do(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
+        """Of the nodes that live, by Ray's id."""
         self._leaving: set[str] = set()
         self._objects: dict[str, Any] = {}
         self._ids = itertools.count()
@@ -66,12 +65,13 @@ class RayRuntime:
 
     async def start(self) -> None:
         """Connect. `ProviderError` when there is no cluster, or it refuses us."""
-        await _answers(os.environ.get("RAY_ADDRESS", "") if self._address == "auto" else self._address)
+        address = resolved(self._address)
+        await answers(address)
         self._before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
         try:
-            # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
-            await in_daemon(_connect, self._address)
+            self.link = Client(address) if address.startswith(CLIENT) else Driver()
+            await self._connect(address)
             await self.look()
         except Exception:
             await self.close()
@@ -96,7 +96,7 @@ class RayRuntime:
 
     async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
         await self.look()
-        await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes, name=lambda ray_id: self._names.get(ray_id))
+        await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
 
     async def release(self, group: str) -> None:
         for handle in self._actors.values():
@@ -115,17 +115,17 @@ class RayRuntime:
         import ray
 
         ref = f"object-{next(self._ids)}"
-        self._objects[ref] = await in_daemon(ray.put, pack(value))
+        self._objects[ref] = await self.link.do(ray.put, pack(value))
         return ref
 
     async def get(self, ref: str) -> Any:
-        if ref not in self._objects:
-            raise UsageError(f"no object {ref!r} in this runtime")
-        return unpack(await self._objects[ref])
-
-    async def close(self) -> None:
         import ray
 
+        if ref not in self._objects:
+            raise UsageError(f"no object {ref!r} in this runtime")
+        return unpack(await self.link.do(ray.get, self._objects[ref]))
+
+    async def close(self) -> None:
         self._events.close()
         if self._looking is not None:
             self._looking.cancel()
@@ -133,14 +133,27 @@ class RayRuntime:
         async with asyncio.TaskGroup() as tasks:
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
-        await self.groups.close()
+        with contextlib.suppress(TimeoutError, ProviderError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.groups.close()
         self._objects.clear()
-        await in_daemon(ray.shutdown)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._disconnect()
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+    async def _connect(self, address: str) -> None:
+        # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
+        await in_daemon(connect, address)
+
+    async def _disconnect(self) -> None:
+        import ray
+
+        await in_daemon(ray.shutdown)
 
     # What handles need.
 
@@ -175,46 +188,46 @@ class RayRuntime:
         return name, ids[name]
 
     def hold(self, ray_id: str, spec: ActorSpec) -> str:
-        """Ray put the actor on this node: account for it; the node's name."""
-        name = self._names.get(ray_id, ray_id)
+        """Ray put the actor on the node of this id: account for it; the node's name."""
         if not spec.bundle:
-            self._take(name, spec.resources, 1.0)
-        return name
+            self._take(ray_id, spec.resources, 1.0)
+        return self._names.get(ray_id, ray_id)
 
-    def give(self, node: str, spec: ActorSpec) -> None:
+    def give(self, ray_id: str, spec: ActorSpec) -> None:
         if not spec.bundle:
-            self._take(node, spec.resources, -1.0)
+            self._take(ray_id, spec.resources, -1.0)
 
     async def look(self) -> None:
         """See which nodes are there. One look at a time: an older answer must not undo a newer one."""
-        import ray
-
         async with self._look:
-            self._seen(await in_daemon(ray.nodes))
+            self._seen(await self.link.nodes())
 
     def _seen(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        alive = {_name(row): row for row in rows if row["Alive"]}
-        self._names = {row["NodeID"]: name for name, row in alive.items()}
-        for name in [name for name in self._nodes if name not in alive]:
+        """One that joins under the name of one that is gone is another node."""
+        alive = {str(row["NodeID"]): row for row in rows if row["Alive"]}
+        for ray_id in [ray_id for ray_id in self._names if ray_id not in alive]:
+            name = self._names.pop(ray_id)
             del self._nodes[name]
             self._leaving.discard(name)
             self.emit(RuntimeEvent("node_down", name))
-        for name in sorted(alive):
-            if name in self._nodes:
+        for ray_id, row in sorted(alive.items(), key=lambda item: (_name(item[1]), item[0])):
+            if ray_id in self._names:
                 continue
-            row = alive[name]
+            name = _name(row)
+            name = f"{name}-{ray_id[:12]}" if name in self._nodes else name
             total = {k: v for k, v in row["Resources"].items() if not k.startswith(("node:", "object_store", "memory"))}
+            self._names[ray_id] = name
             self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
             self.emit(RuntimeEvent("node_up", name))
 
-    def _take(self, node: str, resources: Mapping[str, float], sign: float) -> None:
-        there = self._nodes.get(node)
+    def _take(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
+        there = self._nodes.get(self._names.get(ray_id, ""))
         for name, amount in resources.items() if there is not None else ():
             there.free[name] -= sign * amount  # type: ignore[index, union-attr]
 
     async def _warned(self) -> None:
         """Nodes that are to go: preempted, or drained by whoever runs the cluster."""
-        draining = await in_daemon(_draining)
+        draining = await self.link.draining()
         for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
             if name not in self._leaving:
                 self._leaving.add(name)
@@ -224,49 +237,13 @@ class RayRuntime:
         while True:
             await asyncio.sleep(LOOK_S)
             with contextlib.suppress(Exception):  # the head is busy, or gone: look again
-                await self.look()
-                await self.groups.follow(self._nodes, lambda ray_id: self._names.get(ray_id))
+                try:
+                    async with asyncio.timeout(SILENT_S):
+                        await self.look()
+                except TimeoutError:
+                    self.link.failed(lost(self._address, f"no answer for {SILENT_S:g} s"))
+                await self.groups.follow(self._names)
                 await self._warned()
-
-
-def _draining() -> set[str]:
-    """Ray's ids of nodes that it was told to drain; no public interface of Ray's says it."""
-    private: Any = importlib.import_module("ray._private.state")
-    return set(private.state.get_draining_nodes())
-
-
-async def _answers(address: str) -> None:
-    """`ProviderError` if nothing listens at `host:port`; an address of another form is Ray's to understand."""
-    host, _, port = address.rpartition(":")
-    if "/" in host or not host or not port.isdecimal():
-        return
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except OSError as error:  # a timeout too
-        cause = error.strerror or f"no answer within {ANSWER_S:g} s"
-        raise ProviderError(f"no Ray cluster at '{address}': {cause}", remedy=REMEDY) from None
-    writer.close()
-
-
-def _connect(address: str) -> None:
-    import ray
-
-    with contextlib.suppress(ImportError):  # whoever imported Ray before us made it read its variables then
-        private: Any = importlib.import_module("ray._raylet")
-        private.Config.initialize("")
-        private.AuthenticationTokenLoader.instance().reset_cache()
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    with contextlib.suppress(ImportError):
-        from ray._private import worker
-
-        # Ray prints pages about every raylet that dies to our stdout, log_to_driver or not: our events say it.
-        worker.print_to_stdstream = lambda *_, **__: None
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ProviderError(f"no Ray cluster at '{address}': {first}", remedy=REMEDY) from None
 
 
 def _name(row: Mapping[str, Any]) -> str:

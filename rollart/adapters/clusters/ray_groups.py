@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollart.adapters.clusters.gang import check, no_room
-from rollart.adapters.clusters.threads import in_daemon
 from rollart.errors import UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import Node
@@ -32,26 +31,29 @@ milliseconds, in seconds on a machine that is busy."""
 LOOK_S = (0.02, 0.5)
 """Between two looks whether groups have room: at first, and at most."""
 
-Named = Callable[[str], str | None]
-"""A node's name by Ray's id of it."""
-
 
 @dataclass(slots=True)
 class _Held:
-    """A group that Ray holds; `where` has the name of each bundle's node, None while it has none."""
+    """A group that Ray is asked for, and then holds; `where` has Ray's id of each bundle's node, None while it has
+    none."""
 
     group: BundleGroup
-    ray: Any
-    where: list[str | None]
+    ray: Any = None
+    where: list[str | None] = field(default_factory=list)
+    left: bool = False
+    """Nobody waits for it any more: whoever makes it gives it back."""
 
 
 class RayGroups:
     """Owns the placement groups of one connection. `reserve` waits until all of a gang have room, unblocked by whoever
     gives some back or by a node that joins."""
 
-    def __init__(self, take: Callable[[str, Mapping[str, float], float], None]) -> None:
-        """`take` accounts for resources of a node."""
+    def __init__(
+        self, take: Callable[[str, Mapping[str, float], float], None], do: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """`take` accounts for resources of the node with this id of Ray's; `do` makes a call that blocks."""
         self._take = take
+        self._do = do
         self._held: dict[str, _Held] = {}
         self.bundles: dict[str, Node] = {}
         """What was reserved, by bundle; its node's name is in the group, for it may change."""
@@ -74,9 +76,7 @@ class RayGroups:
                     return PlacementGroupSchedulingStrategy(held.ray, placement_group_bundle_index=index)
         raise UsageError(f"no bundle of the name {bundle!r} is reserved")
 
-    async def reserve(
-        self, gang: Sequence[BundleGroup], *, wait_s: float, nodes: Callable[[], Sequence[Node]], name: Named
-    ) -> None:
+    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float, nodes: Callable[[], Sequence[Node]]) -> None:
         for group in gang:
             if group.name in self._held or any(b.name in self.bundles for b in group.bundles):
                 raise UsageError(f"room for {group.name!r} is reserved already")
@@ -84,7 +84,7 @@ class RayGroups:
         loop = asyncio.get_running_loop()
         end, hold = loop.time() + wait_s, HOLD_S[0]
         while True:
-            lacking = await self._try(gang, max(HOLD_S[0], min(hold, end - loop.time())), name)
+            lacking = await self._try(gang, max(HOLD_S[0], min(hold, end - loop.time())))
             if not lacking:
                 return
             if loop.time() >= end:
@@ -101,18 +101,19 @@ class RayGroups:
             del self.bundles[bundle.name]
             if node is not None:
                 self._take(node, bundle.resources, -1.0)
-        await _remove([held])
+        await self._remove([held])
 
     async def close(self) -> None:
         for group in list(self._held):
             await self.release(group)
 
-    async def follow(self, alive: Mapping[str, Node], name: Named) -> None:
-        """Where bundles are now whose nodes died: Ray moves them by itself, as soon as there is room."""
+    async def follow(self, alive: Container[str]) -> None:
+        """Where bundles are now whose nodes died: Ray moves them by itself, as soon as there is room. `alive`: Ray's
+        ids of the nodes; one that joins under a dead one's name is another."""
         moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
-        table = await in_daemon(_table) if moved else {}
+        table = await self._do(_table) if moved else {}
         for held in moved:
-            places = _places(table, held, name)
+            places = _places(table, held)
             for index, bundle in enumerate(held.group.bundles):
                 before, now = held.where[index], places[index]
                 if before in alive or now is None or now not in alive:
@@ -121,7 +122,7 @@ class RayGroups:
                 if held.group.name in self._held:  # not given back meanwhile
                     self._take(now, bundle.resources, 1.0)
 
-    async def _try(self, gang: Sequence[BundleGroup], hold_s: float, name: Named) -> list[Bundle]:
+    async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
         """Hold all of it, or nothing; the bundles of groups that found no room within `hold_s`."""
         loop = asyncio.get_running_loop()
         until, look = loop.time() + hold_s, LOOK_S[0]
@@ -129,9 +130,10 @@ class RayGroups:
         try:
             # The largest first: Ray gives room in this order.
             for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
-                asked.append(_Held(group, await in_daemon(_ask, group), [None] * len(group.bundles)))
+                asked.append(_Held(group))
+                await self._do(_ask, asked[-1])
             while True:
-                table = await in_daemon(_table)
+                table = await self._do(_table)
                 without = [held for held in asked if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
                 if not without:
                     break
@@ -140,7 +142,7 @@ class RayGroups:
                 await asyncio.sleep(look)
                 look = min(1.5 * look, LOOK_S[1])
             for held in asked:
-                held.where = _places(table, held, name)
+                held.where = _places(table, held)
                 self._held[held.group.name] = held
                 for bundle, node in zip(held.group.bundles, held.where, strict=True):
                     total = dict(bundle.resources)
@@ -151,17 +153,31 @@ class RayGroups:
             return []
         finally:
             if asked:  # else nothing is waited for: what is held now is returned, whoever cancels
-                await asyncio.shield(_remove(asked))
+                await asyncio.shield(self._remove(asked))
+
+    async def _remove(self, groups: Sequence[_Held]) -> None:
+        for held in groups:
+            held.left = True  # one that is on its way is given back by `_ask`
+            if held.ray is not None:
+                await self._do(_give_back, held)
 
 
-def _ask(group: BundleGroup) -> Any:
+def _ask(held: _Held) -> None:
     from ray.util.placement_group import placement_group
 
-    return placement_group(
-        [dict(bundle.resources) for bundle in group.bundles],
-        strategy=group.strategy,
-        bundle_label_selector=[dict(bundle.labels) for bundle in group.bundles],
+    held.ray = placement_group(
+        [dict(bundle.resources) for bundle in held.group.bundles],
+        strategy=held.group.strategy,
+        bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
     )
+    if held.left:
+        _give_back(held)
+
+
+def _give_back(held: _Held) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(held.ray)
 
 
 def _table() -> Mapping[str, Any]:
@@ -172,18 +188,8 @@ def _table() -> Mapping[str, Any]:
     return found
 
 
-def _places(table: Mapping[str, Any], held: _Held, name: Named) -> list[str | None]:
-    """The node of each bundle."""
+def _places(table: Mapping[str, Any], held: _Held) -> list[str | None]:
+    """Ray's id of each bundle's node."""
     row = table.get(held.ray.id.hex(), {})
     nodes = row.get("bundles_to_node_id", {}) if row.get("state") == "CREATED" else {}
-    ids = [nodes.get(index) for index in range(len(held.group.bundles))]
-    return [(name(ray_id) or ray_id) if ray_id else None for ray_id in ids]
-
-
-async def _remove(groups: Sequence[_Held]) -> None:
-    if not groups:
-        return
-    from ray.util.placement_group import remove_placement_group
-
-    for held in groups:
-        await in_daemon(remove_placement_group, held.ray)
+    return [nodes.get(index) or None for index in range(len(held.group.bundles))]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollart.adapters.clusters.ray_host import Host, pack, unpack
-from rollart.errors import PartDied, UsageError
+from rollart.errors import PartDied, ProviderError, UsageError
 from rollart.ports import ActorSpec, RuntimeEvent
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class _Life:
 
     host: Any
     node: str
+    ray_id: str
+    """Ray's of the node."""
     watch: asyncio.Task[None] | None = field(default=None)
 
 
@@ -70,8 +72,6 @@ class RayHandle:
 
     async def boot(self) -> None:
         """Start the next incarnation. `UsageError` when no node could hold it; what its constructor raises."""
-        import ray
-
         await self._runtime.feasible(self.spec)
         resources = dict(self.spec.resources)
         where: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
@@ -81,27 +81,24 @@ class RayHandle:
             self.aim, ray_id = self._runtime.least(self)
             where["fallback_strategy"] = [dict(where)] if self.spec.labels else None
             where["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
-        host = (
-            ray.remote(Host)
-            .options(
-                num_cpus=resources.pop("CPU", 0.0),
-                num_gpus=resources.pop("GPU", 0.0),
-                resources=resources,
-                **where,
-                max_concurrency=self.spec.max_concurrency + OURS,
-                max_restarts=0,
-            )
-            .remote()
-        )
+        options = {
+            "num_cpus": resources.pop("CPU", 0.0),
+            "num_gpus": resources.pop("GPU", 0.0),
+            "resources": resources,
+            **where,
+            "max_concurrency": self.spec.max_concurrency + OURS,
+            "max_restarts": 0,
+        }
+        host = await self._runtime.link.actor(Host, options)
         try:
             fine, error, ray_id = await self._ready(host)
             if not fine:
                 raise unpack(error)
         except BaseException:
-            ray.kill(host)
+            self._runtime.link.kill(host)
             raise
         self._node = self._runtime.hold(ray_id, self.spec)
-        life = _Life(host, self._node)
+        life = _Life(host, self._node, ray_id)
         # The actor outlives the call that started it and is ended by `kill` or its death, which this task waits for.
         life.watch = asyncio.get_running_loop().create_task(self._watch(life), name=f"end of {self.name}")
         self._life = life
@@ -112,7 +109,7 @@ class RayHandle:
             for _ in range(self.spec.max_task_retries + 1):
                 life = await self._alive()
                 try:
-                    fine, result = await self._ask(life, life.host.call.remote(method, payload))
+                    fine, result = await self._ask(life, "call", method, payload)
                 except PartDied as error:
                     last = error
                     self._lost(life)
@@ -127,12 +124,12 @@ class RayHandle:
         payload = pack((args, kwargs))
         async with self._places:
             life = await self._alive()
-            items = life.host.stream.options(num_returns="streaming").remote(method, payload)
-            async for ref in items:
-                fine, item = await self._ask(life, ref)
-                if not fine:
-                    raise unpack(item)
-                yield unpack(item)
+            with self._telling(life):
+                async with contextlib.aclosing(self._runtime.link.stream(life.host, method, payload)) as items:
+                    async for fine, item in items:
+                        if not fine:
+                            raise unpack(item)
+                        yield unpack(item)
 
     async def kill(self, *, restart: bool = False) -> None:
         life, self._life = self._life, None
@@ -154,9 +151,9 @@ class RayHandle:
 
     async def _ready(self, host: Any) -> tuple[bool, bytes, str]:
         """The answer of the new actor's start, once Ray has found it a node."""
-        booting = asyncio.ensure_future(  # noqa: TID251  (a Ray future, no task)
-            host.boot.remote(self.spec.factory, pack((self.spec.args, dict(self.spec.kwargs)))).as_future()
-        )
+        init = pack((self.spec.args, dict(self.spec.kwargs)))
+        asked = self._runtime.link.ask(host, "boot", self.spec.factory, init)
+        booting = asyncio.get_running_loop().create_task(asked, name=f"start of {self.name}")
         try:
             while True:
                 try:
@@ -170,15 +167,15 @@ class RayHandle:
         finally:
             booting.cancel()
 
-    async def _ask(self, life: _Life, ref: Any) -> Any:
-        import ray
+    async def _ask(self, life: _Life, method: str, *args: object) -> Any:
+        with self._telling(life):
+            return await self._runtime.link.ask(life.host, method, *args)
 
+    @contextlib.contextmanager
+    def _telling(self, life: _Life) -> Iterator[None]:
+        """A death in words."""
         try:
-            return await ref
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                ray.cancel(ref)
-            raise
+            yield
         except _deaths() as error:
             raise PartDied(self.name, f"its actor on {life.node} died: {_first_line(error)}") from None
 
@@ -209,26 +206,26 @@ class RayHandle:
 
     async def _watch(self, life: _Life) -> None:
         """Wait for the death of an incarnation, then bring the actor back."""
-        with contextlib.suppress(PartDied):
-            await self._ask(life, life.host.live.remote())
-        self._lost(life)
+        try:
+            await self._ask(life, "live")
+        except PartDied:
+            self._lost(life)
+        except ProviderError:  # the connection is lost, which ends whoever calls
+            return
 
     def _lost(self, life: _Life) -> None:
         """It is gone by itself, or not reachable: it must not come back beside its successor."""
-        import ray
-
         if self._life is not life:
             return
         self._life = None
-        with contextlib.suppress(Exception):
-            ray.kill(life.host)
+        self._runtime.link.kill(life.host)
         self._after(life, True)
         if not self._gone:
             self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
             self._revival.add_done_callback(_seen)
 
     def _after(self, life: _Life, restart: bool) -> None:
-        self._runtime.give(life.node, self.spec)
+        self._runtime.give(life.ray_id, self.spec)
         self._runtime.emit(RuntimeEvent("actor_died", self.name, life.node))
         if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
             self._restarts += 1
@@ -237,18 +234,15 @@ class RayHandle:
             self._runtime.forget(self)
 
     async def _stop(self, life: _Life) -> None:
-        import ray
-
         if life.watch is not None:
             life.watch.cancel()
             await asyncio.gather(life.watch, return_exceptions=True)
         try:
             with contextlib.suppress(Exception):  # whatever stopping says, it is killed
                 async with asyncio.timeout(STOP_S):
-                    await self._ask(life, life.host.stop.remote())
+                    await self._ask(life, "stop")
         finally:
-            with contextlib.suppress(Exception):
-                ray.kill(life.host)
+            self._runtime.link.kill(life.host)
 
     async def _end_revival(self) -> None:
         if self._revival is not None:

@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import inspect
 import io
+import itertools
 import pickle
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,6 +25,8 @@ class Host:
 
     def __init__(self) -> None:
         self._instance: Any = None
+        self._streams: dict[int, AsyncIterator[tuple[bool, bytes]]] = {}
+        self._numbers = itertools.count()
 
     async def boot(self, factory: str, init: bytes) -> tuple[bool, bytes, str]:
         """Make the object; whether that went well, the error if not, and the id of this node."""
@@ -58,6 +61,20 @@ class Host:
                 yield True, pack(item)
         except Exception as error:
             yield False, _packed_error(error)
+
+    async def begin(self, method: str, payload: bytes) -> int:
+        """A stream whose items are asked for one by one, for those who cannot have `stream`; its number."""
+        number = next(self._numbers)
+        self._streams[number] = self.stream(method, payload)
+        return number
+
+    async def item(self, number: int) -> tuple[bool, bytes] | None:
+        """Its next item; None after the last."""
+        return await anext(self._streams[number], None)
+
+    async def leave(self, number: int) -> None:
+        stream: Any = self._streams.pop(number)
+        await stream.aclose()
 
     async def stop(self) -> None:
         close = getattr(self._instance, "aclose", None)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["in_daemon"]
+__all__ = ["aside", "daemon_future", "in_daemon"]
 
 T = TypeVar("T")
 
@@ -16,6 +16,11 @@ T = TypeVar("T")
 async def in_daemon(function: Callable[..., T], *args: object) -> T:
     """As `asyncio.to_thread`, but whoever is cancelled leaves the call behind: neither the end of the loop nor that of
     the process waits for it."""
+    return await daemon_future(function, *args)
+
+
+def daemon_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    """What such a call ends with."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -37,4 +42,14 @@ async def in_daemon(function: Callable[..., T], *args: object) -> T:
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
-    return await done
+    return done
+
+
+def aside(function: Callable[..., object], *args: object) -> None:
+    """Nobody waits for it, and what it raises is nobody's matter."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            function(*args)
+
+    threading.Thread(target=work, name=f"{function.__name__}, of no matter", daemon=True).start()

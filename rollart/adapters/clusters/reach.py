@@ -1,0 +1,73 @@
+"""Programs of other machines are spoken to at their addresses: whether those are in reach is found out at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollart.errors import PartDied, ProviderError
+from rollart.ports import Handle
+
+__all__ = ["Reached"]
+
+CONNECT_S = 10.0
+"""Seconds that a connection may take: a network that drops what it does not let through says nothing."""
+
+SAYS_ADDRESS = ("start", "ready")
+"""Calls of a `Program` that answer with where it serves."""
+
+
+class Reached:
+    """Implements `Handle` over one whose program serves on another machine. An address that it has just said and that
+    does not answer is a `ProviderError` the first time, since no restart would help, and later the death of the part,
+    as one that refuses always is: it may have ended meanwhile."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._reached = False
+
+    @property
+    def name(self) -> str:
+        return self._handle.name
+
+    @property
+    def node(self) -> str:
+        return self._handle.node
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = await self._handle.call(method, *args, **kwargs)
+        if method in SAYS_ADDRESS:
+            await self._reach(str(answer))
+        return answer
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self._handle.stream(method, *args, **kwargs)
+
+    async def kill(self, *, restart: bool = False) -> None:
+        await self._handle.kill(restart=restart)
+
+    async def _reach(self, address: str) -> None:
+        url = urlsplit(address)
+        if url.hostname is None or url.port is None:
+            return
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(url.hostname, url.port)
+        except ConnectionRefusedError:
+            raise PartDied(
+                self.name,
+                f"{address} on node {self.node} refuses connections: it has ended, or its port is closed",
+                remedy="open the nodes' ports to the controller's machine",
+            ) from None
+        except OSError as error:  # a timeout too
+            why = error.strerror or f"no answer within {CONNECT_S:g} s"
+            if self._reached:
+                raise PartDied(self.name, f"nothing answers at {address} on node {self.node}: {why}") from None
+            raise ProviderError(
+                f"{self.name} serves at {address} on node {self.node}, which this machine does not reach: {why}",
+                remedy="open the nodes' ports to this machine, or launch where their network can be reached",
+            ) from None
+        self._reached = True
+        writer.close()

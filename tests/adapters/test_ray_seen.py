@@ -1,0 +1,56 @@
+"""What a runtime on Ray makes of the nodes that it sees, without a Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollart.adapters.clusters.ray import RayRuntime
+from rollart.ports import ActorSpec
+
+
+def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
+    resources = {"CPU": 4.0, "memory": 1.0, "node:10.0.0.1": 1.0}
+    return {"NodeID": ray_id, "NodeName": name, "NodeManagerAddress": "10.0.0.1", "Alive": alive,
+            "Labels": {"zone": "a"}, "Resources": resources}  # fmt: skip
+
+
+def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
+    runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 3.0})
+    runtime._seen([row("id-1", "n1")])
+    assert runtime.hold("id-1", actor) == "n1"
+    assert runtime.nodes()[0].free == {"CPU": 1.0}
+    runtime._seen([row("id-1", "n1"), row("id-2", "n1")])
+    assert [(n.id, n.free["CPU"]) for n in runtime.nodes()] == [("n1", 1.0), ("n1-id-2", 4.0)], "both live"
+    runtime._seen([row("id-1", "n1", alive=False), row("id-2", "n1")])
+    assert [n.id for n in runtime.nodes()] == ["n1-id-2"]
+
+    runtime = RayRuntime("auto")
+    runtime._seen([row("id-1", "n1")])
+    runtime.hold("id-1", actor)
+    runtime._seen([row("id-1", "n1", alive=False), row("id-2", "n1")])
+    runtime.give("id-1", actor)
+    assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], "what the dead one held is no room here"
+
+
+Lives = st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12)
+"""Ids that live, look by look; ids that are equal modulo 3 have the same name."""
+
+
+@given(Lives, st.lists(st.tuples(st.integers(0, 11), st.integers(0, 7)), max_size=20))
+def test_free_is_what_nobody_on_that_very_node_holds(lives: list[set[int]], holds: list[tuple[int, int]]) -> None:
+    runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 1.0})
+    held: dict[int, int] = {}
+    for look, alive in enumerate(lives):
+        runtime._seen([row(f"id-{i}", f"n{i % 3}") for i in alive])
+        for gone in held.keys() - alive:
+            for _ in range(held.pop(gone)):
+                runtime.give(f"id-{gone}", actor)
+        for _, node in ((at, node) for at, node in holds if at == look and node in alive):
+            runtime.hold(f"id-{node}", actor)
+            held[node] = held.get(node, 0) + 1
+        nodes = {node.id: node for node in runtime.nodes()}
+        assert len(nodes) == len(alive)
+        assert sorted(n.free["CPU"] for n in nodes.values()) == sorted(4.0 - held.get(i, 0) for i in alive)

@@ -1,0 +1,125 @@
+"""The conformance suite of the `Runtime` port through Ray's client, and the end of its server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from rollart.adapters.clusters.ray import RayRuntime
+from rollart.adapters.clusters.ray_cluster import TOKEN, auth
+from rollart.errors import PartDied, ProviderError
+from rollart.ports import Node
+from tests.contracts import test_runtime as suite
+from tests.contracts.ray_fixture import RayCluster, client_server_of, ray_cluster_of
+from tests.contracts.test_runtime import Run, Scenario, nodes, spec
+
+pytestmark = pytest.mark.slow
+"""Reason: a real cluster, and a real client server."""
+
+globals().update(
+    {name: test for name, test in vars(suite).items()
+     if name.startswith("test_") and "on" in inspect.signature(test).parameters}
+)  # fmt: skip
+
+
+class Kept(RayRuntime):
+    """One connection for all runtimes of a module: the server starts a process for each that is made."""
+
+    async def _connect(self, address: str) -> None:
+        import ray
+
+        if not ray.is_initialized():
+            await super()._connect(address)
+
+    async def _disconnect(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Served:
+    address: str
+    cluster: RayCluster
+    process: Any
+
+    def runtime(self, kind: type[RayRuntime] = RayRuntime, **env: str) -> RayRuntime:
+        return kind(self.address, env={**auth(self.cluster.directory / TOKEN), **env})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    ray = pytest.importorskip("ray")
+    spare = Node("n2", {"gpu": "H20", "zone": "c"}, {"CPU": 1.0}, {})
+    with (
+        ray_cluster_of([*nodes(), spare], tmp_path_factory.mktemp("ray")) as cluster,
+        client_server_of(cluster) as (address, process),
+    ):
+        yield Served(address, cluster, process)
+        ray.shutdown()
+
+
+@pytest.fixture
+def on(served: Served) -> Run:
+    def execute(scenario: Scenario) -> None:
+        async def main() -> None:
+            runtime = served.runtime(Kept)
+            await runtime.start()
+            try:
+                await scenario(runtime, "ray")
+            finally:
+                await runtime.close()
+            assert all(dict(n.free) == dict(n.total) for n in runtime.nodes()), "resources came back"
+
+        asyncio.run(main())
+
+    return execute
+
+
+def test_a_call_that_is_given_up_while_it_is_made_is_cancelled(on: Run) -> None:
+    async def scenario(runtime: Any, isolation: str) -> None:
+        handle = await runtime.spawn(spec("a", isolation, max_concurrency=2))
+        for _ in range(5):  # of two places none is left taken
+            call = asyncio.ensure_future(handle.call("slow", 3600.0))
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(handle.call("meet", 2) for _ in range(2)))
+
+    on(scenario)
+
+
+def test_the_end_of_the_server_ends_every_call_with_one_line(served: Served) -> None:
+    """It is the last test of this cluster: its client server is gone."""
+    import ray
+
+    ray.shutdown()
+
+    async def main() -> None:
+        runtime = served.runtime(RAY_CLIENT_RECONNECT_GRACE_PERIOD="3")  # 30 s else
+        await runtime.start()
+        try:
+            handle = await runtime.spawn(spec("a", "ray", max_restarts=-1, max_task_retries=1))
+            call = asyncio.ensure_future(handle.call("slow", 3600.0))
+            assert await handle.call("add", 1) == 1
+            served.process.kill()
+            async with asyncio.timeout(240):
+                with pytest.raises(ProviderError, match=r"client server at 'ray://.* is lost.*--resume") as caught:
+                    await call
+                assert "\n" not in str(caught.value)
+                with pytest.raises(ProviderError, match="is lost"):
+                    await handle.call("add", 1)
+                with pytest.raises((ProviderError, PartDied), match="is lost"):
+                    await runtime.spawn(spec("b", "ray"))
+        finally:
+            with contextlib.suppress(ProviderError):
+                async with asyncio.timeout(120):
+                    await runtime.close()
+
+    asyncio.run(main())
+    assert not ray.is_initialized(), "no cluster of its own was made"
