@@ -83,7 +83,7 @@ def client_server_of(cluster: RayCluster) -> Iterator[tuple[str, subprocess.Pope
     with (cluster.directory / "client-server.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", CLIENT_SERVER, str(first), *options],
-            # Of its forks for clients some end at once in gRPC's handlers otherwise (1 of 8 to 25 on a busy machine).
+            # Of its forks for clients some end at once in gRPC's handlers otherwise (5 of 16 on a busy machine).
             env={**os.environ, **auth(cluster.directory / TOKEN), "GRPC_ENABLE_FORK_SUPPORT": "0"},
             stdout=log,
             stderr=log,

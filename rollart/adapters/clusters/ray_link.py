@@ -34,9 +34,9 @@ DRAIN_S = 2.0
 
 UNSTARTED = "Initialization failure from server"
 """What the client server says when the process that it forked for this client ended at once, which happens now and then
-for no reason of ours: gRPC below Ray 2.60 does not survive every fork."""
+for no reason of ours: gRPC under Ray 2.60 does not survive every fork."""
 
-STARTS = 3
+STARTS = 4
 
 REMEDY = "check runtime.address and runtime.token of the cluster"
 
