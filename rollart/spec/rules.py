@@ -388,14 +388,13 @@ def _function_hosts(cluster: ClusterSpec) -> Iterable[Problem]:
     pools, wanted = [pool.name for pool in cluster.pools], cluster.functions.local.pool
     if wanted is not None and wanted not in pools:
         hint = did_you_mean(wanted, pools)
-        at, rule = ("functions", "local", "pool"), f"(rule: a pool of the cluster{hint})"
-        yield Problem(at, f"functions.local.pool is '{wanted}' {rule}")
+        rule = f"(rule: a pool of the cluster{hint})"
+        yield Problem(("functions", "local", "pool"), f"functions.local.pool is '{wanted}' {rule}")
 
 
 def known_device(name: str) -> bool:
     """Whether the catalogue has the type, under this or another name."""
     try:
-        canonical(name)
+        return bool(canonical(name))
     except ValueError:
         return False
-    return True
