@@ -4,6 +4,9 @@
     rollart launch run.yaml --cluster cluster.yaml &
     python examples/outside_trainer.py http://127.0.0.1:8200 --model MODEL_OR_CONFIG_DIR --weights DIR --steps N
 
+On another machine, with `trainer: {external: "0.0.0.0:8200", external_token: "env:ROLLART_TOKEN"}` there and the same
+variable here; with --upload if it sees no directory of the run's.
+
 It is REINFORCE with a mean baseline per group, on transformers and torch alone: nothing of rollart but its client.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollart.service import Service
+from rollart.service import Service, ServiceError
 
 
 def main() -> None:
@@ -28,26 +32,39 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="where versions are written")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--upload", action="store_true", help="send versions over the wire")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    service, scores = Service(arguments.url), []
-    version, path = service.weights()  # -1: the run has none yet; else it went on without us
-    model, optimizer = load(Path(path) if version >= 0 else arguments.model, arguments.lr)
+    # A controller that is resumed at the same address finds it waiting.
+    service = Service(arguments.url, token=os.environ.get("ROLLART_TOKEN", ""), patience_s=600)
+    scores: list[float] = []
+    version, _ = service.weights()  # -1: the run has none yet; else it went on without us
+    model, optimizer = load(current(service, arguments) if version >= 0 else arguments.model, arguments.lr)
     if version < 0:
-        version = publish(service, model, arguments.weights, 0)
+        version = publish(service, model, arguments, 0, [])
     while version < arguments.steps:
         # The whole batch is one group. Lent under a key: if this program dies, the next one is given it again.
         batch = service.get_experience("train", 1, timeout_s=60, lease_s=600, key=f"after-{version}")
         if not batch:
             continue
         if batch[0]["batch"] != version + 1:  # the run was resumed from another version
-            version, path = service.weights()
-            model, optimizer = load(Path(path), arguments.lr)
+            model, optimizer = load(current(service, arguments), arguments.lr)
+            version, _ = service.weights()
+            if batch[0]["batch"] != version + 1:
+                continue
         step(model, optimizer, batch)
+        try:
+            version = publish(service, model, arguments, version + 1, batch)
+        except ServiceError as error:
+            if error.status != 409:
+                raise
+            # It came too late: the run offers the batch, or another one, again.
+            model, optimizer = load(current(service, arguments), arguments.lr)
+            version, _ = service.weights()
+            continue
         service.done(batch)
         scores.append(sum(row["score"] for row in batch) / len(batch))
-        version = publish(service, model, arguments.weights, version + 1)
-    print(json.dumps({"steps": len(scores), "first": scores[0], "last": scores[-1]}))
+    print(json.dumps({"steps": len(scores), "scores": scores}))
 
 
 def load(path: Path, lr: float) -> tuple[Any, Any]:
@@ -58,10 +75,21 @@ def load(path: Path, lr: float) -> tuple[Any, Any]:
     return model, torch.optim.AdamW(model.parameters(), lr=lr)
 
 
-def publish(service: Service, model: Any, root: Path, version: int) -> int:
-    path = root / f"outside-{version}"
+def current(service: Service, arguments: argparse.Namespace) -> Path:
+    """Where the run's version lies, or a copy of it."""
+    if not arguments.upload:
+        return Path(service.weights()[1])
+    service.download_weights(arguments.weights / "run")
+    return Path(arguments.weights / "run")
+
+
+def publish(service: Service, model: Any, arguments: argparse.Namespace, version: int, batch: list[Any]) -> int:
+    path = arguments.weights / f"outside-{version}"
     model.save_pretrained(path)
-    service.weight_sync_notify(version, str(path))
+    if arguments.upload:
+        service.upload_weights(version, path, batch=batch)
+    else:
+        service.weight_sync_notify(version, str(path), batch=batch)
     return version
 
 

@@ -6,16 +6,29 @@ The calls are AsyncFlow's (arXiv:2507.01663, §6): prompts in, experience in and
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
+import ssl
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 __all__ = ["Experience", "Service", "ServiceError"]
+
+T = TypeVar("T")
+
+BLOCK = 2**20
+"""Bytes of weights that are sent or read at a time."""
+
+LONG_S = 600.0
+"""What the answer to a file may take, beside what any call may."""
 
 SLACK_S = 30.0
 """What a call may take beyond the wait that it asks for."""
@@ -47,9 +60,16 @@ class Experience:
 class Service:
     """Calls block; a client may be used by any number of threads."""
 
-    def __init__(self, url: str, *, token: str = "") -> None:
+    def __init__(
+        self, url: str, *, token: str = "", patience_s: float = 0.0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`patience_s`: how long calls that may be made again are made again while nobody answers them: all but
+        `put_prompts` without a `key` and `get_experience` without a `key` and a `lease_s`. `tls`: whom to trust
+        behind https://; by default as the system does."""
         self._url = url.rstrip("/")
         self._token = token
+        self._patience_s = patience_s
+        self._tls = tls
 
     def init(
         self,
@@ -73,7 +93,7 @@ class Service:
         """A group of rows per prompt, with the prompt's columns; their ids. Waits until they fit; ServiceError (503)
         after `timeout_s`. With a `key`, a call that is made again (its answer was lost) is the first one."""
         body = {"prompts": [dict(p) for p in prompts], "group_size": group_size, "timeout_s": timeout_s, "key": key}
-        return list(self._call("POST", "/v1/prompts", body, timeout_s)["ids"])
+        return list(self._call("POST", "/v1/prompts", body, timeout_s, again=bool(key))["ids"])
 
     def put_experience(self, row: str, *, version: int | None = None, **columns: Any) -> bool:
         """Columns of a row, and the weights it was sampled with. False: the row was dropped meanwhile."""
@@ -91,7 +111,7 @@ class Service:
         `key` too, a call that is made again is given the same ones while they are lent."""
         body = {"task": task, "count": count, "at_least": at_least, "columns": columns and list(columns),
                 "timeout_s": timeout_s, "lease_s": lease_s, "key": key}  # fmt: skip
-        got = self._call("POST", "/v1/experience/take", body, timeout_s)
+        got = self._call("POST", "/v1/experience/take", body, timeout_s, again=bool(key) and lease_s is not None)
         return [
             Experience(r["id"], r["group"], r["version"], r["columns"], got["lease"])
             for batch in got["batches"]
@@ -120,9 +140,32 @@ class Service:
         """Give a group up for everybody; the rows that were held."""
         return list(self._call("POST", f"/v1/groups/{urllib.parse.quote(group)}/drop", {"reason": reason})["rows"])
 
-    def weight_sync_notify(self, version: int, path: str) -> None:
-        """New weights lie at `path`."""
-        self._call("POST", "/v1/weights", {"version": version, "path": path})
+    def weight_sync_notify(self, version: int, path: str, *, batch: Sequence[Experience] = ()) -> None:
+        """New weights lie at `path`, which the service sees too. `batch`: what they were made of; a run refuses (409)
+        those of a batch that it gave up meanwhile."""
+        self._call("POST", "/v1/weights", {"version": version, "path": path, "group": _group(batch)})
+
+    def upload_weights(self, version: int, directory: str | Path, *, batch: Sequence[Experience] = ()) -> None:
+        """As `weight_sync_notify`, for a directory that the service does not see: its *.json and *.safetensors are
+        sent, and are a version once all arrived with their checksums."""
+        self._call("POST", f"/v1/weights/{version}/begin", {"group": _group(batch)})  # refused before, not amid, a body
+        group, files = urllib.parse.quote(_group(batch)), {}
+        for file in _files(Path(directory)):
+            path = f"/v1/weights/{version}/files/{urllib.parse.quote(file.name)}?group={group}"
+            files[file.name] = self._patient(path, partial(self._send, path, file))
+        self._call("POST", "/v1/weights", {"version": version, "files": files, "group": _group(batch)})
+
+    def download_weights(self, directory: str | Path) -> int:
+        """The current version's files, into a directory that is made; the version."""
+        version, _ = self.weights()
+        files, target = self._call("GET", f"/v1/weights/{version}/files", None)["files"], Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, told in files.items():
+            if Path(name).name != name:
+                raise ServiceError(f"{name!r} is no file of a version")
+            path = f"/v1/weights/{version}/files/{urllib.parse.quote(name)}"
+            self._patient(path, partial(self._fetch, path, target / name, told["sha256"]))
+        return version
 
     def weights(self, *, after: int = -1, timeout_s: float = 0.0) -> tuple[int, str]:
         """The current version and its path; waits up to `timeout_s` for one beyond `after`."""
@@ -139,20 +182,73 @@ class Service:
             raise ValueError(f"rows of {len(leases)} leases (rule: those of one call with lease_s)")
         return bool(self._call("POST", f"/v1/leases/{leases.pop()}/{what}", body)["kept"])
 
-    def _call(self, method: str, path: str, body: object, wait_s: float = 0.0) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
+    def _call(
+        self, method: str, path: str, body: object, wait_s: float = 0.0, *, again: bool = True
+    ) -> dict[str, Any]:  # fmt: skip
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=wait_s + SLACK_S) as answer:
+
+        def once() -> dict[str, Any]:
+            with self._answer(method, path, data, {"Content-Type": "application/json"}, wait_s) as answer:
                 value: dict[str, Any] = json.loads(answer.read())
                 return value
-        except urllib.error.HTTPError as error:
-            raise ServiceError(_reason(error), error.code) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:  # it ended in the middle of an answer, too
-            raise ServiceError(f"{self._url}{path} does not answer: {error}") from None
+
+        return self._patient(path, once, self._patience_s if again else 0.0)
+
+    def _send(self, path: str, file: Path) -> dict[str, Any]:
+        digest, size = hashlib.sha256(), file.stat().st_size
+
+        def blocks() -> Iterator[bytes]:
+            with file.open("rb") as read:
+                while block := read.read(BLOCK):
+                    digest.update(block)
+                    yield block
+
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+        with self._answer("PUT", path, blocks(), headers, LONG_S) as answer:
+            value: dict[str, Any] = json.loads(answer.read())
+        if value != {"bytes": size, "sha256": digest.hexdigest()}:
+            raise ConnectionError(f"{file} arrived as {value}")
+        return value
+
+    def _fetch(self, path: str, target: Path, sha256: str) -> None:
+        digest, part = hashlib.sha256(), target.with_name(f"{target.name}.part")
+        with self._answer("GET", path, None, {}, LONG_S) as answer, part.open("wb") as file:
+            while block := answer.read(BLOCK):
+                digest.update(block)
+                file.write(block)
+        if digest.hexdigest() != sha256:
+            raise ConnectionError(f"{target.name} arrived damaged")
+        part.replace(target)
+
+    def _answer(self, method: str, path: str, data: Any, headers: Mapping[str, str], wait_s: float) -> Any:
+        key = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        request = urllib.request.Request(self._url + path, data, {**headers, **key}, method=method)
+        return urllib.request.urlopen(request, timeout=wait_s + SLACK_S, context=self._tls)
+
+    def _patient(self, path: str, once: Callable[[], T], patience_s: float | None = None) -> T:
+        """Again, with growing pauses, while nobody answers."""
+        waited, pause = 0.0, 0.5
+        while True:
+            try:
+                return once()
+            except urllib.error.HTTPError as error:
+                raise ServiceError(_reason(error), error.code) from None
+            except (OSError, http.client.HTTPException, ValueError) as error:  # cut off in the middle, too
+                if waited >= (self._patience_s if patience_s is None else patience_s):
+                    raise ServiceError(f"{self._url}{path} does not answer: {error}") from None
+            threading.Event().wait(pause)
+            waited, pause = waited + pause, min(2 * pause, 10.0)
+
+
+def _group(batch: Sequence[Experience]) -> str:
+    return batch[0].group if batch else ""
+
+
+def _files(directory: Path) -> list[Path]:
+    found = [f for f in sorted(directory.iterdir()) if f.suffix in (".json", ".safetensors") and f.is_file()]
+    if not any(f.suffix == ".safetensors" for f in found) or not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} holds no version (rule: config.json and *.safetensors)")
+    return found
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollart.addresses import loopback
 from rollart.cli.context import INTERRUPTED, cluster_functions, json_option
 from rollart.errors import ProviderError, UsageError
 
@@ -120,10 +120,3 @@ def token_in(variable: str | None) -> str:
     if not value:
         raise ProviderError(f"the environment variable {variable} is not set", remedy=f"export {variable}=…")
     return value
-
-
-def loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

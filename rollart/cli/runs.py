@@ -59,6 +59,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("directory", str(directory)),
         ("engines", " ".join(engines) or None),
         ("plan", plan or None),
+        ("outside_trainer", _outside(directory) if owner else None),
         ("environment_hosts", " ".join(hosts) or None),
         ("function_hosts", " ".join(workers) or None),
         ("step", rows.facts.step),
@@ -74,6 +75,15 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     ]
     table = Table("status", "Status", (Column("what"), Column("value", "number")), tuple(values))
     click.echo(render(Report("status", rows.run, (table,)), output, width=width(), colour=colour()), nl=False)
+
+
+def _outside(directory: Path) -> str | None:
+    """How the trainer stands that is not ours (`trainer.external`)."""
+    try:
+        note = json.loads((directory / "service.json").read_text())
+        return f"{note['listen']}: {note['state']} since {note['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @click.command()

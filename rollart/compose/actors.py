@@ -12,6 +12,7 @@ from types import MappingProxyType
 from placement.types import Assignment, Role
 from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.compose.dtypes import engine_dtype, probe_tolerance, vllm_dtype
+from rollart.compose.outside import bridge_start
 from rollart.compose.routing import SERVING
 from rollart.compose.stored import place_of
 from rollart.compose.vllm import CONNECTOR, VllmCommand, vllm_command
@@ -192,8 +193,8 @@ def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[Ac
     """One program per host; one in all where the trainer is somebody else's."""
     assignment, external = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.external
     if external is not None:
-        arguments = ["--config", str(config), "--listen", external]
-        return [_program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments)]
+        arguments, env = bridge_start(resolved, directory, config)
+        return [_program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments, env=env)]
     shares, actors = trainer_shares(resolved), []
     for share in shares:
         arguments = ["--config", str(config)]

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollart.compose.outside import refuse_outside
 from rollart.errors import SpecError
 from rollart.spec.resolve import Resolved
 from rollart.spec.run_parts import HarnessSpec
@@ -60,9 +61,11 @@ def needs(resolved: Resolved) -> Iterator[Need]:
 
 
 def refuse_missing(resolved: Resolved) -> None:
-    """`SpecError` for the first that is not here. What runs on machines of a cluster of others is theirs to have."""
+    """`SpecError` for the first that is not here, or a token that is not. What runs on machines of a cluster of others
+    is theirs to have."""
     runtime = resolved.cluster.runtime
     elsewhere = runtime.backend == "ray" and runtime.address != "local"
     for need in needs(resolved):
         if need.needed and not need.here and (not elsewhere or need.module == "ray"):
             raise SpecError(f"{need.asked}, and {need.module} is not installed", remedy=need.remedy)
+    refuse_outside(resolved)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rollart.adapters.service.desk import Desk
 from rollart.adapters.service.server import Service
 from rollart.adapters.service.store import Store
+from rollart.adapters.service.uploads import Uploads
 from rollart.compose.proxy import listening
 from rollart.errors import StorageFailed
 
@@ -22,7 +23,8 @@ async def offering(*, host: str, port: int, token: str, data: Path | None = None
     store = None if data is None else Store(data)
     try:
         desk = None if store is None else Desk.recovered(store)
-        app = Service(token=token, desk=desk, store=store).app()
+        uploads = None if data is None else Uploads(data / "weights")
+        app = Service(token=token, desk=desk, store=store, uploads=uploads).app()
         async with listening(app, host=host, port=port) as url:
             yield url
     finally:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from rollart.addresses import host_and_port, loopback
 from rollart.spec.base import Entry, Name
 from rollart.spec.environments import EnvironmentsSpec
 from rollart.spec.prices import PriceEntry
@@ -199,16 +200,29 @@ class TrainerSpec(Entry):
     external: str | None = Field(
         default=None,
         description="HOST:PORT where a trainer of your own takes the run's batches and announces versions, in the "
-        "place of the embedded one (docs/service.md). This machine alone, 127.0.0.1.",
+        "place of the embedded one (docs/service.md).",
+    )
+    external_token: str | None = Field(
+        default=None,
+        pattern=r"^(file|env:[A-Za-z_][A-Za-z0-9_]*)$",
+        description="The token that `external` then needs: `env:VAR`, the one in this variable; `file`, one that the "
+        "run writes to service.token (mode 600) in its directory. Needed where others than this machine can call.",
     )
 
     @field_validator("external")
     @classmethod
     def _address(cls, value: str | None) -> str | None:
-        host, _, port = (value or "127.0.0.1:0").rpartition(":")
-        if host not in ("127.0.0.1", "localhost") or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"{value!r} (rule: 127.0.0.1:PORT)")
+        host_and_port(value or "127.0.0.1:0")
         return value
+
+    @model_validator(mode="after")
+    def _guarded(self) -> TrainerSpec:
+        if self.external is not None and not self.external_token and not loopback(host_and_port(self.external)[0]):
+            raise ValueError(
+                f"external {self.external!r} is reachable from elsewhere (rule: with a token; set "
+                "external_token to file or env:VAR)"
+            )
+        return self
 
     @property
     def sharded(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from rollart.adapters.service import bridge as bridge_module
 from rollart.adapters.service.bridge import TASK, Bridge
-from rollart.adapters.service.terms import Wish
+from rollart.adapters.service.terms import Refused, Wish
 from rollart.adapters.trainers.http import HttpTrainer, encode_samples
 from rollart.compose.proxy import listening
 from rollart.errors import TrainerError, TrainerRefused
@@ -105,11 +105,11 @@ def test_a_version_may_be_saved_where_the_run_will_have_it(tmp_path: Path) -> No
 def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
     async def main() -> None:
         bridge = Bridge(tmp_path)
-        await bridge.desk.notify(3, "/nowhere")
-        with pytest.raises(TrainerError, match="announced v3 where v1 was due"):
-            await bridge.train(batch(0))
-        with pytest.raises(TrainerError, match="announced /nowhere for v3"):
-            await bridge.publish({"version": 3})
+        with pytest.raises(Refused, match="v3 is not due: no batch is on offer"):
+            await bridge.desk.notify(3, "/nowhere")
+        await bridge.desk.notify(0, "/nowhere")
+        with pytest.raises(TrainerError, match="announced /nowhere for v0"):
+            await bridge.publish({"version": 0})
         with pytest.raises(TrainerRefused, match="does no imitate"):
             await bridge._not_here("imitate")({})
 
@@ -163,3 +163,38 @@ def test_a_batch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, monk
                 await trainer.aclose()
 
     asyncio.run(main())
+
+
+def test_a_version_is_taken_from_whoever_was_given_the_batch(tmp_path: Path) -> None:
+    """A slow trainer's step on an offer that the run gave up is no step on the one that followed."""
+
+    async def main() -> None:
+        bridge = Bridge(tmp_path)
+        desk = bridge.desk
+        await bridge.restore({"version": 4, "path": "/v4"})
+        said: list[str] = []
+        desk.changed = lambda: said.append(f"{desk.due} {desk.taken}")
+        slow: list[str] = []
+        for attempt in range(2):
+            training = asyncio.create_task(bridge.train(batch(4)))
+            await asyncio.sleep(1.0)
+            with pytest.raises(Refused, match="not made of the batch on offer"):
+                await desk.notify(5, "/v5")
+            with pytest.raises(Refused, match="the batch on offer makes v5"):
+                await desk.notify(6, "/v6")
+            if attempt == 0:
+                _, (rows,) = await desk.lend(Wish(TASK, 1), 0.0, lease_s=60.0)
+                slow = [rows[0].group]
+                training.cancel()
+                await asyncio.gather(training, return_exceptions=True)
+                with pytest.raises(Refused, match="no batch is on offer"):
+                    await desk.notify(5, "/v5", slow[0])
+        _, (rows,) = await desk.lend(Wish(TASK, 1), 0.0, lease_s=60.0)
+        with pytest.raises(Refused, match="not made of the batch on offer"):
+            await desk.notify(5, "/v5", slow[0])
+        await desk.notify(5, "/v5", rows[0].group)
+        assert (await training)["trained_tokens"] == 8
+        assert said == ["5 False", "5 True", "None False", "5 False", "5 True", "5 True", "None False"]
+        await desk.notify(5, "/v5", rows[0].group)
+
+    virtual(main)

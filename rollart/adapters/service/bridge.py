@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,10 +24,13 @@ from typing import Any
 import msgpack
 from aiohttp import web
 
-from rollart.adapters.service.desk import Desk
+from rollart.adapters.service.notes import Notes, outside_token
+from rollart.adapters.service.offer import OfferDesk
 from rollart.adapters.service.server import Service
 from rollart.adapters.service.terms import Refused, Setup, Task
-from rollart.errors import TrainerError, TrainerRefused
+from rollart.adapters.service.uploads import Uploads
+from rollart.addresses import host_and_port, loopback
+from rollart.errors import TrainerError, TrainerRefused, UsageError
 
 __all__ = ["COLUMNS", "TASK", "Bridge"]
 
@@ -40,6 +44,9 @@ MAX_BODY = 2**30
 
 LOOK_S = 60.0
 
+UPLOADS = "outside"
+"""Below the run's versions: those that came over the wire."""
+
 NEEDED = "config.json"
 """Without it no engine reads a directory."""
 
@@ -51,8 +58,9 @@ class Bridge:
     def __init__(self, root: Path) -> None:
         """`root`: where the run's versions lie."""
         self._root = root
-        self.desk = Desk(Setup(COLUMNS, {TASK: Task(COLUMNS, whole_groups=True)}, ROWS))
+        self.desk = OfferDesk(Setup(COLUMNS, {TASK: Task(COLUMNS, whole_groups=True)}, ROWS))
         self.desk.version = -1
+        self.uploads = Uploads(root / UPLOADS, readable=(root,))
         self._groups: list[str] = []
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights")
         """Versions one after the other: a copy that nobody waits for any more goes on to its end before the next."""
@@ -72,10 +80,14 @@ class Bridge:
         await self._clear()
         ids = await self.desk.put_prompts([{}], len(rows))
         self._groups.append(ids[0].rpartition(".")[0])
-        await self.desk.put_all(
-            [(id, {**row, "batch": version + 1}, _begun(row)) for id, row in zip(ids, rows, strict=True)]
-        )
-        await self._announced(version + 1)
+        self.desk.offer(self._groups[-1], version + 1)
+        try:
+            await self.desk.put_all(
+                [(id, {**row, "batch": version + 1}, _begun(row)) for id, row in zip(ids, rows, strict=True)]
+            )
+            await self._announced(version + 1)
+        finally:
+            self.desk.over()
         seconds = asyncio.get_running_loop().time() - began
         return {"trained_tokens": sum(map(sum, (r["loss_mask"] for r in rows))), "seconds": seconds, "metrics": {}}
 
@@ -85,7 +97,9 @@ class Bridge:
     async def publish(self, body: Mapping[str, Any]) -> dict[str, Any]:
         version = int(body["version"])
         given = Path(await self._announced(version))
-        copy = partial(_taken_over, given, self._root / f"v{version:06d}", version)
+        # Nobody writes into what was uploaded: it need not be there twice.
+        copier = _linked if given.is_relative_to(self.uploads.root) else shutil.copy2
+        copy = partial(_taken_over, given, self._root / f"v{version:06d}", version, copier)
         path = await asyncio.get_running_loop().run_in_executor(self._copying, copy)
         read = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
@@ -147,7 +161,14 @@ def _begun(row: Mapping[str, Any]) -> int | None:
     return min((v for v in row["versions"] if v >= 0), default=None)
 
 
-def _taken_over(given: Path, path: Path, version: int) -> Path:
+def _linked(given: str, path: str) -> None:
+    try:
+        os.link(given, path)
+    except OSError:  # a file system without links
+        shutil.copy2(given, path)
+
+
+def _taken_over(given: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2) -> Path:
     """A whole version of the run, made of an announced directory. TrainerError if it is none."""
     if not (given / NEEDED).is_file() or not any(given.glob("*.safetensors")):
         raise TrainerError(
@@ -157,7 +178,7 @@ def _taken_over(given: Path, path: Path, version: int) -> Path:
     aside = path.with_name(f".outside-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"))
+        shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"), copy_function=copier)
         (aside / "COMPLETE").write_text(json.dumps({"schema": 1, "version": version, "files": {}}))
         shutil.rmtree(path, ignore_errors=True)  # not before: it may be what was announced
         aside.rename(path)
@@ -185,14 +206,13 @@ def _answering(
     return handler
 
 
-async def _serve(config: Path, listen: str, host: str, port: int) -> None:
+async def _serve(config: Path, listen: str, token: str, host: str, port: int) -> None:
     bridge = Bridge(Path(json.loads(config.read_text())["weights_root"]))
-    outside_host, _, outside_port = listen.rpartition(":")
+    outside_host, outside_port = host_and_port(listen)
     ours = await _listening(bridge.app(), host, port)
-    theirs = await _listening(Service(desk=bridge.desk).app(), outside_host.strip("[]"), int(outside_port))
-    told = config.with_name("service.json.part")
-    told.write_text(json.dumps({"schema_version": 1, "url": theirs}))
-    told.rename(config.with_name("service.json"))
+    service = Service(desk=bridge.desk, token=token, uploads=bridge.uploads)
+    theirs = await _listening(service.app(), outside_host, outside_port)
+    Notes(config.with_name("service.json"), bridge.desk, theirs, listen)
     print(f"ready {ours}", flush=True)
     await asyncio.Event().wait()
 
@@ -202,18 +222,27 @@ async def _listening(app: web.Application, host: str, port: int) -> str:
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     bound = runner.addresses[0]
-    return f"http://{bound[0]}:{bound[1]}"
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound[0], bound[0])
+    return f"http://{f'[{name}]' if ':' in name else name}:{bound[1]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A run's trainer that is not ours.")
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the outside trainer calls")
+    parser.add_argument("--token-env", metavar="VAR", default="", help="variable with the token that it then needs")
+    parser.add_argument("--token-file", type=Path, help="file of mode 600 with it; made if it is not there")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        asyncio.run(_serve(arguments.config, arguments.listen, arguments.host, arguments.port))
+        token = outside_token(arguments.token_env, arguments.token_file)
+        if not token and not loopback(host_and_port(arguments.listen)[0]):
+            raise UsageError(f"--listen {arguments.listen} is reachable from elsewhere (rule: with a token)")
+    except (UsageError, ValueError) as error:
+        parser.exit(2, f"rollart: {error}\n")
+    try:
+        asyncio.run(_serve(arguments.config, arguments.listen, token, arguments.host, arguments.port))
     except OSError as error:
         parser.exit(2, f"rollart: cannot listen on {arguments.listen}: {error.strerror or error}\n")
 

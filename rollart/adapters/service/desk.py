@@ -291,11 +291,15 @@ class Desk:
             self._store.group_gone(group)
         return list(held)
 
-    async def notify(self, version: int, path: str) -> None:
+    def permit(self, version: int, group: str) -> None:
+        """Refused (409) for a version that may not be announced now; `group`: a batch that it was made of."""
+
+    async def notify(self, version: int, path: str, group: str = "") -> None:
         """New weights are published. What is too old for them is dropped, group by group. Saying it again changes
         nothing."""
         if (version, path) == (self.version, self.path):
             return await self._flush()
+        self.permit(version, group)
         if version <= self.version:
             raise Refused(f"version {version} after {self.version} (rule: versions grow)", 409)
         self.version, self.path = version, path

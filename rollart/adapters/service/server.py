@@ -7,13 +7,17 @@ import hmac
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from rollart.adapters.service.desk import Desk
 from rollart.adapters.service.store import Store
 from rollart.adapters.service.terms import Given, Refused, Setup, Task, Wish
+from rollart.adapters.service.uploads import BLOCK, Stored, Uploads
 from rollart.errors import StorageFailed
 
 __all__ = ["Service"]
@@ -33,9 +37,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The routes. The first `setup` makes the desk; an equal one afterwards is welcome, another is refused."""
 
-    def __init__(self, *, token: str = "", desk: Desk | None = None, store: Store | None = None) -> None:
-        """`desk`: what was set up before, on this `store`; one that is set up from now on lives there too."""
+    def __init__(
+        self, *, token: str = "", desk: Desk | None = None, store: Store | None = None, uploads: Uploads | None = None
+    ) -> None:
+        """`desk`: what was set up before, on this `store`; one that is set up from now on lives there too. `uploads`:
+        where weights come to that the sender's disk does not share."""
         self._token = token
+        self._uploads = uploads
         self._desk = desk
         self._store = store
 
@@ -51,6 +59,10 @@ class Service:
                 web.post("/v1/leases/{lease}/{what}", self._lease),
                 web.post("/v1/weights", self._notify),
                 web.get("/v1/weights", self._weights),
+                web.post("/v1/weights/{version}/begin", self._begin),
+                web.put("/v1/weights/{version}/files/{name}", self._receive),
+                web.get("/v1/weights/{version}/files", self._files),
+                web.get("/v1/weights/{version}/files/{name}", self._send),
                 web.get("/v1/status", self._status),
                 web.get("/health", self._health),
             ]
@@ -120,8 +132,58 @@ class Service:
 
     async def _notify(self, request: web.Request) -> web.Response:
         body, desk = await _body(request), self._at()
-        await desk.notify(_whole(body, "version", 0), str(body.get("path") or ""))
-        return _json({"version": desk.version})
+        version, path, group = _whole(body, "version", 0), str(body.get("path") or ""), str(body.get("group") or "")
+        if body.get("files") is not None:
+            self._permitted(desk, version, group)
+            path = str(await self._disk().commit(version, _files(body["files"])))
+        await desk.notify(version, path, group)
+        return _json({"version": desk.version, "path": desk.path})
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        """Whether files of a version would be taken."""
+        body = await _body(request)
+        self._permitted(self._at(), _version(request), str(body.get("group") or ""))
+        self._disk()
+        return _json({})
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        """A file of a version to come, as it is."""
+        version = _version(request)
+        self._permitted(self._at(), version, request.query.get("group", ""))
+        try:
+            stored = await self._disk().receive(
+                version, request.match_info["name"], request.content.iter_chunked(BLOCK)
+            )
+        except (aiohttp.ClientPayloadError, ConnectionError) as error:
+            raise Refused(f"the file was cut off: {error}") from None
+        return _json(asdict(stored))
+
+    def _permitted(self, desk: Desk, version: int, group: str) -> None:
+        """Before anything is sent for nothing."""
+        if version < desk.version:
+            raise Refused(f"version {version} after {desk.version} (rule: versions grow)", 409)
+        desk.permit(version, group)
+
+    async def _files(self, request: web.Request) -> web.Response:
+        files = await self._current(request)
+        return _json({"files": {name: asdict(stored) for name, stored in files.items()}})
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in await self._current(request):
+            raise Refused(f"no file {name!r}", 404)
+        return web.FileResponse(Path(self._at().path) / name, chunk_size=BLOCK)
+
+    async def _current(self, request: web.Request) -> Mapping[str, Stored]:
+        desk, version = self._at(), _version(request)
+        if version != desk.version:
+            raise Refused(f"the current version is v{desk.version}, not v{version}", 409)
+        return await self._disk().listed(desk.path)
+
+    def _disk(self) -> Uploads:
+        if self._uploads is None:
+            raise Refused("this service has no directory for weights (rule: start it with --data)", 409)
+        return self._uploads
 
     async def _weights(self, request: web.Request) -> web.Response:
         after, wait = (_number(request.query.get(name, "-1")) for name in ("after", "timeout_s"))
@@ -157,6 +219,21 @@ class Service:
             return _json({"error": str(error)}, status=500)
         except web.HTTPException as error:
             return _json({"error": error.reason}, status=error.status)
+
+
+def _version(request: web.Request) -> int:
+    version = request.match_info["version"]
+    if not version.isdecimal() or int(version) > MOST:
+        raise Refused(f"version {version!r} (rule: a whole number)")
+    return int(version)
+
+
+def _files(value: object) -> dict[str, Stored]:
+    found = {}
+    for name, told in _object(value, "files").items():
+        one = _object(told, f"file {name}")
+        found[name] = Stored(_whole(one, "bytes", 0), str(one.get("sha256")))
+    return found
 
 
 def _setup(body: Mapping[str, Any]) -> Setup:

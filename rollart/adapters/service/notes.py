@@ -1,0 +1,65 @@
+"""What a run's directory says of its outside trainer: where it calls, with what token, and how it stands."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import secrets
+from pathlib import Path
+
+from rollart.adapters.service.offer import OfferDesk
+from rollart.errors import UsageError
+
+__all__ = ["Notes", "outside_token"]
+
+
+class Notes:
+    """Keeps `service.json`: written anew, whole, at every change of the offer."""
+
+    def __init__(self, path: Path, desk: OfferDesk, url: str, listen: str) -> None:
+        self._path, self._desk = path, desk
+        self._about = {"schema_version": 1, "url": url, "listen": listen}
+        desk.changed = self.write
+        self.write()
+
+    def write(self) -> None:
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        aside = self._path.with_name(f"{self._path.name}.part")
+        aside.write_text(
+            json.dumps({**self._about, "version": self._desk.version, "state": self._state(), "since": now})
+        )
+        aside.rename(self._path)
+
+    def _state(self) -> str:
+        desk = self._desk
+        if desk.due is not None:
+            return f"batch {desk.due} {'is being trained' if desk.taken else 'waits to be taken'}"
+        return "waits for version 0" if desk.version < 0 else "no batch on offer"
+
+
+def outside_token(variable: str, file: Path | None) -> str:
+    """The token that the outside needs; "" for none. A file that is not there is made. UsageError, in a line."""
+    if variable:
+        token = os.environ.get(variable, "")
+        if not token:
+            raise UsageError(f"the variable {variable} is empty (rule: it holds the outside trainer's token)")
+        return token
+    if file is None:
+        return ""
+    try:
+        try:
+            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if file.stat().st_mode & 0o077:
+                raise UsageError(f"{file} can be read by others (rule: mode 600)", remedy=f"chmod 600 {file}") from None
+            token = file.read_text().strip()
+        else:
+            token = secrets.token_urlsafe(32)
+            with os.fdopen(made, "w") as out:
+                out.write(token)
+    except OSError as error:
+        raise UsageError(f"cannot use {file}: {error.strerror}") from None
+    if not token:
+        raise UsageError(f"{file} is empty (rule: it holds the outside trainer's token)", remedy="delete it")
+    return token

@@ -1,0 +1,163 @@
+"""Weights that come over the wire, and go back over it: a version is there whole, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from rollart.adapters.service.terms import Refused
+from rollart.errors import StorageFailed
+
+__all__ = ["Stored", "Uploads"]
+
+T = TypeVar("T")
+
+BLOCK = 4 * 2**20
+"""Bytes that are written, or read, at a time."""
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.(?:json|safetensors)")
+"""Of a file of a version: no path leads out of its directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file of a version. `sha256` in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class Uploads:
+    """One directory, one process. Files of a version come in any order, each again if it did not arrive; `commit` makes
+    a version of them once all are here with the checksums that the sender tells. The last two versions are kept.
+
+    Files are written and read in threads; what was cut off leaves nothing."""
+
+    def __init__(self, root: Path, readable: Sequence[Path] = ()) -> None:
+        """`readable`: more directories below which versions may be read."""
+        self.root = root
+        self._readable = [path.resolve() for path in (root, *readable)]
+        self._here: dict[tuple[int, str], Stored] = {}
+        self._read: tuple[Path, dict[str, Stored]] | None = None
+        self._number = itertools.count()
+
+    async def receive(self, version: int, name: str, chunks: AsyncIterable[bytes]) -> Stored:
+        """A file of a version to come. What ends early is the transport's error."""
+        _named(name)
+        aside = self._part(version)
+        part = aside / f"{name}.{next(self._number)}.part"
+        digest, size = hashlib.sha256(), 0
+        try:
+            file = await _threaded(lambda: _opened(part))
+            try:
+                async for chunk in chunks:
+                    await _threaded(partial(_write, file, digest.update, chunk))
+                    size += len(chunk)
+                await _threaded(lambda: os.fsync(file.fileno()))
+            finally:
+                file.close()
+            stored = Stored(size, digest.hexdigest())
+            await _threaded(lambda: part.rename(aside / name))
+        finally:
+            part.unlink(missing_ok=True)
+        self._here[version, name] = stored
+        return stored
+
+    async def commit(self, version: int, files: Mapping[str, Stored]) -> Path:
+        """The version's directory. Refused (409) if a file is not here as it was sent. The same again changes
+        nothing."""
+        path, told = self._path(version), self.root / f"v{version:06d}.sums"
+        written = json.dumps({name: asdict(stored) for name, stored in sorted(files.items())})
+        if path.is_dir() and told.is_file() and await _threaded(told.read_text) == written:
+            shutil.rmtree(self._part(version), ignore_errors=True)  # sent again, since the answer was lost
+            return path
+        if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
+            raise Refused("a version needs config.json and *.safetensors")
+        for name, stored in files.items():
+            _named(name)
+            here = self._here.get((version, name))
+            if here != stored or not (self._part(version) / name).is_file():
+                what = "did not arrive" if here is None else f"arrived as {here.bytes} bytes, {here.sha256[:12]}"
+                raise Refused(f"{name} of v{version} {what} (rule: upload it again)", 409)
+        await _threaded(lambda: self._make(version, path, told, written, set(files)))
+        self._here = {(v, name): s for (v, name), s in self._here.items() if v != version}
+        return path
+
+    async def listed(self, path: str) -> dict[str, Stored]:
+        """The files of a version that may be read. Refused (404) elsewhere."""
+        directory = Path(path).resolve()
+        if not path or not any(directory.is_relative_to(root) for root in self._readable) or not directory.is_dir():
+            raise Refused("the current version's files are not here to be read", 404)
+        if self._read is None or self._read[0] != directory:
+            self._read = directory, await _threaded(lambda: _sums(directory))
+        return self._read[1]
+
+    def _path(self, version: int) -> Path:
+        return self.root / f"v{version:06d}"
+
+    def _part(self, version: int) -> Path:
+        return self.root / f"part-{version:06d}"
+
+    def _make(self, version: int, path: Path, told: Path, written: str, names: set[str]) -> None:
+        aside = self._part(version)
+        for file in aside.iterdir():
+            if file.name not in names:
+                file.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        told.write_text(written)
+        aside.rename(path)
+        for old in sorted(self.root.glob("v??????"))[:-2]:
+            old.with_suffix(".sums").unlink(missing_ok=True)
+            shutil.rmtree(old, ignore_errors=True)
+        for left in self.root.glob("part-*"):
+            if left.name < aside.name:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _named(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise Refused(f"{name!r} is no file of a version (rule: *.json and *.safetensors, without directories)")
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("xb")
+
+
+def _write(file: BinaryIO, digest: Callable[[bytes], None], chunk: bytes) -> None:
+    digest(chunk)
+    file.write(chunk)
+    file.flush()
+
+
+def _sums(directory: Path) -> dict[str, Stored]:
+    found = {}
+    for file in sorted(directory.iterdir()):
+        if NAME.fullmatch(file.name) and file.is_file():
+            with file.open("rb") as read:
+                digest = hashlib.file_digest(read, "sha256").hexdigest()
+            found[file.name] = Stored(file.stat().st_size, digest)
+    return found
+
+
+async def _threaded(work: Callable[[], T]) -> T:
+    """StorageFailed: the disk refused. A caller that is cancelled waits until the thread is done with the file."""
+    done = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await asyncio.gather(done, return_exceptions=True)
+            raise
+    except OSError as error:
+        raise StorageFailed(f"weights cannot be written: {error}", remedy="look at the disk") from None

@@ -1,0 +1,170 @@
+"""Weights over the wire: whole or not at all, from whoever has the token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollart.adapters.service.notes import outside_token
+from rollart.adapters.service.uploads import Stored, Uploads
+from rollart.compose.service import offering
+from rollart.errors import UsageError
+from rollart.service import Service, ServiceError
+
+TOKEN = "a token"
+TASKS = {"train": ["x"]}
+
+
+@contextlib.contextmanager
+def serving(data: Path | None, token: str = TOKEN) -> Iterator[str]:
+    """A service on a loop of its own, in this process."""
+    at: list[str] = []
+    up, over = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with offering(host="127.0.0.1", port=0, token=token, data=data) as url:
+            at.append(url)
+            up.set()
+            await asyncio.to_thread(over.wait, 120)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        assert up.wait(60)
+        yield at[0]
+    finally:
+        over.set()
+        thread.join(60)
+
+
+def version(path: Path, words: bytes = b"weights") -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(words * 20_000)
+    (path / "training_args.bin").write_bytes(b"is not sent")
+    return path
+
+
+def test_a_version_goes_over_and_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path / "data") as url:
+        service = Service(url, token=TOKEN)
+        service.init(["x"], TASKS)
+        for number in (1, 2, 3):
+            service.upload_weights(number, version(tmp_path / f"mine-{number}", b"v%d" % number))
+        service.upload_weights(3, tmp_path / "mine-3")  # its answer was lost
+        assert service.download_weights(tmp_path / "theirs") == 3
+        for name in ("config.json", "model.safetensors"):
+            assert (tmp_path / "theirs" / name).read_bytes() == (tmp_path / "mine-3" / name).read_bytes()
+        assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["config.json", "model.safetensors"]
+        held = sorted(p.name for p in (tmp_path / "data" / "weights").iterdir())
+        assert held == ["v000002", "v000002.sums", "v000003", "v000003.sums"], "the last two are kept"
+        with pytest.raises(ServiceError, match="version 2 after 3"):
+            service.upload_weights(2, tmp_path / "mine-2")
+        with pytest.raises(ServiceError, match="token is not this service's"):
+            Service(url).upload_weights(4, tmp_path / "mine-3")
+        service.weight_sync_notify(4, str(tmp_path))
+        with pytest.raises(ServiceError, match="not here to be read"):
+            service.download_weights(tmp_path / "elsewhere")
+    with serving(tmp_path / "data") as url:
+        assert Service(url, token=TOKEN).weights()[0] == 4
+
+
+def test_what_did_not_arrive_is_no_version(tmp_path: Path) -> None:
+    async def some(*chunks: bytes, fails: bool = False) -> Any:
+        for chunk in chunks:
+            yield chunk
+        if fails:
+            raise aiohttp.ClientPayloadError("cut off")
+
+    with serving(tmp_path / "data") as url:
+        service = Service(url, token=TOKEN)
+        service.init(["x"], TASKS)
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        torn = http.client.HTTPConnection(host, int(port), timeout=60)
+        torn.putrequest("PUT", "/v1/weights/1/files/model.safetensors")
+        torn.putheader("Authorization", f"Bearer {TOKEN}")
+        torn.putheader("Content-Length", "1000000")
+        torn.endheaders(b"half")
+        torn.close()
+        told = {"config.json": {"bytes": 2, "sha256": "0"}, "model.safetensors": {"bytes": 4, "sha256": "0"}}
+        with pytest.raises(ServiceError, match="of v1 did not arrive"):
+            service._call("POST", "/v1/weights", {"version": 1, "files": told})
+        assert service.weights()[0] == 0
+
+    async def main() -> None:
+        uploads = Uploads(tmp_path / "other")
+        config = await uploads.receive(1, "config.json", some(b"{}"))
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await uploads.receive(1, "model.safetensors", some(b"half", fails=True))
+        assert [p.name for p in (tmp_path / "other" / "part-000001").iterdir()] == ["config.json"]
+        weights = await uploads.receive(1, "model.safetensors", some(b"all", b" of it"))
+        for wrong in (Stored(10, weights.sha256), Stored(9, "0" * 64)):
+            with pytest.raises(Exception, match=r"arrived as 9 bytes"):
+                await uploads.commit(1, {"config.json": config, "model.safetensors": wrong})
+        with pytest.raises(Exception, match="needs config"):
+            await uploads.commit(1, {"config.json": config})
+        for name in ("../x.json", "a/b.json", ".hidden.json", "model.bin"):
+            with pytest.raises(Exception, match="is no file of a version"):
+                await uploads.receive(1, name, some(b""))
+        path = await uploads.commit(1, {"config.json": config, "model.safetensors": weights})
+        assert (path / "model.safetensors").read_bytes() == b"all of it"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow  # it waits on real time
+def test_a_client_waits_for_a_service_that_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path / "data") as url:
+        Service(url, token=TOKEN).init(["x"], TASKS)
+    with pytest.raises(ServiceError, match="does not answer") as gone:
+        Service(url, token=TOKEN).weights()
+    assert gone.value.status == 0
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(Service(url, token=TOKEN, patience_s=100).weights()))
+    waiting.start()
+    port, again = int(url.rpartition(":")[2]), threading.Event()
+
+    async def main() -> None:
+        async with offering(host="127.0.0.1", port=port, token=TOKEN, data=tmp_path / "data"):
+            await asyncio.to_thread(again.wait, 60)
+
+    serving_again = threading.Thread(target=lambda: asyncio.run(main()))
+    serving_again.start()
+    waiting.join(60)
+    again.set()
+    serving_again.join(60)
+    assert found == [(0, "")]
+
+
+def test_the_token_is_one_that_nobody_else_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "service.token"
+    made = outside_token("", file)
+    assert len(made) >= 32
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert outside_token("", file) == made, "another life has the same"
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others"):
+        outside_token("", file)
+    monkeypatch.setenv("MINE", "x")
+    assert (outside_token("MINE", None), outside_token("", None)) == ("x", "")
+    monkeypatch.delenv("MINE")
+    with pytest.raises(UsageError, match="MINE is empty"):
+        outside_token("MINE", None)
+
+
+def test_numbers_of_json_are_not_needed_to_read_a_note(tmp_path: Path) -> None:
+    from rollart.cli.runs import _outside
+
+    assert _outside(tmp_path) is None
+    (tmp_path / "service.json").write_text(json.dumps({"listen": "h:1", "state": "no batch on offer", "since": "now"}))
+    assert _outside(tmp_path) == "h:1: no batch on offer since now"
