@@ -33,11 +33,14 @@ def infra() -> None:
 )
 @click.option(
     "--image",
-    help="Image of the pods or hosts. Default: of infra/Dockerfile, rollart:VERSION, or rollart-vllm:VERSION for vLLM.",
+    multiple=True,
+    metavar="[POOL=]IMAGE",
+    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, or "
+    "rollart-vllm:VERSION for vLLM.",
 )
 @click.option("--namespace", help="Of Kubernetes. Default: default.")
 def render(
-    arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: str | None, namespace: str | None
+    arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: tuple[str, ...], namespace: str | None
 ) -> None:
     """Write the files that deploy a cluster; nothing is deployed.
 
@@ -51,7 +54,7 @@ def render(
 
     run, overrides = split_arguments(arguments)
     with native_output_to_stderr():
-        files = rendered(target, run, cluster, overrides, image=image, namespace=namespace or NAMESPACE)
+        files = rendered(target, run, cluster, overrides, images=image, namespace=namespace or NAMESPACE)
     for path in write(files, output):
         click.echo(str(path))
     for step in files.steps:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from rollart.compose.prepare import produce_artefacts
 from rollart.compose.providers import function_settings, translated
 from rollart.compose.rewards import packed
-from rollart.errors import SpecError
+from rollart.compose.vllm_home import PYTHON
+from rollart.errors import SpecError, UsageError
 from rollart.infra.aws import AwsFunction, functions
 from rollart.infra.cloudformation import cloudformation, sam
 from rollart.infra.files import Rendered
-from rollart.infra.hosts import groups
+from rollart.infra.hosts import HostGroup, groups, serves
 from rollart.infra.kuberay import RUNS_AT, SPECS_AT, kuberay
 from rollart.infra.modal_file import modal
+from rollart.infra.needs import Pods, files_beside, needs_of
 from rollart.infra.ray import ray
 from rollart.infra.terraform import terraform
-from rollart.spec.cluster import ClusterFunctions
-from rollart.spec.resolve import Specs, read_specs, resolve_specs
+from rollart.spec.cluster import ClusterFunctions, ClusterSpec
+from rollart.spec.load import load_cluster
+from rollart.spec.resolve import Specs, read_specs, resolve_specs, split_overrides
+from rollart.spec.suggest import did_you_mean
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.deploy.package import Package
 
@@ -39,7 +45,15 @@ RAY_VERSION = "2.60.0"
 """What our images have, and what the Ray runtime is tested on."""
 
 IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
-"""As infra/Dockerfile is built, by kind of engine."""
+"""As infra/Dockerfile is built, by kind of engine: of hosts that serve."""
+
+NODE, PLAYS = "rollart", "rollart-environments"
+"""Of other hosts; and of those of environments whose interpreter is the image's `PLAYS_AT`."""
+
+PLAYS_AT, SERVES_AT = "/opt/environments/", "/opt/vllm/bin/python"
+
+PATIENCE_S = 1800
+"""Wait for the nodes of a run whose spec does not say: hosts are rented and images pulled in minutes."""
 
 
 def render(
@@ -48,26 +62,34 @@ def render(
     cluster: Path,
     overrides: Sequence[str] = (),
     *,
-    image: str | None = None,
+    images: Sequence[str] = (),
     namespace: str = NAMESPACE,
 ) -> Rendered:
-    """The files of one of `TARGETS`. With a run, pools have as many rented hosts as its plan uses. SpecError where a
-    spec has nothing for the target; same specs, same bytes."""
+    """The files of one of `TARGETS`. `images` are IMAGE, or POOL=IMAGE for one pool or `head`. With a run, pools have
+    as many rented hosts as its plan uses. SpecError where a spec has nothing for the target; same specs, same bytes."""
     specs = read_specs(run, cluster, overrides)
     if target in NODES:
-        image = image or f"{IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"
-        return _nodes(target, specs, run, cluster, overrides, image, namespace)
+        return _nodes(target, specs, run, cluster, overrides, images, namespace)
     provider = PROVIDER[target]
     chain = specs.cluster.functions.chain
-    if provider not in chain:
+    bucket = _bucket(specs) if provider == "aws_lambda" and run is not None else ""
+    if provider not in chain and not bucket:
         raise SpecError(
             f"cluster '{specs.cluster.name}' has functions.backend {', '.join(chain)} (rule: {target} renders "
             f"functions of {provider})",
             remedy=f"set it in the cluster spec, or add cluster.functions.backend={provider}",
         )
-    packages = _packages(specs, target)
+    packages = _packages(specs, target, bucket) if provider in chain else ()
     with translated():
-        return _functions(target, specs.cluster.name, packages, specs.cluster.functions)
+        return _functions(target, specs.cluster.name, packages, specs.cluster.functions, bucket)
+
+
+def _bucket(specs: Specs) -> str:
+    """The bucket that the run's weights go through; '' for none."""
+    store = specs.run.weights.store
+    if store is None or store.kind != "s3":
+        return ""
+    return store.url.removeprefix("s3://").partition("/")[0]
 
 
 def _nodes(
@@ -76,43 +98,93 @@ def _nodes(
     run: Path | None,
     cluster: Path,
     overrides: Sequence[str],
-    image: str,
+    images: Sequence[str],
     namespace: str,
 ) -> Rendered:
-    name = specs.cluster.name
+    name, runtime = specs.cluster.name, specs.cluster.runtime
     found = groups(specs.cluster, specs.prices, None if run is None else resolve_specs(specs).plan)
-    health_s = specs.cluster.runtime.health_s
+    given = _images(images, [g.name for g in found])
+    pods = Pods(
+        given.get("", f"{IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"),
+        {} if "" in given else _defaults(specs.cluster, found),
+        needs_of(specs.run if run is not None else None, specs.cluster),
+        env={PYTHON: SERVES_AT} if specs.cluster.engines.kind == "vllm" else {},
+    )
+    pods = replace(pods, images={**pods.images, **given})
     if target == "ray":
-        return ray(name, found, image=image, health_s=health_s)
-    command, texts = "", None
+        return ray(name, found, pods=pods, runtime=runtime)
+    command = ""
     if run is not None:
         texts = {"run.yaml": _text(run), "cluster.yaml": _text(cluster)}
-        launch = ["rollart", "launch", f"{SPECS_AT}/run.yaml", "--cluster", f"{SPECS_AT}/cluster.yaml"]
-        here = ["--runs-dir", RUNS_AT, "cluster.runtime={backend: ray, address: auto}"]
-        command = shlex.join([*launch, *here, *overrides])
+        raw = load_cluster(cluster, split_overrides(overrides)[1])  # before its paths were taken to be of this machine
+        texts |= files_beside(specs.run, raw, run.parent, cluster.parent)
+        command = shlex.join(_command(raw, overrides, ours="" not in given))
+        pods = replace(pods, specs=texts)
     return kuberay(
-        name, found, ray_version=RAY_VERSION, image=image, health_s=health_s, namespace=namespace, command=command,
-        specs=texts,
+        name, found, ray_version=RAY_VERSION, pods=pods, health_s=runtime.health_s, namespace=namespace,
+        command=command,
     )  # fmt: skip
 
 
-def _functions(target: str, name: str, packages: Sequence[Package], given: ClusterFunctions) -> Rendered:
+def _command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool) -> list[str]:
+    """What the head runs: the same specs, on the cluster that it is in."""
+    runtime, environments = cluster.runtime, cluster.environments
+    here = ["cluster.runtime.backend=ray", "cluster.runtime.address=auto"]
+    here += ["cluster.runtime.token="] if runtime.token is not None else []
+    here += ["cluster.runtime.port=0"] if runtime.port else []
+    here += [f"cluster.runtime.wait_s={PATIENCE_S}"] if "wait_s" not in runtime.model_fields_set else []
+    python = cluster.engines.vllm.python
+    if python is not None and (ours or not os.path.isabs(python)):
+        here.append("cluster.engines.vllm.python=")  # the image's own
+    if environments.python is not None and not os.path.isabs(environments.python):
+        raise SpecError(
+            f"environments.python is '{environments.python}', beside the cluster file (rule: a path of the image)",
+            remedy="give it as the image has it (infra/Dockerfile: /opt/environments/bin/python), or leave it out",
+        )
+    launch = ["rollart", "launch", f"{SPECS_AT}/run.yaml", "--cluster", f"{SPECS_AT}/cluster.yaml"]
+    return [*launch, "--runs-dir", RUNS_AT, *overrides, *here]
+
+
+def _defaults(cluster: ClusterSpec, groups: Sequence[HostGroup]) -> dict[str, str]:
+    """Images of the head and of pools that serve nothing."""
+    version = metadata.version("rollart")
+    found = {g.name: f"{NODE}:{version}" for g in groups if not serves(g, groups)}
+    if (cluster.environments.python or "").startswith(PLAYS_AT):
+        found |= {g.name: f"{PLAYS}:{version}" for g in groups if g.plays and not serves(g, groups)}
+    return {"head": f"{NODE}:{version}", **found}
+
+
+def _images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
+    """By pool, `head`, or '' for the others."""
+    found: dict[str, str] = {}
+    for one in given:
+        where, separator, image = one.rpartition("=")
+        if separator and where not in (*pools, "head"):
+            raise UsageError(
+                f"--image {one}: there is no pool '{where}'{did_you_mean(where, [*pools, 'head'])}",
+                remedy="give POOL=IMAGE, head=IMAGE, or an image for all others",
+            )
+        found[where] = image
+    return found
+
+
+def _functions(target: str, name: str, packages: Sequence[Package], given: ClusterFunctions, bucket: str) -> Rendered:
     if target == "modal":
         return modal(name, packages, function_settings("modal", given))
     settings: AwsSettings = function_settings("aws_lambda", given)
     found: tuple[AwsFunction, ...] = functions(packages, settings)
     if target == "terraform":
-        return terraform(name, found, region=settings.region, role_arn=settings.role_arn)
+        return terraform(name, found, region=settings.region, role_arn=settings.role_arn, bucket=bucket)
     template = {"cfn": cloudformation, "sam": sam}[target]
-    return template(name, found, role_arn=settings.role_arn)
+    return template(name, found, role_arn=settings.role_arn, bucket=bucket)
 
 
-def _packages(specs: Specs, target: str) -> tuple[Package, ...]:
+def _packages(specs: Specs, target: str, bucket: str) -> tuple[Package, ...]:
     """What producers make for a function is made here, as for a run."""
     with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
         artefacts = asyncio.run(produce_artefacts(specs, Path(directory)))
         found = packed(specs, artefacts)
-    if not found:
+    if not found and not bucket:
         raise SpecError(
             f"run '{specs.run.name}' has no reward function that leaves for functions: nothing to render for {target}",
             remedy="give it `functions`, or render kuberay or ray",

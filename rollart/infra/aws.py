@@ -126,7 +126,10 @@ def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
 
 
 def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
-    """What a run needs: to call the functions, to see that they are what it would deploy, and to move weights."""
+    """What a run needs: to call the functions, if there are any, to see that they are what it would deploy, and to move
+    weights."""
+    if not functions:
+        return _weight_statements(bucket, objects)
     return [
         {"Sid": "Call", "Effect": "Allow", "Action": "lambda:InvokeFunction", "Resource": list(aliases)},
         {
@@ -138,6 +141,12 @@ def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], buck
             ],
             "Resource": [*functions, *aliases],
         },
+        *_weight_statements(bucket, objects),
+    ]  # fmt: skip
+
+
+def _weight_statements(bucket: Any, objects: Any) -> list[Any]:
+    return [
         {
             "Sid": "Weights",
             "Effect": "Allow",

@@ -23,8 +23,9 @@ VERSION = "2010-09-09"
 SAM = "AWS::Serverless-2016-10-31"
 
 
-def cloudformation(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "") -> Rendered:
-    """`storage.yaml` makes the bucket, which the code has to be in before `functions.yaml` can be deployed."""
+def cloudformation(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> Rendered:
+    """`storage.yaml` makes the bucket (`bucket` names it), which the code has to be in before `functions.yaml` can be
+    deployed."""
     template: dict[str, Any] = {
         "AWSTemplateFormatVersion": VERSION,
         "Description": f"Reward functions of rollart cluster {name}.",
@@ -36,15 +37,15 @@ def cloudformation(name: str, functions: Sequence[AwsFunction], *, role_arn: str
     resources = dict(role)
     for function in functions:
         resources |= _plain(function, _role_ref(role_arn))
-    bucket: Any = {"Ref": "Bucket"}
+    ref: Any = {"Ref": "Bucket"}
     arn = {"Fn::Sub": "arn:${AWS::Partition}:s3:::${Bucket}"}
     objects = {"Fn::Sub": "arn:${AWS::Partition}:s3:::${Bucket}/*"}
     resources["ControllerPolicy"] = _controller(functions, arn, objects)
-    template |= {"Resources": resources, "Outputs": _outputs(functions, bucket)}
+    template |= {"Resources": resources, "Outputs": _outputs(functions, ref)}
     storage = {
         "AWSTemplateFormatVersion": VERSION,
         "Description": f"Weights, artefacts and code of rollart cluster {name}.",
-        "Resources": _bucket(),
+        "Resources": _bucket(bucket),
         "Outputs": {"Bucket": {"Value": {"Ref": "Bucket"}}},
     }
     about = f"Rendered by `rollart infra render --target cfn` for cluster {name}: change the spec, not this."
@@ -53,12 +54,12 @@ def cloudformation(name: str, functions: Sequence[AwsFunction], *, role_arn: str
         "functions.yaml": yaml_text(template, about=about),
         **archive_files(functions),
     }
-    return Rendered(files, _cfn_steps(name))
+    return Rendered(files, _cfn_steps(name, code=bool(functions)))
 
 
-def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "") -> Rendered:
+def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> Rendered:
     """`template.yaml` alone: SAM's client uploads the archives, to a bucket of its own."""
-    resources = _bucket() | _role(functions, role_arn)
+    resources = _bucket(bucket) | _role(functions, role_arn)
     for function in functions:
         resources |= _serverless(function, _role_ref(role_arn))
     arn = {"Fn::GetAtt": ["Bucket", "Arn"]}
@@ -76,7 +77,7 @@ def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "") -> R
     return Rendered(files, (step,))
 
 
-def _cfn_steps(name: str) -> tuple[str, ...]:
+def _cfn_steps(name: str, *, code: bool) -> tuple[str, ...]:
     deploy = "aws cloudformation deploy --template-file"
     bucket = (
         f"$(aws cloudformation describe-stacks --stack-name {name}-storage "
@@ -85,14 +86,15 @@ def _cfn_steps(name: str) -> tuple[str, ...]:
     return (
         f"{deploy} storage.yaml --stack-name {name}-storage",
         f"BUCKET={bucket}",
-        "aws s3 cp functions s3://$BUCKET/functions --recursive",
+        *(("aws s3 cp functions s3://$BUCKET/functions --recursive",) if code else ()),
         f"{deploy} functions.yaml --stack-name {name}-functions --parameter-overrides Bucket=$BUCKET "
         "--capabilities CAPABILITY_IAM",
     )
 
 
-def _bucket() -> dict[str, Any]:
-    """It outlives its stack: what a run learned is there. Uploads that were given up go after a day."""
+def _bucket(name: str) -> dict[str, Any]:
+    """It outlives its stack: what a run learned is there. Uploads that were given up go after a day. `name` '': one
+    that AWS makes up."""
     abort = {"Id": "AbortUploads", "Status": "Enabled", "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1}}
     encryption = [{"ServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}]
     blocked = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
@@ -103,6 +105,7 @@ def _bucket() -> dict[str, Any]:
             "DeletionPolicy": "Retain",
             "UpdateReplacePolicy": "Retain",
             "Properties": {
+                **({"BucketName": name} if name else {}),
                 "BucketEncryption": {"ServerSideEncryptionConfiguration": encryption},
                 "OwnershipControls": {"Rules": [{"ObjectOwnership": "BucketOwnerEnforced"}]},
                 "PublicAccessBlockConfiguration": dict.fromkeys(blocked, True),
@@ -120,7 +123,7 @@ def _bucket() -> dict[str, Any]:
 
 
 def _role(functions: Sequence[AwsFunction], role_arn: str) -> dict[str, Any]:
-    if role_arn:
+    if role_arn or not functions:
         return {}
     groups = [{"Fn::GetAtt": [f"{f.logical}Logs", "Arn"]} for f in functions]
     policy = {"Version": "2012-10-17", "Statement": [log_statement(groups)]}

@@ -12,7 +12,7 @@ from rollart.spec.cluster import ClusterSpec, PoolSpec
 from rollart.spec.fleet import pool_labels, pools_of
 from rollart.spec.prices import PriceList
 
-__all__ = ["HostGroup", "groups", "shared_label"]
+__all__ = ["HostGroup", "groups", "serves", "shared_label"]
 
 HOST_CORES = 32
 """Cores of a CPU host where the spec does not say `devices_per_host`: a usual size in every cloud."""
@@ -29,8 +29,8 @@ CORE_MEMORY_GB = 4.0
 
 @dataclass(frozen=True, slots=True)
 class HostGroup:
-    """Hosts of one pool that are alike. `hosts` to begin with; `least` and `most` differ where they are rented. Of one
-    host: `gpus`, `cores` and `memory_gb` (GB of 1e9 bytes)."""
+    """Hosts of one pool that are alike. `hosts` to begin with; `least` and `most` differ where they are rented or may
+    come and go. Of one host: `gpus`, `cores` and `memory_gb` (GB of 1e9 bytes)."""
 
     name: str
     device: str
@@ -41,6 +41,8 @@ class HostGroup:
     gpus: int
     cores: int
     memory_gb: int
+    plays: bool = False
+    """It holds environments."""
 
     @property
     def instance_type(self) -> str | None:
@@ -50,11 +52,29 @@ class HostGroup:
 
 def groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = None) -> tuple[HostGroup, ...]:
     """One group for each pool. Owned pools are there whole; of rented ones as many hosts as the plan uses to begin
-    with, or none without a plan, and no more than the pool has. SpecError for a pool that no host can be made of."""
+    with, or none without a plan, and no more than the pool has; what a pool calls its `min` always stays. SpecError for
+    a pool that no host can be made of."""
+    played = _played_on(cluster)
     return tuple(
-        _group(spec, pool, None if plan is None else pool.count - plan.idle.get(pool.name, 0))
+        _group(
+            spec, pool, None if plan is None else pool.count - plan.idle.get(pool.name, 0), plays=spec.name == played
+        )
         for spec, pool in zip(cluster.pools, pools_of(cluster, prices), strict=True)
     )
+
+
+def _played_on(cluster: ClusterSpec) -> str | None:
+    """The pool whose hosts hold environments; None where the head does."""
+    spec = cluster.environments
+    if not spec.workers:
+        return None
+    cores = [pool.name for pool in cluster.pools if pool.device == "cpu"]
+    return spec.pool or (cores or [pool.name for pool in cluster.pools])[0]
+
+
+def serves(group: HostGroup, found: Sequence[HostGroup]) -> bool:
+    """Whether engines may be on these hosts: those with GPUs, or any where there are none."""
+    return bool(group.gpus) or not any(g.gpus for g in found)
 
 
 def shared_label(found: Sequence[HostGroup], label: str, what: str) -> str:
@@ -83,7 +103,7 @@ def _labels(spec: PoolSpec) -> dict[str, str]:
     return labels
 
 
-def _group(spec: PoolSpec, pool: Pool, used: int | None) -> HostGroup:
+def _group(spec: PoolSpec, pool: Pool, used: int | None, *, plays: bool) -> HostGroup:
     cpu = pool.device.is_cpu
     per_host = pool.device.devices_per_host or (HOST_CORES if cpu else 1)
     per_host = min(per_host, spec.count)
@@ -93,15 +113,17 @@ def _group(spec: PoolSpec, pool: Pool, used: int | None) -> HostGroup:
         memory = max(1, int(per_core * per_host))
     else:
         memory = GPU_MEMORY_GB * per_host
-    begin = hosts if not spec.rented else -(-(used or 0) // per_host)
+    least = -(-spec.min // per_host) if spec.min is not None else 0 if spec.rented else hosts
+    begin = hosts if not spec.rented else max(least, -(-(used or 0) // per_host))
     return HostGroup(
         name=spec.name,
         device=spec.device,
         labels=_labels(spec),
         hosts=begin,
-        least=0 if spec.rented else hosts,
+        least=least,
         most=hosts,
         gpus=0 if cpu else per_host,
         cores=per_host if cpu else GPU_CORES * per_host,
         memory_gb=memory,
+        plays=plays,
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollart.errors import SpecError
 from rollart.infra.files import Rendered, yaml_text
-from rollart.infra.hosts import HostGroup
+from rollart.infra.hosts import HostGroup, serves
+from rollart.infra.needs import Needs, Pods
 from rollart.infra.ray_settings import PORT, health_environment
 
 __all__ = ["RUNS_AT", "SPECS_AT", "kuberay"]
@@ -38,15 +40,13 @@ def kuberay(
     groups: Sequence[HostGroup],
     *,
     ray_version: str,
-    image: str,
+    pods: Pods,
     health_s: float,
     namespace: str = "default",
     command: str = "",
-    specs: Mapping[str, str] | None = None,
 ) -> Rendered:
-    """`raycluster.yaml`: a cluster that stays, and `runs.yaml`: the volume that its nodes share. With `specs` (text by
-    file name, at `SPECS_AT` on the head) also `rayjob.yaml`: a cluster of its own that runs `command` and goes.
-    SpecError for names that Kubernetes has not."""
+    """`raycluster.yaml`: a cluster that stays, and `runs.yaml`: what its nodes share. With `pods.specs` also
+    `rayjob.yaml`: a cluster of its own that runs `command` and goes. SpecError for names that Kubernetes has not."""
     for what, value in (("cluster", name), *(("pool", g.name) for g in groups)):
         if not _NAME.match(value):
             raise SpecError(
@@ -54,21 +54,21 @@ def kuberay(
                 "'-', a letter or digit at both ends)",
                 remedy="rename it, for example with cluster.name=...",
             )
-    cluster = _cluster(name, groups, ray_version, image, health_s)
     meta = {"namespace": namespace, "labels": {"app.kubernetes.io/part-of": "rollart"}}
     about = f"Rendered by `rollart infra render --target kuberay` for cluster {name}: change the spec, not this."
-    manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": cluster}
+    staying = _cluster(name, groups, ray_version, replace(pods, specs=None), health_s)
+    manifest = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": name, **meta}, "spec": staying}
     files = {
-        "runs.yaml": yaml_text(_claim(name, meta), about=about),
+        "runs.yaml": yaml_text(*_shared(name, meta, pods.needs), about=about),
         "raycluster.yaml": yaml_text(manifest, about=about),
     }
-    steps = ["kubectl apply -f runs.yaml -f raycluster.yaml"]
-    if specs is not None:
+    apply = "kubectl apply -f runs.yaml -f raycluster.yaml"
+    if pods.specs is not None:
         config = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": f"{name}-specs", **meta},
-            "data": dict(specs),
+            "data": {_key(path): text for path, text in pods.specs.items()},
         }
         job = {
             "apiVersion": "ray.io/v1",
@@ -79,39 +79,86 @@ def kuberay(
                 "shutdownAfterJobFinishes": True,
                 "ttlSecondsAfterFinished": 3600,
                 "backoffLimit": 0,
-                "rayClusterSpec": _mounted(cluster, f"{name}-specs"),
+                "rayClusterSpec": _cluster(name, groups, ray_version, pods, health_s),
             },
         }
         files["rayjob.yaml"] = yaml_text(config, job, about=about)
-        steps = ["kubectl apply -f runs.yaml -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"]
-    return Rendered(files, tuple(steps))
+        apply = "kubectl apply -f runs.yaml -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"
+    return Rendered(files, (*_first(name, namespace, pods.needs), apply))
+
+
+def _first(name: str, namespace: str, needs: Needs) -> list[str]:
+    """What nobody may write down in a file is said to Kubernetes by a person."""
+    found = []
+    names = dict.fromkeys([*needs.secrets, *needs.played])
+    if names:
+        given = " ".join(f"--from-literal={key}=..." for key in names)
+        found.append(f"kubectl create secret generic {name}-secrets -n {namespace} {given}")
+    if needs.cloud:
+        found.append(
+            f"give the service account {name} of namespace {namespace} the role that ControllerPolicy (targets cfn, "
+            "sam, terraform) is attached to; on EKS: kubectl annotate serviceaccount eks.amazonaws.com/role-arn=..."
+        )
+    return found
+
+
+def _shared(name: str, meta: Mapping[str, Any], needs: Needs) -> list[dict[str, Any]]:
+    """Volumes that all nodes see, and the identity of those that reach a provider."""
+    found = [_claim(f"{name}-runs", meta)]
+    if _apart(needs.shared):
+        found.append(_claim(f"{name}-weights", meta))
+    if needs.cloud:
+        found.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, **meta}})
+    return found
+
+
+def _apart(path: str) -> bool:
+    """Whether a directory needs a volume beside those that all pods have."""
+    return bool(path) and not any(path == at or path.startswith(f"{at}/") for at in (RUNS_AT, "/dev/shm"))
+
+
+def _key(path: str) -> str:
+    """A key of a ConfigMap has no slash."""
+    return path.replace("/", "__")
 
 
 def _claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": {"name": f"{name}-runs", **meta},
+        "metadata": {"name": name, **meta},
         "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": RUNS_SIZE}}},
     }
 
 
-def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, image: str, health_s: float) -> dict[str, Any]:
+def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, pods: Pods, health_s: float) -> dict[str, Any]:
     spec: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
     if any(g.least < g.most for g in groups):
         spec["enableInTreeAutoscaling"] = True
         spec["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": IDLE_S, "upscalingMode": "Default"}
-    head = _pod("ray-head", image, HEAD_CORES, HEAD_MEMORY_GB, runs=f"{name}-runs", env=health_environment(health_s))
+    needs = pods.needs
+    apart = any(g.plays for g in groups)
+    env = [{"name": k, "value": v} for k, v in (health_environment(health_s) | dict(pods.env)).items()]
+    env += _secrets(name, (*needs.secrets, *(() if apart else needs.played)))
+    head = _pod("ray-head", pods.of("head"), HEAD_CORES, HEAD_MEMORY_GB, env=env)
+    _see(head, name, pods, engines=False)
+    if needs.cloud:
+        head["spec"]["serviceAccountName"] = name
     head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in PORTS.items()]
     # Nothing of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}
-    spec["workerGroupSpecs"] = [_workers(group, image, f"{name}-runs") for group in groups]
+    spec["workerGroupSpecs"] = [_workers(group, name, pods, engines=serves(group, groups)) for group in groups]
     return spec
 
 
-def _workers(group: HostGroup, image: str, runs: str) -> dict[str, Any]:
-    pod = _pod("ray-worker", image, group.cores, group.memory_gb, runs=runs, gpus=group.gpus)
+def _workers(group: HostGroup, name: str, pods: Pods, *, engines: bool) -> dict[str, Any]:
+    """`engines`: some may be there. Environments run what policies wrote: hosts of them alone have no identity."""
+    env = _secrets(name, pods.needs.played if group.plays else ())
+    pod = _pod("ray-worker", pods.of(group.name), group.cores, group.memory_gb, gpus=group.gpus, env=env)
+    _see(pod, name, pods, engines=engines)
+    if engines and pods.needs.pulls:
+        pod["spec"]["serviceAccountName"] = name
     if group.instance_type is not None:
         pod["spec"]["nodeSelector"] = {"node.kubernetes.io/instance-type": group.instance_type}
     if group.gpus:
@@ -128,18 +175,14 @@ def _workers(group: HostGroup, image: str, runs: str) -> dict[str, Any]:
     }
 
 
+def _secrets(name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"name": k, "valueFrom": {"secretKeyRef": {"name": f"{name}-secrets", "key": k}}} for k in keys]
+
+
 def _pod(
-    container: str,
-    image: str,
-    cores: int,
-    memory_gb: int,
-    *,
-    runs: str,
-    gpus: int = 0,
-    env: Mapping[str, str] | None = None,
+    container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """A pod with GPUs has its host alone, so nothing but their number limits it. `runs`: the claim of the volume that
-    every node has."""
+    """A pod with GPUs has its host alone, so nothing but their number limits it."""
     wanted: dict[str, str] = {"cpu": str(cores), "memory": f"{memory_gb}G"}
     limits = dict(wanted)
     if gpus:
@@ -150,20 +193,27 @@ def _pod(
         "resources": {"requests": wanted | limits, "limits": limits},
     }
     if env:
-        body["env"] = [{"name": k, "value": v} for k, v in env.items()]
+        body["env"] = list(env)
     # Weights and KV move between processes of a host through shared memory, of which a pod has 64 MB otherwise.
-    body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": RUNS_AT}]
+    body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     shm = {"medium": "Memory"} if gpus else {"medium": "Memory", "sizeLimit": f"{max(1, memory_gb // 2)}G"}
-    volumes = [{"name": "shm", "emptyDir": shm}, {"name": "runs", "persistentVolumeClaim": {"claimName": runs}}]
-    return {"spec": {"containers": [body], "volumes": volumes}}
+    return {"spec": {"containers": [body], "volumes": [{"name": "shm", "emptyDir": shm}]}}
 
 
-def _mounted(cluster: Mapping[str, Any], config_map: str) -> dict[str, Any]:
-    """The same cluster, whose head sees the specs: there `rollart launch` runs."""
-    head = cluster["headGroupSpec"]
-    pod = head["template"]["spec"]
-    container = pod["containers"][0]
-    mounts = [*container["volumeMounts"], {"name": "specs", "mountPath": SPECS_AT, "readOnly": True}]
-    volumes = [*pod["volumes"], {"name": "specs", "configMap": {"name": config_map}}]
-    seeing = {**pod, "containers": [{**container, "volumeMounts": mounts}], "volumes": volumes}
-    return {**cluster, "headGroupSpec": {**head, "template": {"spec": seeing}}}
+def _see(pod: Mapping[str, Any], name: str, pods: Pods, *, engines: bool) -> None:
+    """The directories that a pod sees: the runs; the weights' store and, where engines are, the disk they are pulled
+    to; the run's specs and what lies beside them, read only."""
+    mounts, volumes = pod["spec"]["containers"][0]["volumeMounts"], pod["spec"]["volumes"]
+
+    def see(what: str, path: str, source: Mapping[str, Any], **more: Any) -> None:
+        mounts.append({"name": what, "mountPath": path, **more})
+        volumes.append({"name": what, **source})
+
+    see("runs", RUNS_AT, {"persistentVolumeClaim": {"claimName": f"{name}-runs"}})
+    if _apart(pods.needs.shared):
+        see("weights", pods.needs.shared, {"persistentVolumeClaim": {"claimName": f"{name}-weights"}})
+    if engines and _apart(pods.needs.local):
+        see("pulled", pods.needs.local, {"emptyDir": {}})
+    if pods.specs is not None:
+        items = [{"key": _key(path), "path": path} for path in pods.specs]
+        see("specs", SPECS_AT, {"configMap": {"name": f"{name}-specs", "items": items}}, readOnly=True)

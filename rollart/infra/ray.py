@@ -10,7 +10,9 @@ from typing import Any
 from rollart.errors import SpecError
 from rollart.infra.files import Rendered, script_text, yaml_text
 from rollart.infra.hosts import HostGroup, shared_label
+from rollart.infra.needs import Pods
 from rollart.infra.ray_settings import PORT, TOKEN, health_environment
+from rollart.spec.runtime import RuntimeSpec
 
 __all__ = ["ray"]
 
@@ -26,14 +28,17 @@ DISK_GB = 500
 IDLE_MINUTES = 5
 
 
-def ray(name: str, groups: Sequence[HostGroup], *, image: str, health_s: float) -> Rendered:
+def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeSpec) -> Rendered:
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
-    SpecError if some have it and others not."""
+    SpecError if some have it and others not. With `address: start` a run makes its own head."""
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
-    files = {"head.sh": script_text(_head(health_s), about)}
+    files, port, own = {}, _port(runtime), runtime.address == "start"
+    if not own:
+        files["head.sh"] = script_text(_head(runtime.health_s, port), about)
     for group in groups:
         files[f"pools/{group.name}.sh"] = script_text(_worker(group), about)
-    steps = ["./head.sh on the head, then RAY_HEAD=its-address:6379 pools/POOL.sh on every host of a pool"]
+    first = "`rollart launch`, which makes the head and says its address and its token's file," if own else "./head.sh"
+    steps = [f"{first} on the head, then RAY_HEAD=its-address:{port or 'PORT'} pools/POOL.sh on every host of a pool"]
     if any(g.instance_type is not None for g in groups):
         lacking = [g.name for g in groups if g.instance_type is None]
         if lacking:
@@ -41,15 +46,26 @@ def ray(name: str, groups: Sequence[HostGroup], *, image: str, health_s: float) 
                 f"pool '{lacking[0]}' has no label instance_type, and other pools do (rule: all or none)",
                 remedy="add it to the pool, like `labels: {instance_type: p5.48xlarge, region: us-east-1}`",
             )
-        files["cluster.yaml"] = yaml_text(_launcher(name, groups, image, health_s), about=about)
+        if own:
+            raise SpecError("runtime.address is 'start' and pools have instance_type (rule: `ray up` makes the head)",
+                            remedy="render with cluster.runtime.address=auto")  # fmt: skip
+        files["cluster.yaml"] = yaml_text(_launcher(name, groups, pods, runtime.health_s, port), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
     return Rendered(files, tuple(steps))
 
 
-def _head(health_s: float) -> list[str]:
+def _port(runtime: RuntimeSpec) -> int:
+    """Of the head: the address's, or that of `address: start` (0: a free one)."""
+    if runtime.address == "start":
+        return runtime.port
+    port = runtime.address.rpartition(":")[2]
+    return int(port) if port.isdecimal() else PORT
+
+
+def _head(health_s: float, port: int) -> list[str]:
     """The head has no cores for parts: a plan has no such pool."""
     health = [f"export {k}={v}" for k, v in health_environment(health_s).items()]
-    command = ["ray", "start", "--head", f"--port={PORT}", "--num-cpus=0", "--num-gpus=0", "--block"]
+    command = ["ray", "start", "--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", "--block"]
     return [*_environment(), *health, f"exec {shlex.join(command)}"]
 
 
@@ -70,39 +86,45 @@ def _environment() -> list[str]:
     return lines
 
 
-def _launcher(name: str, groups: Sequence[HostGroup], image: str, health_s: float) -> dict[str, Any]:
+def _launcher(name: str, groups: Sequence[HostGroup], pods: Pods, health_s: float, port: int) -> dict[str, Any]:
     region = shared_label(groups, "region", "a cluster of `ray up`")
-    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(health_s)).items())
-    head = f"{exports} ray start --head --port={PORT} --autoscaling-config=~/ray_bootstrap_config.yaml"
-    worker = f"RAY_AUTH_MODE={TOKEN['RAY_AUTH_MODE']} ray start --address=$RAY_HEAD_IP:{PORT}"
+    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(health_s) | dict(pods.env)).items())
+    head = f"{exports} ray start --head --port={port} --autoscaling-config=~/ray_bootstrap_config.yaml"
+    worker = f"RAY_AUTH_MODE={TOKEN['RAY_AUTH_MODE']} ray start --address=$RAY_HEAD_IP:{port}"
     return {
         "cluster_name": name,
         "max_workers": sum(g.most for g in groups),
         "idle_timeout_minutes": IDLE_MINUTES,
         "provider": {"type": "aws", "region": region, "cache_stopped_nodes": False, "use_internal_ips": False},
         "auth": {"ssh_user": "ubuntu"},
-        "docker": {"image": image, "container_name": "rollart", "run_options": ["--ulimit nofile=65536:65536"]},
+        "docker": {
+            "image": pods.of("head"),
+            "container_name": "rollart",
+            "run_options": ["--ulimit nofile=65536:65536"],
+        },
         "file_mounts": {TOKEN_AT: TOKEN_AT},
         "head_node_type": HEAD,
         "available_node_types": {
             HEAD: {"resources": {"CPU": 0, "GPU": 0}, "node_config": _node(HEAD_INSTANCE)},
-            **{group.name: _node_type(group) for group in groups},
+            **{group.name: _node_type(group, pods) for group in groups},
         },
         "head_start_ray_commands": ["ray stop", f"ulimit -n 65536; {head}"],
         "worker_start_ray_commands": ["ray stop", f"ulimit -n 65536; {worker}"],
     }
 
 
-def _node_type(group: HostGroup) -> dict[str, Any]:
+def _node_type(group: HostGroup, pods: Pods) -> dict[str, Any]:
     return {
-        "min_workers": group.hosts if group.least == group.most else 0,
+        "min_workers": group.least,
         "max_workers": group.most,
         "resources": {"CPU": 0 if group.gpus else group.cores, "GPU": group.gpus},
         "labels": dict(group.labels),
-        "node_config": _node(str(group.instance_type)),
+        **({} if pods.of(group.name) == pods.of("head") else {"docker": {"worker_image": pods.of(group.name)}}),
+        "node_config": _node(str(group.instance_type), group.labels.get("instance_profile")),
     }
 
 
-def _node(instance: str) -> dict[str, Any]:
+def _node(instance: str, profile: str | None = None) -> dict[str, Any]:
     disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": DISK_GB, "VolumeType": "gp3"}}
-    return {"InstanceType": instance, "BlockDeviceMappings": [disk]}
+    identity = {} if profile is None else {"IamInstanceProfile": {"Name": profile}}
+    return {"InstanceType": instance, "BlockDeviceMappings": [disk], **identity}

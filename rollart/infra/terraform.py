@@ -20,11 +20,14 @@ from rollart.infra.files import Rendered, json_text
 __all__ = ["terraform"]
 
 
-def terraform(name: str, functions: Sequence[AwsFunction], *, region: str, role_arn: str = "") -> Rendered:
-    """`main.tf.json` and the archives that it uploads. `region` '': the provider's environment says it."""
+def terraform(
+    name: str, functions: Sequence[AwsFunction], *, region: str, role_arn: str = "", bucket: str = ""
+) -> Rendered:
+    """`main.tf.json` and the archives that it uploads. `region` '': the provider's environment says it; `bucket` names
+    the bucket."""
     resources: dict[str, dict[str, Any]] = {}
-    _bucket(resources, name)
-    role = role_arn or _role(resources, name, functions)
+    _bucket(resources, name, bucket)
+    role = role_arn or (_role(resources, name, functions) if functions else "")
     for function in functions:
         _function(resources, function, role)
     arn = "${aws_s3_bucket.weights.arn}"
@@ -69,10 +72,11 @@ def _label(function: AwsFunction) -> str:
     return f"_{label}" if label[:1].isdigit() else label
 
 
-def _bucket(resources: dict[str, dict[str, Any]], name: str) -> None:
+def _bucket(resources: dict[str, dict[str, Any]], name: str, own: str) -> None:
     at = {"bucket": "${aws_s3_bucket.weights.id}"}
     arn = "${aws_s3_bucket.weights.arn}"
-    _add(resources, "aws_s3_bucket", "weights", {"bucket_prefix": f"{name[:30]}-", "force_destroy": False})
+    named = {"bucket": own} if own else {"bucket_prefix": f"{name[:30]}-"}
+    _add(resources, "aws_s3_bucket", "weights", {**named, "force_destroy": False})
     _add(resources, "aws_s3_bucket_public_access_block", "weights", at | {
         "block_public_acls": True, "block_public_policy": True, "ignore_public_acls": True,
         "restrict_public_buckets": True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from rollart.compose.infra import render
@@ -13,6 +14,8 @@ from rollart.spec.load import builtin
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 RUN = HERE / "run.yaml"
+FLEET = HERE / "fleet/run.yaml", HERE / "fleet/cluster.yaml"
+"""A run of everything that a cluster may have to carry, and its cluster."""
 
 CLUSTERS = ("local", "aws-mix", "rollart-96h800-32h20", "3000-gpus")
 
@@ -30,11 +33,15 @@ def rendered() -> dict[str, str]:
     files: dict[str, str] = {}
     for name in CLUSTERS:
         for target in ("kuberay", "ray"):
-            files |= _texts(f"{name}/{target}", render(target, None, cluster(name), image="rollart:test").files)
-    job = render("kuberay", RUN, cluster("local"), image="rollart:test", namespace="rl")
+            files |= _texts(f"{name}/{target}", render(target, None, cluster(name), images=["rollart:test"]).files)
+    job = render("kuberay", RUN, cluster("local"), images=["rollart:test"], namespace="rl")
     files |= _texts("run/kuberay", job.files)
     for target in ("cfn", "sam", "terraform"):
         files |= _texts(f"run/{target}", render(target, RUN, cluster("local"), AWS).files)
+    for target in ("kuberay", "ray"):
+        files |= _texts(f"fleet/{target}", render(target, *FLEET).files)
+    for target in ("cfn", "sam", "terraform"):
+        files |= _texts(f"fleet/{target}", render(target, *FLEET).files)
     files |= _texts("run/modal", render("modal", RUN, cluster("local"), MODAL).files)
     return files
 
@@ -49,6 +56,7 @@ def _texts(prefix: str, files: Mapping[str, bytes]) -> dict[str, str]:
 
 def stable(text: str) -> str:
     text = re.sub(r"[0-9a-f]{64}", "DIGEST", text)
+    text = text.replace(f":{metadata.version('rollart')}\n", ":VERSION\n")
     text = re.sub(r"[0-9a-f]{32}\.zip", "ARCHIVE.zip", text)
     return re.sub(r"V[0-9a-f]{12}\b", "VERSION", text)
 

@@ -6,7 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from rollart.compose.infra import render
+from rollart.compose.infra import IMAGES, NODE, PLAYS, PLAYS_AT, SERVES_AT, render
+from rollart.compose.vllm_home import PYTHON
 from rollart.spec.load import builtin
 
 ROOT = Path(__file__).parents[2]
@@ -30,4 +31,35 @@ def test_what_is_installed_is_declared() -> None:
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", DOCKERFILE, re.MULTILINE)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     assert f"rollart:{project['version']}" in DOCKERFILE
-    assert set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)) == {"node", "engine", "functions"}
+    targets = {"node", "engine", "environments", "functions"}
+    assert set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)) == targets
+    assert set(re.findall(r"--target (\w+)", DOCKERFILE)) == targets
+
+
+def test_paths_that_rendered_files_name_are_in_the_images() -> None:
+    assert f"ENV {PYTHON}={SERVES_AT}" in DOCKERFILE
+    assert f"python -m venv {SERVES_AT.removesuffix('/bin/python')} " in DOCKERFILE
+    assert f"python -m venv {PLAYS_AT.rstrip('/')} " in DOCKERFILE
+    for name in {*IMAGES.values(), NODE, PLAYS}:
+        assert f"-t {name}:" in DOCKERFILE
+
+
+def test_every_instruction_is_one_that_docker_has() -> None:
+    """What can be said of the file without Docker: instructions, stages that exist before they are used, arguments that
+    are declared in the stage that uses them."""
+    stages: list[str] = []
+    declared: set[str] = set()
+    for line in DOCKERFILE.replace("\\\n", " ").splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        word, rest = line.split(maxsplit=1)
+        assert word in {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV"}
+        if word == "FROM":
+            base, _, name = rest.partition(" AS ")
+            assert base in stages or base.startswith("python:${PYTHON}")
+            stages.append(name)
+            declared = set()
+        elif word == "ARG":
+            declared.add(rest.partition("=")[0])
+        else:
+            assert set(re.findall(r"\$\{(\w+)\}", rest)) <= declared, line

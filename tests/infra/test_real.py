@@ -24,7 +24,7 @@ from serverless.backends.aws_lambda import AwsLambdaBackend
 from serverless.deploy.aws import AwsDeployer
 from serverless.deploy.package import build
 from serverless.spec import FunctionSpec
-from tests.infra.goldens import GOLDEN, MODAL, RUN, cluster
+from tests.infra.goldens import FLEET, GOLDEN, MODAL, RUN, cluster
 from tests.serverless.aws.provider import AwsLambda, client, plane, settings
 from tests.serverless.modal_plane.provider import MISSING, running_plane
 
@@ -61,13 +61,14 @@ def test_kubernetes_and_rays_autoscaler_take_the_manifests(path: Path) -> None:
         assert config["available_node_types"]["headgroup"]["resources"]["CPU"] == 0
 
 
-def test_ray_takes_what_ray_up_is_given() -> None:
+@pytest.mark.parametrize(("name", "pool"), [("aws-mix", "p5"), ("fleet", "h100")])
+def test_ray_takes_what_ray_up_is_given(name: str, pool: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    config = prepare_config(yaml.safe_load((GOLDEN / "aws-mix/ray/cluster.yaml").read_text()))
+    config = prepare_config(yaml.safe_load((GOLDEN / name / "ray/cluster.yaml").read_text()))
     config.setdefault("cluster_synced_files", [])
     validate_config(config)
-    assert config["available_node_types"]["p5"]["resources"] == {"CPU": 0, "GPU": 8}
+    assert config["available_node_types"][pool]["resources"] == {"CPU": 0, "GPU": 8}
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.rglob("*.sh")), ids=lambda p: str(p.relative_to(GOLDEN)))
@@ -183,6 +184,22 @@ def test_cloudformation_is_deployed_and_called(account: Any, tmp_path: Path) -> 
         "/aws/lambda/cfn-exact": 7, "/aws/lambda/cfn-length": 7,
     }  # fmt: skip
     asyncio.run(works(account, "cfn-"))
+
+
+@aws
+def test_a_bucket_for_weights_alone_is_deployed_and_may_be_used(account: Any, tmp_path: Path) -> None:
+    files = render("cfn", *FLEET)
+    write(files, tmp_path)
+    write(render("sam", *FLEET), tmp_path)
+    lint(tmp_path / "storage.yaml", tmp_path / "functions.yaml", tmp_path / "template.yaml")
+    outputs = deployed(account, "weights-storage", yaml.safe_load(files.files["storage.yaml"]), {})
+    assert outputs["Bucket"] == "team-weights"
+    outputs = deployed(
+        account, "weights-leave", yaml.safe_load(files.files["functions.yaml"]), {"Bucket": "team-weights"}
+    )
+    version = client(account, "iam").get_policy_version(PolicyArn=outputs["ControllerPolicy"], VersionId="v1")
+    statements = version["PolicyVersion"]["Document"]["Statement"]
+    assert [statement["Sid"] for statement in statements] == ["Weights", "ListWeights"]
 
 
 @aws

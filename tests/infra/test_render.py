@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ from rollart.compose.infra import TARGETS, render
 from rollart.errors import SpecError, UsageError
 from rollart.spec.resolve import read_specs, resolve_files
 from tests.infra import goldens
-from tests.infra.goldens import AWS, CLUSTERS, GOLDEN, RUN, cluster
+from tests.infra.goldens import AWS, CLUSTERS, FLEET, GOLDEN, RUN, cluster
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,132 @@ def test_the_job_runs_the_spec_on_the_cluster_that_it_is_in(rendered: dict[str, 
         assert mount["mountPath"] == command[command.index("--runs-dir") + 1], "at the same path everywhere"
 
 
+def pods(job: dict[str, Any]) -> dict[str, Any]:
+    """By group the specification of its pods."""
+    spec = job["spec"]["rayClusterSpec"]
+    groups = {g["groupName"]: g["template"]["spec"] for g in spec["workerGroupSpecs"]}
+    return {"head": spec["headGroupSpec"]["template"]["spec"], **groups}
+
+
+def variables(pod: dict[str, Any]) -> dict[str, Any]:
+    return {v["name"]: v.get("value", v.get("valueFrom")) for v in pod["containers"][0].get("env", ())}
+
+
+def mounts(pod: dict[str, Any]) -> dict[str, str]:
+    return {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+
+
+def test_a_run_has_what_its_specs_name_on_every_node(rendered: dict[str, str]) -> None:
+    """A ConfigMap's keys have no slash: where its volume puts them is what counts."""
+    config, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
+    for pod in pods(job).values():
+        (volume,) = [v["configMap"] for v in pod["volumes"] if v["name"] == mounts(pod)["/etc/rollart"]]
+        there = {item["path"]: config["data"][item["key"]] for item in volume["items"]}
+        assert there.keys() == {"run.yaml", "cluster.yaml", "reward.py", "worlds/__init__.py", "worlds/coin.py"}
+        assert len(there) == len(config["data"])
+        for path, text in there.items():
+            assert text == (FLEET[0].parent / path).read_text()
+
+
+def test_the_job_of_a_fleet_keeps_what_its_runtime_says(rendered: dict[str, str], tmp_path: Path) -> None:
+    config, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
+    for name in ("run.yaml", "cluster.yaml"):
+        (tmp_path / name).write_text(config["data"][name])
+    words = shlex.split(job["spec"]["entrypoint"])
+    specs = read_specs(tmp_path / "run.yaml", tmp_path / "cluster.yaml", [w for w in words if "=" in w])
+    runtime = specs.cluster.runtime
+    assert (runtime.backend, runtime.address, runtime.token, runtime.wait_s) == ("ray", "auto", None, 1800)
+    assert runtime.elastic is not None, "nodes may come and go"
+    assert specs.cluster.engines.vllm.python is None, "the image's own"
+    assert variables(pods(job)["head"])["ROLLART_VLLM_PYTHON"] == "/opt/vllm/bin/python"
+
+
+def test_nodes_that_may_come_and_go_have_bounds(rendered: dict[str, str]) -> None:
+    for name in ("raycluster", "rayjob"):
+        *_, document = yaml.safe_load_all(rendered[f"fleet/kuberay/{name}.yaml"])
+        spec = document["spec"].get("rayClusterSpec", document["spec"])
+        bounds = {g["groupName"]: (g["minReplicas"], g["replicas"], g["maxReplicas"]) for g in spec["workerGroupSpecs"]}
+        assert bounds == {"h100": (2, 2, 2), "spot": (1, 1, 4), "cores": (2, 2, 2)}
+        assert spec["enableInTreeAutoscaling"]
+    types = yaml.safe_load(rendered["fleet/ray/cluster.yaml"])["available_node_types"]
+    assert (types["spot"]["min_workers"], types["spot"]["max_workers"]) == (1, 4)
+
+
+def test_secrets_and_identities_are_with_those_who_need_them(rendered: dict[str, str]) -> None:
+    """Environments run what policies wrote: their hosts have neither the account nor the functions' tokens."""
+    _, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
+    found = pods(job)
+    tokens = {name: {k for k in variables(pod) if k.endswith("_TOKEN")} for name, pod in found.items()}
+    assert tokens == {"head": {"REWARDS_TOKEN"}, "h100": set(), "spot": set(), "cores": {"OPENENV_TOKEN"}}
+    accounts = {name for name, pod in found.items() if pod.get("serviceAccountName") == "fleet"}
+    assert accounts == {"head", "h100", "spot"}
+    kinds = [d["kind"] for d in yaml.safe_load_all(rendered["fleet/kuberay/runs.yaml"])]
+    assert kinds == ["PersistentVolumeClaim", "ServiceAccount"]
+    steps = render("kuberay", *FLEET).steps
+    assert any("secret generic fleet-secrets" in step and "REWARDS_TOKEN" in step for step in steps)
+    assert any("ControllerPolicy" in step for step in steps)
+
+
+def test_weights_have_their_bucket_their_disk_and_their_volume(rendered: dict[str, str]) -> None:
+    _, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
+    pulled = {name for name, pod in pods(job).items() if "/mnt/nvme/rollart" in mounts(pod)}
+    assert pulled == {"h100", "spot"}
+    storage = yaml.safe_load(rendered["fleet/cfn/storage.yaml"])["Resources"]
+    assert storage["Bucket"]["Properties"]["BucketName"] == "team-weights"
+    main = json.loads(rendered["fleet/terraform/main.tf.json"])["resource"]
+    assert main["aws_s3_bucket"]["weights"]["bucket"] == "team-weights"
+    for text in (rendered["fleet/cfn/functions.yaml"], rendered["fleet/sam/template.yaml"]):
+        assert "AWS::Lambda" not in text
+        assert "AWS::IAM::Role" not in text
+    shared = render("kuberay", *FLEET, ["weights.store={kind: files, url: /shared/weights}"]).files
+    claims = [d["metadata"]["name"] for d in yaml.safe_load_all(shared["runs.yaml"])]
+    assert claims == ["fleet-runs", "fleet-weights"]
+    _, job = yaml.safe_load_all(shared["rayjob.yaml"])
+    assert all("/shared/weights" in mounts(pod) for pod in pods(job).values())
+
+
+def test_the_head_listens_where_the_spec_says() -> None:
+    ours = render("ray", *FLEET, ["cluster.pools.h100.labels={}", "cluster.pools.spot.labels={}",
+                                  "cluster.pools.cores.labels={}"])  # fmt: skip
+    assert b"--port=6380" in ours.files["head.sh"]
+    assert "RAY_HEAD=its-address:6380" in ours.steps[0]
+    made = render("ray", None, cluster("local"), ["cluster.runtime={backend: ray, address: start, port: 7001}"])
+    assert "head.sh" not in made.files, "a run makes it"
+    assert "RAY_HEAD=its-address:7001" in made.steps[0]
+
+
+def test_an_image_for_one_pool_and_one_for_the_rest() -> None:
+    files = render("kuberay", *FLEET, images=["team:1", "cores=worlds:2", "head=team:3"]).files
+    spec = yaml.safe_load(files["raycluster.yaml"])["spec"]
+    used = {g["groupName"]: g["template"]["spec"]["containers"][0]["image"] for g in spec["workerGroupSpecs"]}
+    assert used == {"h100": "team:1", "spot": "team:1", "cores": "worlds:2"}
+    assert spec["headGroupSpec"]["template"]["spec"]["containers"][0]["image"] == "team:3"
+    with pytest.raises(UsageError, match=r"there is no pool 'core'; did you mean 'cores'\?"):
+        render("kuberay", *FLEET, images=["core=worlds:2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("weights.store={kind: files, url: shared}", r"weights.store.url is 'shared' \(rule: an absolute directory"),
+        (
+            "cluster.environments.python=envs/bin/python",
+            r"environments.python is 'envs/bin/python', beside the cluster",
+        ),
+        ("model={path: policy, context: 256}", r"model.path is 'policy', beside the run file"),
+        ("cluster.prices=../prices.yaml", "prices"),
+    ],
+)
+def test_what_pods_could_not_see_is_refused(override: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        render("kuberay", *FLEET, [override])
+
+
+def test_a_cluster_of_ray_up_has_a_head_of_its_own() -> None:
+    with pytest.raises(SpecError, match="`ray up` makes the head"):
+        render("ray", *FLEET, ["cluster.runtime.address=start"])
+
+
 def test_devices_add_up(rendered: dict[str, str]) -> None:
     manifest = yaml.safe_load(rendered["rollart-96h800-32h20/kuberay/raycluster.yaml"])
     gpus = {
@@ -104,9 +231,10 @@ def _statements(value: object) -> list[dict[str, object]]:
     return [s for part in value for s in _statements(part)] if isinstance(value, list) else []
 
 
-def test_terraform_refers_to_what_is_there(rendered: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", ["run", "fleet"])
+def test_terraform_refers_to_what_is_there(name: str, rendered: dict[str, str]) -> None:
     """Nothing here can apply it: every reference is followed, and every archive is beside it."""
-    main = json.loads(rendered["run/terraform/main.tf.json"])
+    main = json.loads(rendered[f"{name}/terraform/main.tf.json"])
     there = {f"{kind}.{label}" for kind, labels in main["resource"].items() for label in labels}
     text = json.dumps(main)
     used = set(re.findall(r"\$\{(aws_\w+\.\w+)", text))

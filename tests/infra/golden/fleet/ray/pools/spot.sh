@@ -1,0 +1,7 @@
+#!/bin/sh
+# Rendered by `rollart infra render --target ray` for cluster fleet: change the spec, not this.
+set -eu
+export RAY_AUTH_MODE=token
+test -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" || export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"
+: "${RAY_HEAD:?the address of the head, like 10.0.0.1:6379}"
+exec ray start --address="$RAY_HEAD" --labels pool=spot,device=H20,instance_type=g6e.48xlarge,region=us-east-1,instance_profile=rollart --num-cpus=0 --num-gpus=8 --block
