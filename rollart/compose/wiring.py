@@ -331,14 +331,16 @@ def prefetching(rollout: RolloutSpec) -> PrefetchSettings | None:
 @contextlib.asynccontextmanager
 async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
     """Make every part of the run; at the end stop what was started, in reverse order."""
-    loop, resolved = asyncio.get_running_loop(), start.resolved
+    resolved = start.resolved
     ready(resolved.cluster.functions)  # what is wrong there is said before anything starts
     scaling_settings(resolved.cluster.functions.scaling)
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
     config = trainer_config(resolved, directory, tokenizer_dir)
     async with contextlib.AsyncExitStack() as stack:
-        ledger = stack.enter_context(Ledger(directory, clock=loop.time, config=resolved.to_dict()))
+        ledger = stack.enter_context(
+            Ledger(directory, clock=asyncio.get_running_loop().time, config=resolved.to_dict())
+        )
         spent_before = ledger.spent_usd
         leases = Leases(ledger)
         weights = weight_store(resolved, directory, leases, ledger)
@@ -368,10 +370,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         stack.push_async_callback(trainer.close)
         await site.open()
         told = resolved, directory, runtime, leases, Announcer(ledger, progress)
-        fleet, (functions, workers) = (
-            environment_fleet(*told, used=start.names),
-            function_fleet(*told, used=start.names),
-        )
+        fleet = environment_fleet(*told, used=start.names)
         parts = Parts(
             resolved,
             start.resolved,
@@ -390,8 +389,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             weights,
             spent_before,
             fleet,
-            functions,
-            workers,
+            *function_fleet(*told, used=start.names),
         )
         parts_of.append(parts)
         yield parts
