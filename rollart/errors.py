@@ -113,12 +113,13 @@ class StorageFailed(RunFailed):
 
 
 class EnvironmentFault(RunFailed):
-    """An environment that lives on a host failed a call, or the host did. `host` names it; `message` says what happened
-    and ends with that name. `incident`: the end of the host, the same for all whom it took."""
+    """An environment that lives on a host failed a call, or the host did. `host` names it; `what` says what happened
+    and `message` ends with the host. `incident`: the end of the host, the same for all whom it took."""
 
-    def __init__(self, host: str, message: str, *, incident: str = "") -> None:
-        super().__init__(f"{message} on {host}")
+    def __init__(self, host: str, what: str, *, incident: str = "") -> None:
+        super().__init__(f"{what} on {host}")
         self.host = host
+        self.what = what
         self.incident = incident
 
 

@@ -7,11 +7,16 @@ from typing import Protocol
 
 from rollart.model import Observation, Step
 
-__all__ = ["ENVIRONMENTS_MADE", "EnvironmentHost", "FunctionHost", "HostHealth", "Images", "Made", "Making"]
+__all__ = [
+    "ENVIRONMENTS_MADE", "PLACES", "EnvironmentHost", "FunctionHost", "HostHealth", "Images", "Made", "Making",
+]  # fmt: skip
 
 
 ENVIRONMENTS_MADE = "environments_made"
 """The event that tells what a host made for a domain so far (`Making`)."""
+
+PLACES = "environment_places"
+"""The event that tells what episodes waited for a place on a host so far, by what they are for (`policy.places`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,14 @@ class EnvironmentHost(Protocol):
     @property
     def alive(self) -> bool:
         """Whether it can be asked at all, as far as is known."""
+
+    @property
+    def life(self) -> str:
+        """This life of the host, which no other has: what its end is called (`EnvironmentFault.incident`)."""
+
+    @property
+    def node(self) -> str:
+        """The machine that it runs on; hosts with the same one may fall together."""
 
     async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
         """What the episode shows first and how its environment was made, which it is at its first reset or before; and

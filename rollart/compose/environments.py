@@ -25,6 +25,7 @@ from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
 from rollart.spec.environments import EnvironmentsSpec
+from rollart.spec.places import episodes
 from rollart.spec.resolve import Resolved
 from rollart.spec.run import RunSpec
 from rollart.spec.run_parts import DomainSpec
@@ -90,7 +91,7 @@ def host_count(resolved: Resolved) -> int:
     return hosts_for(
         cores=given * BUSY if given else _cores(resolved),
         most=given or _pool(resolved).count,
-        episodes=(run.staleness + 1) * run.batch.trajectories,
+        episodes=episodes(run).most,
         per_host=spec.per_worker,
     )
 

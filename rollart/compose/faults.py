@@ -11,15 +11,20 @@ from placement.types import Role
 from rollart.compose.environments import ROLE, host_count
 from rollart.compose.routing import SERVING
 from rollart.report.faults import TroubleSeen
+from rollart.runtime.hostwatch import HostLimits
 from rollart.sim.environments import Host, ResetFaults
 from rollart.sim.faults import FaultPlan, Outage, Rate, Subject, engine, host, trainer
+from rollart.sim.hosts import START_S, ModelledHosts
 from rollart.sim.links import SharedLink
 from rollart.sim.machines import Machine, Machines
 from rollart.sim.modelled import ModelledRun
 from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching
 from rollart.spec.resolve import Resolved
 
-__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machines_of", "parts_of"]
+__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machines_of", "modelled_hosts", "parts_of"]
+
+ROOM = 1_000_000
+"""Episodes of a host that only a fault plan names: nobody said how many it has room for."""
 
 
 def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
@@ -53,6 +58,22 @@ def host_names(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
     """Hosts of environments: as a launched run calls them where the cluster has some, else those of the fault plan."""
     count = host_count(resolved)
     return [f"{ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
+
+
+def modelled_hosts(resolved: Resolved, trouble: Trouble) -> ModelledHosts | None:
+    """The hosts of a simulation, kept by the product's own fleet; None where environments live in the controller and
+    nothing can happen to them there."""
+    spec, some = resolved.cluster.environments, host_count(resolved)
+    if not some and not trouble.of_hosts:
+        return None
+    limits = HostLimits(
+        per_host=spec.per_worker if some else ROOM,
+        health_s=math.inf,
+        start_s=START_S,
+        call_s=resolved.run.leases.env_step_s,
+        pull_s=spec.pull_s,
+    )
+    return ModelledHosts(trouble.hosts, {}, limits)
 
 
 def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
@@ -95,6 +116,13 @@ class Trouble:
             for name, machine in self.machines.machines.items():
                 machine.up = not any(matching(pattern, [name]) for o in late for pattern in o.parts)
         self.resets = None if plan.resets is None else _resets(plan.resets)
+
+    @property
+    def of_hosts(self) -> bool:
+        """Whether anything is to happen to hosts of environments, or may: there are several."""
+        names = [h.name for h in self.hosts]
+        entries: Sequence[OutageSpec | RateSpec] = [*self._plan.outages, *self._plan.rates]
+        return len(names) > 1 or any(matching(pattern, names) for entry in entries for pattern in entry.parts)
 
     @property
     def beside(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:

@@ -18,7 +18,7 @@ from placement.roofline import Roofline
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity, log_normal
 from rollart.compose.elastic import elastic_planner, fitting, modelled_nodes
-from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
+from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs, modelled_hosts
 from rollart.compose.parallelism import elastic, reshard_settings
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
 from rollart.compose.routing import SERVING, PlannedTurns, seat
@@ -37,6 +37,7 @@ from rollart.sim.draws import Constant, Distribution, LogNormal
 from rollart.sim.elastic import Billed, ModelledSite, Place
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.environments import World
+from rollart.sim.hosts import ModelledHosts
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
 from rollart.sim.machines import Machines
 from rollart.sim.mass import mass_of
@@ -134,8 +135,9 @@ async def _main(
     with Traced(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
         functions = troubled(behaviours(resolved, recording), faults)
         async with SimulatedFunctions(functions, resolved, ledger, seed) as rewarder:
+            hosts = modelled_hosts(resolved, trouble)
             run = ModelledRun(
-                [_domain(resolved, n, seed, replay, trouble) for n in range(len(resolved.run.domains))],
+                [_domain(resolved, n, seed, replay, trouble, hosts) for n in range(len(resolved.run.domains))],
                 world.places(),
                 world.trainer(),
                 world.trained_by(),
@@ -149,6 +151,7 @@ async def _main(
                 on_step=on_step,
                 help=world.help,
                 beside=trouble.beside,
+                hosts=hosts,
                 restart_s=resolved.run.leases.engine_start_s,
             )
             trouble.begin(run, world.links())
@@ -318,16 +321,20 @@ def _unknown_speed(resolved: Resolved) -> SpecError:
     )
 
 
-def _domain(resolved: Resolved, number: int, seed: int, replay: Replay | None, trouble: Trouble) -> Domain:
+def _domain(
+    resolved: Resolved, number: int, seed: int, replay: Replay | None, trouble: Trouble, hosts: ModelledHosts | None
+) -> Domain:
     spec = resolved.run.domains[number]
     solved = None if spec.profile is None else spec.profile.solved
     world = World(
         _workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved, hosts=trouble.hosts,
         faults=trouble.resets,
     )  # fmt: skip
+    if hosts is not None:
+        hosts.make[spec.name] = world.on
     return Domain(
         name=spec.name,
-        environment=world.make,
+        environment=world.make if hosts is None else hosts.environment(spec.name),
         quota=resolved.quotas[spec.name],
         group_size=spec.group_size,
         max_turns=spec.max_turns,

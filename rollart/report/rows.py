@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rollart.hosted import ENVIRONMENTS_MADE
+from rollart.hosted import ENVIRONMENTS_MADE, PLACES
 from rollart.ledger.clock import ENGINE_DID
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
@@ -108,8 +108,11 @@ class RunRows:
     concurrency: Sequence[RunEvent] = ()
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
     updates: Sequence[RunEvent] = ()
-    making: Sequence[RunEvent] = ()
     """Engines that loaded a version by themselves, and how many they had left out."""
+    making: Sequence[RunEvent] = ()
+    """What environment hosts made, in sums by host and domain."""
+    places: Sequence[RunEvent] = ()
+    """What episodes waited for a place on an environment host, in sums by what they are for."""
     engines: Sequence[RunEvent] = ()
     """What engines did by their own counters, an event per engine and interval."""
     nodes: Sequence[RunEvent] = ()
@@ -141,6 +144,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         concurrency=reader.events(CONCURRENCY),
         updates=reader.events(ENGINE_UPDATED),
         making=reader.events(ENVIRONMENTS_MADE),
+        places=reader.events(PLACES),
         engines=reader.events(ENGINE_DID),
         nodes=_nodes(reader),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rollart.ledger.intervals import State
 from rollart.ledger.reader import ChargeSum
@@ -21,7 +21,7 @@ def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _down(rows), _nodes(rows), _rates(rows), _domains(rows), functions.health(rows),
               _cancelled(rows), _filtered(rows), engines(rows), shares(rows), _concurrency(rows),
-              _updates(rows), _making(rows))  # fmt: skip
+              _updates(rows), _making(rows), _places(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -43,8 +43,12 @@ def _resources(rows: RunRows) -> Table:
 
 
 def _down(rows: RunRows) -> Table:
-    """Seconds that resources were lost, by cause: from the death of an engine or a trainer until it serves again."""
+    """Seconds that resources were lost, by cause: from the death of an engine or a trainer until it serves again; and
+    those that trajectories waited for a place on an environment host."""
     lost: dict[tuple[str, str], float] = defaultdict(float)
+    for claim, fields in _waits(rows).items():
+        if claim in RUNNING:
+            lost["place", f"trajectories ({claim})"] = float(fields.get("wait_s") or 0)
     for i in rows.intervals:
         if i.state == State.DOWN or (i.state == State.STARTUP and i.cause):
             lost[i.cause, i.resource] += i.seconds
@@ -155,6 +159,37 @@ def _making(rows: RunRows) -> Table:
     names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
     lines = tuple((*key, *(f.get(name) for name in names)) for key, f in sorted(last.items()))
     return Table("environments", "Environments made, seconds waited for and ahead", columns, lines, people=bool(lines))
+
+
+def _places(rows: RunRows) -> Table:
+    """Waits for a place on an environment host, whose hosts were full: of trajectories, held-out episodes, members
+    beyond a group's, and environments ahead of need, which gave theirs up to the others."""
+    columns = (Column("episodes"), Column("places", "count"), Column("waited", "count"), Column("wait_s", "seconds"),
+               Column("longest_s", "seconds"), Column("given_up", "count"))  # fmt: skip
+    names = ("places", "waited", "wait_s", "longest_s", "given_up")
+    lines = tuple((claim, *(f.get(name) for name in names)) for claim, f in _waits(rows).items())
+    return Table("places", "Waits for a place on an environment host", columns, lines, people=bool(lines))
+
+
+def _waits(rows: RunRows) -> dict[str, dict[str, float]]:
+    """The sums of each claim, over all lives of the run: each counts from nothing."""
+    found: dict[str, dict[str, float]] = {}
+    last: dict[str, Mapping[str, float]] = {}
+    for event in rows.places:
+        now = {name: float(value or 0) for name, value in event.fields.items()}
+        before = last.get(event.subject, {})
+        new = any(now[name] < before.get(name, 0) for name in now)
+        own = found.setdefault(event.subject, dict.fromkeys(now, 0.0))
+        for name, value in now.items():
+            own[name] = max(own[name], value) if name == "longest_s" else (
+                own[name] + value - (0.0 if new else before.get(name, 0.0))
+            )  # fmt: skip
+        last[event.subject] = now
+    return found
+
+
+RUNNING = ("train", "evaluate", "spare")
+"""Claims of trajectories; environments ahead of need wait at nobody's cost."""
 
 
 def _columns(what: str) -> tuple[Column, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from rollart.errors import EnvironmentFault, LeaseExpired
 from rollart.model import AbortReason
+from rollart.ports import Environment
+from rollart.runtime.hosting import host_of
 
-__all__ = ["Aborted"]
+__all__ = ["Aborted", "environment_fault"]
 
 
 class Aborted(Exception):
@@ -18,3 +21,18 @@ class Aborted(Exception):
         self.detail = detail
         self.host = host
         self.incident = incident
+
+
+def environment_fault(what: str, error: Exception, environment: Environment | None) -> Aborted:
+    """What went wrong with an environment, as a sentence that names its host and where to look."""
+    own = host_of(environment)
+    host, incident = own, ""
+    if isinstance(error, LeaseExpired):
+        detail = f"{error.cause} on {own}" if own else error.cause
+    elif isinstance(error, EnvironmentFault):
+        host, incident = error.host, error.incident
+        detail = f"environment {what} on {host}: {error.what}"
+    else:
+        detail = f"environment {what} raised {type(error).__name__}: {error}"
+    remedy = f" (rollart logs --role {own})" if own else ""
+    return Aborted(AbortReason.INFRA_FAULT, detail + remedy, host=host, incident=incident)

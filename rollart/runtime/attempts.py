@@ -151,6 +151,7 @@ class Attempts:
             purpose=Purpose.TRAIN,
             run_seed=self._seed,
             started=asyncio.get_running_loop().time(),
+            wish=run.wish(member),
         )
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:

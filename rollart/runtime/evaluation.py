@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
+from rollart.policy.places import Claim, Wish
 from rollart.ports import EVAL_SEEDS_FROM, Recorder, RunEvent
 from rollart.runtime.attempts import charge
 from rollart.runtime.domain import Domain
@@ -98,6 +99,7 @@ class Evaluation:
                 purpose=Purpose.EVAL,
                 run_seed=self._seed,
                 started=asyncio.get_running_loop().time(),
+                wish=Wish(Claim.EVALUATE),
             )
             try:
                 trajectory = await self._runner.run(live)

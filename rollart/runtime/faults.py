@@ -6,15 +6,19 @@ from dataclasses import dataclass, field
 
 from rollart.errors import FaultRateExceeded
 from rollart.model import AbortReason
+from rollart.policy.incidents import Losses
 
-__all__ = ["FaultMeter"]
+__all__ = ["WINDOW", "FaultMeter"]
 
 
 INCIDENTS = 3
-"""Ends of hosts before what they took is judged: two in a run are machines that failed."""
+"""Ends of hosts before what they took is judged: two at about the same time are machines that failed."""
 
 HALF = 0.5
-"""Share of all attempts that the ends of hosts may take, or `max_rate` where that is more."""
+"""Share of attempts that the ends of hosts may take, or `max_rate` where that is more."""
+
+WINDOW = 1000
+"""Attempts that are looked back on for what ends of hosts took, at least."""
 
 
 @dataclass(slots=True)
@@ -22,28 +26,34 @@ class FaultMeter:
     """Counts attempts and infrastructure faults of the whole run. `max_rate` is a share of attempts; below
     `min_count` faults nothing is judged, so that one early crash does not end a run.
 
-    The end of an environment host takes hundreds of episodes at once, whatever they were doing: they are one fault.
-    From the third such end, and the `min_count`-th attempt that was lost so, a run also stops when more was lost so
-    than ended otherwise. Bound: from then on no more than that and one host's episodes are lost so; where `max_rate` is
-    above a half it is the bound, and 1 is none."""
+    The end of an environment host takes hundreds of episodes at once, whatever they were doing: they are one fault, and
+    so are all that one node takes with several hosts (`policy.incidents`). A run also stops when, of the last `window`
+    attempts that ended, more were lost so than ended otherwise, with three incidents or more and `min_count` attempts.
+    Bound: of any `window` attempts in a row no more than half of them and one incident's episodes are lost so; where
+    `max_rate` is above a half it is the bound, and 1 is none. What was before the window is forgotten: an outage of the
+    first day stops no run on its second."""
 
     max_rate: float
     min_count: int
+    window: int = WINDOW
     attempts: int = 0
     faults: int = 0
-    together: int = 0
-    """Attempts lost to an end that was counted already."""
     details: dict[str, int] = field(default_factory=dict)
-    incidents: set[str] = field(default_factory=set)
+    losses: Losses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.losses = Losses(self.window)
+
+    @property
+    def together(self) -> int:
+        """Attempts of the window that were lost to an end that was counted already."""
+        return self.losses.together
 
     def ended(self, reason: AbortReason | None, detail: str = "", *, incident: str = "") -> None:
         """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; those of one `incident`
         together once."""
-        if incident in self.incidents:
-            self.together += 1
+        if not self.losses.add(incident):
             return
-        if incident:
-            self.incidents.add(incident)
         self.attempts += 1
         if reason is AbortReason.INFRA_FAULT:
             self.faults += 1
@@ -58,10 +68,10 @@ class FaultMeter:
                 f"(limit {self.max_rate:.0%}); most often ({count}×): {worst}",
                 remedy="mend the part it names, or raise faults.max_rate, then rollart launch --resume",
             )
-        few = len(self.incidents) < INCIDENTS or self.together < self.min_count
-        if not few and self.together > max(HALF, self.max_rate) * (self.attempts + self.together):
+        limit = max(HALF, self.max_rate)
+        if self.losses.too_many(share=limit, incidents=INCIDENTS, least=self.min_count):
             raise FaultRateExceeded(
-                f"{self.together} trajectories were lost with {len(self.incidents)} ends of environment hosts, more "
-                f"than the {self.attempts} that ended otherwise",
+                f"{self.together} of the last {len(self.losses.attempts)} trajectories were lost with "
+                f"{self.losses.incidents} ends of environment hosts (limit {limit:.0%})",
                 remedy="see rollart logs --role environment, then rollart launch --resume",
             )

@@ -71,8 +71,7 @@ class EngineFleet:
         if move.kind is MoveKind.FLIP or move.replicas != 1:
             raise RunFailed(f"{move}: not a move of the fleet (rule: one engine is drained or started)")
         async with self._moving:
-            while self._gone:
-                await self._site.clear(self._gone.pop())
+            await self._clear()
             if move.kind is MoveKind.DRAIN:
                 assert move.before is not None, "a drain has a role before"
                 await self._drain(EngineKind(move.pool, move.before, move.tp), move.engine)
@@ -85,8 +84,7 @@ class EngineFleet:
 
     async def resize(self, devices: Mapping[str, int]) -> None:
         async with self._moving:
-            while self._gone:
-                await self._site.clear(self._gone.pop())
+            await self._clear()
             self._site.resize(devices)
             seats, stable = self._gateway.seats(), self._gateway.stable()
             for engine_id in [e for e in seats if e not in stable]:
@@ -99,6 +97,12 @@ class EngineFleet:
     def gone(self, engine_id: EngineId) -> None:
         """Supervision gave it up. Its devices are taken back when the next move is made."""
         self._gone.append(engine_id)
+
+    async def _clear(self) -> None:
+        """Take devices back. What fails on the way, or is cancelled, is left for the next move."""
+        while self._gone:
+            await self._site.clear(self._gone[0])
+            self._gone.pop(0)
 
     async def _start(self, kind: EngineKind) -> None:
         async with self._gateway.still():

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.grouping import GroupDecision, GroupState
+from rollart.policy.places import Claim, Wish
 from rollart.policy.redundancy import Trajectory as Ended
 from rollart.policy.schedules import Judged
 from rollart.policy.staleness import StalenessBound
@@ -37,6 +38,8 @@ class GroupRun:
     trying: set[int] = field(default_factory=set)
     """Members that may still bring a sample."""
     writing: int = 0
+    seniority: int = 0
+    """Lower, if it was opened before."""
     ended: AbortReason | None = None
     """Why what ends from now on is no longer wanted."""
     seen: list[Ended] = field(default_factory=list)
@@ -46,6 +49,11 @@ class GroupRun:
     def enough(self) -> bool:
         """Whether its samples are there or being written."""
         return len(self.samples) + self.writing >= self.state.size
+
+    def wish(self, member: int) -> Wish:
+        """Its claim to a place on an environment host: a spare one's, if those before it suffice."""
+        others = sum(other < member for other in self.trying) + len(self.samples)
+        return Wish(Claim.TRAIN if others < self.state.size else Claim.SPARE, self.seniority)
 
     def spares(self, member: int) -> bool:
         """Whether the others suffice without this member."""
@@ -134,12 +142,15 @@ class GroupTable:
         self._on_complete = on_complete
         self._on_drop = on_drop
         self._on_sample = on_sample
+        self._opened = 0
         self._runs: dict[str, GroupRun] = {}
         self._leftover: dict[str, GroupRun] = {}
         """Given up, with members that still run."""
 
     def open(self, group_id: GroupId, domain: Domain, seed: int) -> GroupRun:
-        run = GroupRun(group_id, domain, seed, GroupState(domain.group_size, self._max_attempts))
+        self._opened += 1
+        state = GroupState(domain.group_size, self._max_attempts)
+        run = GroupRun(group_id, domain, seed, state, seniority=self._opened)
         self._runs[group_id] = run
         return run
 

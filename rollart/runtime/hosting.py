@@ -7,75 +7,45 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, PartDied, RollartError
-from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, Made, Making
+from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, Images, Made, Making
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import Observation, Step
 from rollart.policy.hosting import Hosting, HostRules
+from rollart.policy.incidents import Ends
 from rollart.policy.lease import Expiry
+from rollart.policy.places import Wish
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
+from rollart.runtime.hostlife import Host
 from rollart.runtime.hostwatch import HostLimits, HostPart, trouble
 from rollart.runtime.leases import Leases
+from rollart.runtime.pictures import Pictures
+from rollart.runtime.places import Place, Places
 
 __all__ = ["HostFleet", "HostedEnvironment", "host_of"]
 
 T = TypeVar("T")
 
+FIRST = Wish()
+"""Of an environment that nobody prepared."""
+
 HOST_DOWN, HOST_RESTART = "host_down", "host_restart"
 """Why a host's time is lost: it is gone, or it starts once more."""
-
-
-@dataclass(slots=True)
-class _Host:
-    part: HostPart
-    link: EnvironmentHost | None = None
-    """While it serves."""
-    live: int = 0
-    calls: int = 0
-    taken: int | None = None
-    """Episodes that it held when it ended, as the first of them learned."""
-    resting: bool = False
-    """It gets none while another does not rest either: it is to be started again once it is empty."""
-    leaving: bool = False
-    """It gets no more episodes."""
-    restarts: int = 0
-    faults: int = 0
-    episodes: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    images: frozenset[str] = frozenset()
-    """That it has, as far as is known."""
-    making: dict[str, Making] = field(default_factory=dict)
-    """By domain."""
-
-    @property
-    def id(self) -> str:
-        return self.part.id
-
-    @property
-    def up(self) -> bool:
-        """Whether it takes episodes. One that broke is none that is empty."""
-        return self.link is not None and self.link.alive and not self.leaving
-
-    async def emptied(self) -> None:
-        while self.live or not self.leaving:
-            self.changed.clear()
-            await self.changed.wait()
 
 
 class HostFleet:
     """Owns the hosts, the task that keeps each alive, and the places of episodes.
 
     `run` starts the hosts and lives as long as they are wanted; `environment` gives environments to trajectories, whose
-    `reset` waits for a place (unblocked by an episode's end or a host's start, bounded by the caller's lease);
+    `prepare` waits for a place (unblocked by an episode's end or a host's start, under no lease: `runtime.places`);
     `resize`, `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies, hangs or lies
     is started again; every episode that it held is an `EnvironmentFault` that names it, and no other host is touched.
 
-    Invariant: an episode holds a place on exactly one host, from its first reset to its close; a host that is `leaving`
-    gets none.
+    Invariant: an episode holds a place on exactly one host, from before its first reset to its close; a host that is
+    `leaving` gets none.
     """
 
     def __init__(
@@ -97,12 +67,16 @@ class HostFleet:
         self._recorder = recorder
         self._limits = limits
         self._policy = Hosting(rules or HostRules())
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, Host] = {}
         self._numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         self._episodes = itertools.count()
+        self.places: Places = Places(self._choose, leases, recorder)
+        self._pictures = Pictures(leases, limits.pull_s, self._seen)
+        self._ends = Ends()
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self._keeping: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Start the hosts and keep them, for ever. Raises what says that they cannot be kept."""
@@ -113,9 +87,14 @@ class HostFleet:
                 while not all(host.link for host in self._hosts.values()):
                     await self._changed.wait()
                 self._ready.set()
-                await asyncio.Event().wait()
+                try:
+                    await asyncio.Event().wait()
+                finally:  # in their order: a group's own is that of a set
+                    for task in list(self._keeping.values()):
+                        task.cancel()
         finally:
             self._tasks = None
+            self.places.tell()
             with contextlib.suppress(RollartError):
                 await asyncio.gather(*(self._end(host) for host in list(self._hosts.values())))
 
@@ -150,37 +129,32 @@ class HostFleet:
         """One host more; its name. It takes episodes once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
         part = await self._make(f"environment-{next(self._numbers)}")
-        host = self._hosts[part.id] = _Host(part)
+        host = self._hosts[part.id] = Host(part)
         self._policy.join(part.id)
-        self._tasks.create_task(self._keep(host), name=f"keep {part.id}")
+        self._keeping[part.id] = self._tasks.create_task(self._keep(host), name=f"keep {part.id}")
         return part.id
 
     def retire(self, name: str) -> None:
         """It gets no more episodes, and ends when its last one has."""
         host = self._hosts[name]
         host.leaving = True
+        self.places.lost(host)
         host.changed.set()
 
     def tell(self, kind: str, host: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(_now(), kind, host, fields))
 
-    async def place(self, wanted: frozenset[str] = frozenset()) -> _Host:
-        """The host of a new episode, which holds a place there from now on: one that has the `wanted` images, rather
-        than another."""
-        while True:
-            up = [host for host in self._hosts.values() if host.up]
-            missing = {host.id: len(wanted - host.images) for host in up} if wanted else None
-            name = None
-            for hosts in ([host for host in up if not host.resting], up):
-                room = {host.id: (host.live, self._limits.per_host) for host in hosts}
-                name = name or self._policy.choose(room, _now(), missing)
-            if name is not None:
-                self._hosts[name].live += 1
+    def _choose(self, wanted: frozenset[str]) -> Host | None:
+        """A host with room for an episode: one that has the `wanted` images, rather than another."""
+        up = [host for host in self._hosts.values() if host.up]
+        missing = {host.id: len(wanted - host.images) for host in up} if wanted else None
+        for hosts in ([host for host in up if not host.resting], up):
+            room = {host.id: (host.live, self._limits.per_host) for host in hosts}
+            if (name := self._policy.choose(room, _now(), missing)) is not None:
                 return self._hosts[name]
-            changed = self._changed
-            await changed.wait()
+        return None
 
-    async def call(self, host: _Host, work: Awaitable[tuple[T, float]]) -> T:
+    async def call(self, host: Host, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
         """What the host answers; its overhead and its silence are counted."""
         began = _now()
         if not host.calls and host.link is not None:
@@ -189,9 +163,7 @@ class HostFleet:
         try:
             result, env_s = await work
         except EnvironmentFault as fault:
-            if fault.incident and host.taken is None:
-                host.taken = host.live
-            raise
+            raise self.known(host, link, fault) from None
         finally:
             host.calls -= 1
             if not host.calls and host.link is not None:
@@ -200,39 +172,43 @@ class HostFleet:
             self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
         return result
 
-    def made(self, host: _Host, domain: str, made: Made) -> None:
+    def made(self, host: Host, domain: str, made: Made) -> None:
         """An episode has its environment: told in sums, at the 1st, 2nd, 4th ... and when the host ends."""
         making = host.making.setdefault(domain, Making())
         making.add(made)
         if made.how != "again" and not making.episodes & (making.episodes - 1):
             self._tell_making(host, domain, making)
 
-    def _tell_making(self, host: _Host, domain: str, making: Making) -> None:
+    def _tell_making(self, host: Host, domain: str, making: Making) -> None:
         self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
 
-    def pictured(self, domain: str) -> bool:
-        """Whether its episodes need images that hosts bring."""
-        return any(host.link is not None and domain in host.link.pictured for host in self._hosts.values())
+    def known(self, host: Host, link: EnvironmentHost, fault: EnvironmentFault) -> EnvironmentFault:
+        """The fault as others are to know it: the end of a host is its node's, where that took others too."""
+        if not fault.incident:
+            return fault
+        if host.taken is None and host.link is link:
+            host.taken = host.live
+        return EnvironmentFault(fault.host, fault.what, incident=self._ended(host, link))
 
-    async def placed(self, domain: str, seed: int, owner: str) -> _Host | None:
-        """The host of an episode that needs images, which holds a place there from now on; None if it needs none."""
-        with self._leases.hold(owner, "a host for its environment", self._limits.pull_s, Expiry.GAP_FILL):
-            wanted = await self._wanted(domain, seed)
-            return await self.place(wanted) if wanted else None
+    def _ended(self, host: Host, link: EnvironmentHost) -> str:
+        return self._ends.of(link.life, host.id, link.node, _now())
 
-    async def _wanted(self, domain: str, seed: int) -> frozenset[str] | None:
-        """Images that an episode needs; None where none are brought. Any host knows."""
-        host = next((host for host in self._hosts.values() if host.up), None)
-        if host is None or host.link is None or domain not in host.link.pictured:
-            return None
-        (said, _) = await host.link.images("", domain, seed, pull=False)
-        host.images = said.there
-        return frozenset(said.wanted)
+    async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
+        """Images that an episode needs on its host before it is reset; none, mostly."""
+        links = [host.link for host in self._hosts.values() if host.up and host.link is not None]
+        return await self._pictures.wanted(links, domain, seed, owner)
 
-    async def pull(self, host: _Host, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str) -> None:
+    def _seen(self, link: EnvironmentHost, said: Images) -> None:
+        if (host := self._hosts.get(link.id)) is not None:
+            host.images = said.there
+
+    async def pull(self, host: Host, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str) -> None:
         """The host has the episode's images. Bounded by a lease of its own: a reset's is too short for it."""
         with self._leases.hold(owner, f"images of its environment on {host.id}", self._limits.pull_s, Expiry.GAP_FILL):
-            said, seconds = await link.images(episode, domain, seed, pull=True)
+            try:
+                said, seconds = await link.images(episode, domain, seed, pull=True)
+            except EnvironmentFault as fault:
+                raise self.known(host, link, fault) from None
         host.images = said.there
         making = host.making.setdefault(domain, Making())
         making.pulled, making.pull_s = making.pulled + said.pulled, making.pull_s + seconds * bool(said.pulled)
@@ -241,22 +217,22 @@ class HostFleet:
         """Whether a call that is given up now was given up because it took too long."""
         return _now() - began >= self._limits.call_s * (1 - 1e-6)
 
-    def leave(self, host: _Host, *, fault: bool, alive: bool) -> None:
-        """An episode is over: its place is free. `alive`: its life of the host is not."""
-        host.live -= 1
+    def leave(self, place: Place, *, fault: bool) -> None:
+        """An episode is over: its place is free."""
+        host, alive = place.host, place.link.alive
         host.episodes += 1
         host.faults += fault
         host.restarts = 0 if alive and not fault else host.restarts
         if self._hosts.get(host.id) is host:
             self._left_alone(host, self._policy.ended(host.id, fault=fault, now=_now()))
+        self.places.free(place)
         host.changed.set()
-        self._notify()
 
-    def _left_alone(self, host: _Host, cause: str | None) -> None:
+    def _left_alone(self, host: Host, cause: str | None) -> None:
         if cause is not None:
             self.tell("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
 
-    async def _keep(self, host: _Host) -> None:
+    async def _keep(self, host: Host) -> None:
         """Start the host, watch it, start it again; until it retires or is given up."""
         cause = ""
         try:
@@ -283,28 +259,32 @@ class HostFleet:
         finally:
             await self._end(host)
 
-    async def _start(self, host: _Host, cause: str) -> None:
+    async def _start(self, host: Host, cause: str) -> None:
         host.part.clock.enter(State.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = await host.part.start()
-        host.taken, host.resting = None, False
+        host.live, host.taken, host.resting = 0, None, False
         host.part.clock.enter(State.IDLE)
         self._policy.restarted(host.id)
         self.tell("host_started", host.id, restarts=host.restarts)
         self._notify()
 
-    async def _lose(self, host: _Host, cause: str) -> None:
+    async def _lose(self, host: Host, cause: str) -> None:
         """Its episodes learn of it from the connection's end."""
         host.part.clock.enter(State.DOWN, HOST_DOWN)
         link, host.link = host.link, None
+        if link is not None:
+            self._ended(host, link)
+        self.places.lost(host)
         self.tell("host_lost", host.id, cause=cause, episodes=host.live if host.taken is None else host.taken)
         if link is not None:
             await link.aclose()
 
-    async def _end(self, host: _Host) -> None:
+    async def _end(self, host: Host) -> None:
         """It is gone for good."""
         if self._hosts.pop(host.id, None) is None:
             return
+        self._keeping.pop(host.id, None)
         self._policy.leave(host.id, _now())
         for domain, making in host.making.items():
             self._tell_making(host, domain, making)
@@ -318,71 +298,78 @@ class HostFleet:
             self._notify()
 
     def _notify(self) -> None:
+        self.places.look()
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 class HostedEnvironment:
-    """Implements `ports.Environment`: one episode on one host, chosen at its first reset and kept until its close."""
+    """Implements `ports.Environment`: one episode on one host, chosen before its first reset and kept until its
+    close."""
 
-    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_host", "_link")
+    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
 
     def __init__(self, fleet: HostFleet, domain: str, episode: str) -> None:
         self._fleet, self._domain, self._episode = fleet, domain, episode
-        self._host: _Host | None = None
-        self._link: EnvironmentHost | None = None
+        self._place: Place | None = None
         self._fault = False
 
     @property
     def host(self) -> str:
-        """Where it lives; '' before its first reset and after its close."""
-        return "" if self._host is None else self._host.id
+        """Where it lives; '' before it has a place and after its close."""
+        return "" if self._place is None else self._place.host.id
 
-    async def prepare(self, seed: int, owner: str) -> None:
-        """It has a host with its images, if it needs any: before the reset, whose time that is not."""
-        if self._host is not None or not self._fleet.pictured(self._domain):
+    async def prepare(
+        self, seed: int, owner: str, wish: Wish = FIRST, give_up: Callable[[], None] | None = None
+    ) -> None:
+        """It has a place on a host with its images, if it needs any: before the reset, whose time that is not.
+        `give_up` is called once, when one that is ahead of need is to close itself for another; `keep` ends that."""
+        if self._place is not None:
             return
-        if (host := await self._fleet.placed(self._domain, seed, owner)) is None:
+        wanted = await self._fleet.wanted(self._domain, seed, owner)
+        place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
+        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # nobody could say before
             return
-        self._host, self._link = host, host.link
-        assert self._link is not None
         try:
-            await self._fleet.pull(host, self._link, self._episode, self._domain, seed, owner)
+            await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
         except Exception:
             self._fault = True
             raise
 
+    def keep(self) -> None:
+        """Its trajectory runs."""
+        if self._place is not None:
+            self._fleet.places.keep(self._place)
+
     async def reset(self, seed: int) -> Observation:
-        if self._host is None:
-            self._host = await self._fleet.place()
-            self._link = self._host.link
-        assert self._link is not None
-        shown, made = await self._call(self._host, self._link.reset(self._episode, self._domain, seed))
-        self._fleet.made(self._host, self._domain, made)
+        if self._place is None:
+            self._place = await self._fleet.places.take(FIRST, self._episode)
+        place = self._place
+        shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
+        self._fleet.made(place.host, self._domain, made)
         return shown
 
     async def step(self, action: str) -> Step:
-        if self._host is None or self._link is None:
+        if self._place is None:
             raise RuntimeError("step before reset")
-        return await self._call(self._host, self._link.step(self._episode, action))
+        return await self._call(self._place, self._place.link.step(self._episode, action))
 
     async def close(self) -> None:
-        host, link = self._host, self._link
-        self._host = self._link = None
-        if host is None or link is None:
+        place, self._place = self._place, None
+        if place is None:
             return
         try:
-            await link.close(self._episode)
+            await place.link.close(self._episode)
         except EnvironmentFault as fault:
             if not fault.incident:  # else it is gone with its host
                 raise
         finally:
-            self._fleet.leave(host, fault=self._fault, alive=link.alive)
+            self._fleet.leave(place, fault=self._fault)
 
-    async def _call(self, host: _Host, work: Awaitable[tuple[T, float]]) -> T:
+    async def _call(self, place: Place, work: Awaitable[tuple[T, float]]) -> T:
         began = _now()
         try:
-            return await self._fleet.call(host, work)
+            return await self._fleet.call(place.host, place.link, work)
         except EnvironmentFault:
             self._fault = True
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,8 +69,9 @@ class HostPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """`per_host` episodes at a time; a host that is silent or blocked for `health_s` is started again, and so is one
-    that has not started after `start_s`. A call that takes `call_s` hangs: its caller does not wait longer."""
+    """`per_host` episodes at a time; a host that is silent or blocked for `health_s` is started again (infinite: it is
+    never asked), and so is one that has not started after `start_s`. A call that takes `call_s` hangs: its caller does
+    not wait longer."""
 
     per_host: int = 512
     health_s: float = 15.0
@@ -128,6 +130,8 @@ async def trouble(host: Occupied, part: Process, link: Watched, leases: Leases, 
 async def _unwell(host: Occupied, link: Watched, leases: Leases, limits: HostLimits) -> str:
     """Ask for its health until that is bad; why."""
     limit = limits.health_s
+    if limit == math.inf:
+        await asyncio.Event().wait()
     while True:
         await asyncio.sleep(limit / CHECKS)
         try:

@@ -11,13 +11,16 @@ from rollart.border import checked_observation
 from rollart.foreign import foreign
 from rollart.model import Observation, TrajectoryId
 from rollart.policy.lease import Expiry
+from rollart.policy.places import Claim, Wish
 from rollart.policy.prefetching import Prefetch
 from rollart.ports import Environment, Recorder, RunEvent
 from rollart.runtime.domain import Domain
 from rollart.runtime.leases import Leases
-from rollart.runtime.preparing import prepared
+from rollart.runtime.preparing import has_place, kept, prepared
 
 __all__ = ["Ahead", "PrefetchSettings", "Prefetcher"]
+
+AHEAD = Wish(Claim.AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,9 @@ class Prefetcher:
 
     Each reset is a task of the scheduler's and has a lease of its own, in the name of the trajectory that it is for. A
     reset that fails is that trajectory's fault, when it takes it, as if it had been its own. Invariant: per domain
-    never more than `Prefetch.wanted` are held; what nobody takes is closed. Seeds are those of the prompts, and members
-    of a prompt are reset in order, so what an episode shows does not depend on prefetching.
+    never more than `Prefetch.wanted` are held; what nobody takes is closed, and the newest first where a trajectory
+    that runs waits for a place on a host. Seeds are those of the prompts, and members of a prompt are reset in order,
+    so what an episode shows does not depend on prefetching.
     """
 
     def __init__(
@@ -118,9 +122,10 @@ class Prefetcher:
         ahead = self._held[domain].pop(trajectory, None)
         if ahead is None:
             return None
-        if ahead.environment is None:  # it has not begun: the trajectory's own reset is as good
-            self._give_up(ahead)
+        if ahead.environment is None or not has_place(ahead.environment):
+            self._give_up(ahead)  # it has not begun: the trajectory's own reset is as good, and comes first
             return None
+        kept(ahead.environment)
         ahead.taken.set()
         self.used += 1
         return ahead
@@ -158,12 +163,22 @@ class Prefetcher:
         assert ahead.task is not None
         ahead.task.cancel()
 
+    def _yield(self, domain: str, trajectory: TrajectoryId, ahead: Ahead) -> None:
+        """Another needs its place."""
+        self._drop(domain, trajectory, ahead)
+        self._give_up(ahead)
+
+    def _drop(self, domain: str, trajectory: TrajectoryId, ahead: Ahead) -> None:
+        """It is not held any more; another may be, for the same trajectory."""
+        if self._held[domain].get(trajectory) is ahead:
+            del self._held[domain][trajectory]
+
     async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: Ahead) -> None:
         try:
             with foreign():
                 environment = ahead.environment = domain.environment()
         except Exception:
-            self._held[domain.name].pop(trajectory, None)  # the trajectory's own try will say what is wrong
+            self._drop(domain.name, trajectory, ahead)  # the trajectory's own try will say what is wrong
             return
         self.begun += 1
         try:
@@ -171,7 +186,7 @@ class Prefetcher:
             await ahead.taken.wait()
         finally:
             if not ahead.taken.is_set():
-                self._held[domain.name].pop(trajectory, None)
+                self._drop(domain.name, trajectory, ahead)
                 self.unused += 1
                 with (
                     contextlib.suppress(Exception),
@@ -184,7 +199,7 @@ class Prefetcher:
         self, domain: str, trajectory: TrajectoryId, seed: int, ahead: Ahead, environment: Environment
     ) -> None:
         try:
-            await prepared(environment, seed, trajectory)
+            await prepared(environment, seed, trajectory, AHEAD, lambda: self._yield(domain, trajectory, ahead))
             ahead.ready.set()
             began = asyncio.get_running_loop().time()
             with (

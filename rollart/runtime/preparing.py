@@ -1,14 +1,32 @@
-"""What an episode's host must have before its reset can begin, waited for apart from the reset."""
+"""What an episode must have before its reset can begin, waited for apart from the reset: a place on a host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rollart.policy.places import Wish
 from rollart.ports import Environment
 from rollart.runtime.hosting import HostedEnvironment
 
-__all__ = ["prepared"]
+__all__ = ["has_place", "kept", "prepared"]
 
 
-async def prepared(environment: Environment, seed: int, owner: str) -> None:
-    """The episode has a host with its images; at once for every environment that needs none."""
+async def prepared(
+    environment: Environment, seed: int, owner: str, wish: Wish | None = None, give_up: Callable[[], None] | None = None
+) -> None:
+    """The episode has a place on a host, with its images; at once for every environment that lives in the controller.
+    The wait for a place has no deadline, the one for images a lease of its own. `give_up`: see
+    `HostedEnvironment.prepare`."""
     if isinstance(environment, HostedEnvironment):
-        await environment.prepare(seed, owner)
+        await environment.prepare(seed, owner, wish or Wish(), give_up)
+
+
+def has_place(environment: Environment) -> bool:
+    """Whether its reset could begin."""
+    return not isinstance(environment, HostedEnvironment) or environment.host != ""
+
+
+def kept(environment: Environment) -> None:
+    """It is its trajectory's from now on: nobody else gets its place."""
+    if isinstance(environment, HostedEnvironment):
+        environment.keep()

@@ -20,7 +20,7 @@ from rollart.runtime.attempts import Attempts
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import SampleBuffer
 from rollart.runtime.domain import Domain
-from rollart.runtime.faults import FaultMeter
+from rollart.runtime.faults import WINDOW, FaultMeter
 from rollart.runtime.filtering import GroupFilter, additional_prompts
 from rollart.runtime.groups import GroupRun, GroupTable
 from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
@@ -32,6 +32,9 @@ from rollart.runtime.together import Together
 from rollart.runtime.trajectory import TrajectoryRunner
 
 __all__ = ["Scheduler", "SchedulerSettings"]
+
+BATCHES = 4
+"""Batches of attempts that are looked back on for what ends of hosts took, where those are more than `WINDOW`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ class Scheduler:
         speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
         self._cancellations = Cancellations(recorder, on=speculates)
         self._filter = GroupFilter(domains, settings.filter, recorder)
-        self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults)
+        window = max(WINDOW, BATCHES * sum(d.quota for d in domains))
+        self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
         self._attempts = Attempts(
             self._groups, runner, rewarding, journal, recorder, seed=settings.seed, stage=stage, faults=self.faults,
             redundant=self._redundant, cancellations=self._cancellations, shares=shares,

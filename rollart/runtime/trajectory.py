@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rollart.border import checked_observation, checked_step
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
-from rollart.errors import EnvironmentFault, LeaseExpired, RollartError
+from rollart.errors import LeaseExpired, RollartError
 from rollart.foreign import foreign
 from rollart.model import (
     AbortReason,
@@ -28,14 +28,14 @@ from rollart.model import (
     Turn,
 )
 from rollart.policy.lease import Expiry
+from rollart.policy.places import Wish
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, Tokenizer
-from rollart.runtime.aborted import Aborted
+from rollart.runtime.aborted import Aborted, environment_fault
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.gateway import Gateway
 from rollart.runtime.harnessed import begun, ended, harness_fault, harness_sampling, harness_turns, unless_gone
-from rollart.runtime.hosting import host_of
 from rollart.runtime.leases import Leases
 from rollart.runtime.prefetch import Ahead, Prefetcher
 from rollart.runtime.preparing import prepared
@@ -72,6 +72,10 @@ class Live:
     purpose: Purpose
     run_seed: int
     started: float
+    wish: Wish = field(default_factory=Wish)
+    """For a place on an environment host."""
+    joined: bool = False
+    """It takes part in lockstep turns."""
     v0: int | None = None
     sent: int | None = None
     """Version under which its first turn was sent to an engine with a free slot: where its first token comes from,
@@ -142,7 +146,6 @@ class TrajectoryRunner:
             return await self._harnessed(live, live.domain.harness)
         ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
         environment = (ahead and ahead.environment) or _made(live)
-        self._barrier.join()
         try:
             observation = await self._reset(live, environment, ahead)
             shown = self._tokenizer.encode(observation.text)
@@ -166,7 +169,8 @@ class TrajectoryRunner:
                 self._judge(live)
             return self._finished(live, step)
         finally:
-            self._barrier.leave()
+            if live.joined:
+                self._barrier.leave()
             await self._close(live, environment)
 
     async def _act(
@@ -334,7 +338,9 @@ class TrajectoryRunner:
     async def _reset(self, live: Live, environment: Environment, ahead: Ahead | None) -> Observation:
         """The first observation, of a reset of its own or of one that was begun before it."""
         try:
-            await (prepared(environment, live.seed, live.id) if ahead is None else ahead.prepared())
+            await (prepared(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared())
+            self._barrier.join()  # not before: who waits for a place holds up nobody that has one
+            live.joined = True
             with self._leases.hold(
                 live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
             ) as lease, foreign():  # fmt: skip
@@ -344,7 +350,7 @@ class TrajectoryRunner:
                     return observation
                 observation = checked_observation(await environment.reset(live.seed))
         except Exception as error:
-            raise _environment_fault("reset", error, environment) from None
+            raise environment_fault("reset", error, environment) from None
         live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
         if self._prefetch is not None and live.purpose is Purpose.TRAIN:
             self._prefetch.reset(live.domain.name, live.reset_seconds)
@@ -357,7 +363,7 @@ class TrajectoryRunner:
             ) as lease, foreign():  # fmt: skip
                 step = checked_step(await environment.step(text))
         except Exception as error:
-            raise _environment_fault("step", error, environment) from None
+            raise environment_fault("step", error, environment) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return step
 
@@ -385,15 +391,4 @@ def _made(live: Live) -> Environment:
         with foreign():
             return live.domain.environment()
     except Exception as error:
-        raise _environment_fault("factory", error, None) from None
-
-
-def _environment_fault(what: str, error: Exception, environment: Environment | None) -> Aborted:
-    host, incident = host_of(environment), ""
-    if isinstance(error, LeaseExpired):
-        detail = f"{error.cause} on {host}" if host else error.cause
-    elif isinstance(error, EnvironmentFault):
-        detail, host, incident = f"environment {what} {error.message}", error.host, error.incident
-    else:
-        detail = f"environment {what} raised {type(error).__name__}: {error}"
-    return Aborted(AbortReason.INFRA_FAULT, detail, host=host, incident=incident)
+        raise environment_fault("factory", error, None) from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -56,13 +56,23 @@ class Host:
     work: SharedLink | None = None
     up: bool = True
     live: int = 0
+    node: str = ""
+    """The machine that falls with it; one of its own if not given."""
+    watch: Callable[[bool], None] | None = None
+    """Told when it goes down or comes back."""
+
+    def turn(self, *, up: bool) -> None:
+        self.up = up
+        if self.watch is not None:
+            self.watch(up)
 
 
 @dataclass
 class World:
-    """One domain's environments. Give `make` to the product as the domain's factory.
+    """One domain's environments. Give `make` to the product as the domain's factory; or `on`, where the product chooses
+    the host (`sim.hosts`).
 
-    Hosts take environments in turn. The members of a prompt are counted in the order they are reset in.
+    `make` takes hosts in turn. The members of a prompt are counted in the order they are reset in.
     """
 
     workload: Workload
@@ -89,6 +99,9 @@ class World:
             if host.up:
                 return ModelledEnvironment(self, host)
         raise ConnectionError(f"no host of {self.name or 'the environments'} is up")
+
+    def on(self, host: Host) -> ModelledEnvironment:
+        return ModelledEnvironment(self, host)
 
     def script(self, prompt: int) -> tuple[Script, int]:
         """The next member's script, and which member that is."""

@@ -41,10 +41,7 @@ def engine(part: Mortal, version: Callable[[], int] | None) -> Subject:
 def host(of: Host) -> Subject:
     """A host of environments: what runs there breaks, and nothing new is put there."""
 
-    def set_up(up: bool) -> None:
-        of.up = up
-
-    return Subject(lambda: set_up(False), lambda: set_up(True))
+    return Subject(lambda: of.turn(up=False), lambda: of.turn(up=True))
 
 
 def trainer(part: ModelledTrainer) -> Subject:

@@ -29,6 +29,7 @@ from rollart.runtime.nodes import Nodes
 from rollart.runtime.supervise import EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.sim.elastic import Billed, ModelledPart, ModelledSite, Place
+from rollart.sim.hosts import ModelledHosts
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.world import MemoryWeights
@@ -118,6 +119,8 @@ class ModelledRun:
     on_step: Callable[[StepSeen], None] = lambda _: None
     beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """What happens to the world while the run is on; ends with it."""
+    hosts: ModelledHosts | None = None
+    """Where environments live, if not in the controller."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back; then the restart has failed."""
     seen: list[StepSeen] = field(default_factory=list)
@@ -161,6 +164,9 @@ class ModelledRun:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 around = [self._tasks.create_task(one(), name="what happens to the world") for one in self.beside]
+                if self.hosts is not None:
+                    fleet = self.hosts.open(self._leases, self.ledger)
+                    around.append(self._tasks.create_task(fleet.run(), name="environment hosts"))
                 session = self.control.session(supervisor=self.supervisor, parts=parts)
                 await session.run(step=0, steps=self.settings.schedule.steps)
                 for task in (*self._looked_at.values(), *around):

@@ -4,9 +4,10 @@ with. Works on the virtual loop and, with parts that take no time, on a real one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from rollart.fleet import EngineKind, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
@@ -36,6 +37,7 @@ from rollart.runtime.supervise import EnginePart, EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.runtime.trajectory import WaitLimits
 from rollart.sim.fleet import SimulatedSite
+from rollart.sim.hosts import ModelledHosts
 from rollart.sim.world import (
     MemoryWeights,
     SimulatedEngine,
@@ -92,6 +94,8 @@ class SimulatedRun:
     lending: LendingSettings | None = None
     together: bool = False
     concurrency: ConcurrencySettings | None = None
+    hosts: ModelledHosts | None = None
+    """Where its environments live, if not in the controller."""
     borrow: Callable[[Sequence[EngineId]], None] | None = None
     clocks: dict[str, ResourceClock] = field(default_factory=dict)
     """Of `engines`, by name."""
@@ -139,12 +143,19 @@ class SimulatedRun:
             self.control.gateway.join(engine, version=version, shares=self.shares[engine.id])
         try:
             session = self.control.session(supervisor=self.supervisor, parts=parts)
-            await session.run(step=recovered.step if recovered else 0, steps=self.steps, recovered=recovered)
+            running = session.run(step=recovered.step if recovered else 0, steps=self.steps, recovered=recovered)
+            await (running if self.hosts is None else self._on_hosts(self.hosts, running))
         finally:
             if self.site is not None:
                 self.site.close()
             for clock in clocks:
                 clock.close()
+
+    async def _on_hosts(self, hosts: ModelledHosts, running: Coroutine[Any, Any, None]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            fleet = tasks.create_task(hosts.open(self.leases, self.recorder).run(), name="environment hosts")
+            await running
+            fleet.cancel()
 
     def settings(self) -> ControlSettings:
         schedule = SchedulerSettings(

@@ -18,7 +18,7 @@ class EnvironmentsSpec(Entry):
         default=0,
         description="Environment hosts: processes that hold many environments each. 0: environments live in the "
         "controller's process; auto: as many as the plan gives them cores, or as the profiles say that they need "
-        "(`core_s`), and enough for all trajectories under way.",
+        "(`core_s`), and with places for all episodes at a time: redundant, prefetched and held-out ones too.",
     )
     pool: Name | None = Field(
         default=None,
@@ -26,7 +26,10 @@ class EnvironmentsSpec(Entry):
         "Cores that the plan gave to environments go to hosts first, whatever their pool.",
     )
     per_worker: int = Field(
-        default=512, ge=1, le=1_000_000, description="Environments of one host at a time; more wait for a place."
+        default=512,
+        ge=1,
+        le=1_000_000,
+        description="Environments of one host at a time; more wait for a place, which is nobody's fault.",
     )
     python: str | None = Field(
         default=None,

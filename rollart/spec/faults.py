@@ -91,7 +91,7 @@ class FaultPlanSpec(Entry):
         default=1,
         ge=1,
         le=100_000,
-        description="Hosts that environments take in turn, `host-0` and so on, where the cluster has none of its own "
+        description="Hosts of environments, `host-0` and so on, where the cluster has none of its own "
         "(`environments.workers`).",
     )
     outages: list[OutageSpec] = Field(default_factory=list, description="What is down when.")

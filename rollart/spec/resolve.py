@@ -21,6 +21,7 @@ from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name, merged_prices, pools_of
 from rollart.spec.functions import effective, shown_settings
 from rollart.spec.load import builtin, load_cluster, load_prices, load_run, saved_specs
+from rollart.spec.places import few_places
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
 from rollart.spec.run import RunSpec
@@ -177,7 +178,7 @@ def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple
 def forecast(specs: Specs) -> Resolved:
     """Resolve, and predict the rate of given engines even where the work has to be assumed."""
     resolved = resolve_specs(specs)
-    played = _rehearsal(specs.cluster)
+    played = _remarks(specs.run, specs.cluster)
     if resolved.plan.placement is not None or resolved.notes != played or not specs.cluster.engines.fixed:
         return resolved
     plan, problem, notes = _predicted(resolved.plan, replace(specs, prices=resolved.prices))
@@ -219,7 +220,7 @@ def resolve_specs(specs: Specs) -> Resolved:
     pools = pools_of(cluster, listed)
     hourly = {pool.name: pool.usd_per_device_hour for pool in pools}
     plan, problem, notes = _given(specs, pools) if cluster.engines.fixed else _computed(specs, pools)
-    notes += _rehearsal(cluster)
+    notes += _remarks(run, cluster)
     functions = {entry.name: effective(entry, base) for entry in run.functions}
     if run.training.stream and cluster.trainer.sharded:
         raise SpecError(
@@ -310,11 +311,15 @@ def _ignored(cluster: ClusterSpec) -> tuple[str, ...]:
     )
 
 
-def _rehearsal(cluster: ClusterSpec) -> tuple[str, ...]:
-    played = cluster.functions.local.rehearse
+def _remarks(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Notes that no plan changes."""
+    played, said = cluster.functions.local.rehearse, few_places(run, cluster)
     if played is None or "local" not in cluster.functions.chain:
-        return ()
-    return (f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",)
+        return said
+    return (
+        *said,
+        f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",
+    )
 
 
 def _with_placement(plan: Plan, found: Placement) -> Plan:

@@ -36,10 +36,11 @@ def test_a_host_dies_with_its_episodes(home: Home) -> None:
     faults = events(home.directory, "infra_fault")
     assert 1 <= len(faults) <= lost["episodes"]
     assert {fault["host"] for fault in faults} == {lost["subject"]}
-    assert all(fault["detail"].endswith(f"its connection broke on {lost['subject']}") for fault in faults), faults
+    told = f" on {lost['subject']}: its connection broke (rollart logs --role {lost['subject']})"
+    assert all(fault["detail"].endswith(told) for fault in faults), faults
     assert events(home.directory, "engine_lost") == []
-    told = home.run("report", "utilization", "tiny-1")
-    assert "host_restart" in told.stdout, told.stdout + told.stderr
+    report = home.run("report", "utilization", "tiny-1")
+    assert "host_restart" in report.stdout, report.stdout + report.stderr
 
 
 def test_the_controller_dies_and_takes_its_hosts_along(home: Home) -> None:

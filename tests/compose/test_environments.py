@@ -80,6 +80,24 @@ def test_auto_is_what_profiles_ask_for_and_room_for_every_trajectory() -> None:
     assert hosts_for(cores=0.0, most=1, episodes=5000, per_host=512) == 10
 
 
+def test_few_places_are_told_with_their_numbers_and_auto_counts_all() -> None:
+    def notes(*overrides: str) -> tuple[str, ...]:
+        return resolve_files(None, None, overrides).notes
+
+    few = "cluster.environments.workers=2", "cluster.environments.per_worker=100"
+    (said,) = [note for note in notes(*few) if note.startswith("environments")]
+    assert said.startswith(
+        "environments: 2 x 100 places (workers x per_worker) for up to 384 episodes at a time (384 traj"
+    )
+    (said,) = [note for note in notes(*few, "rollout.prefetch=10") if note.startswith("environments")]
+    assert "404 episodes at a time (384 trajectories, 20 ahead of need)" in said
+    enough = "cluster.environments.workers=2", "cluster.environments.per_worker=192"
+    assert notes(*enough) == notes()
+    more = ["cluster.environments.workers=auto", "cluster.environments.per_worker=100"]
+    assert host_count(resolve_files(None, None, [*more, "rollout.prefetch=10"])) == 5
+    assert host_count(resolve_files(None, None, [*more, "rollout.redundancy.groups=1.5"])) == 5
+
+
 def test_a_pool_that_is_not_there_is_a_spec_error() -> None:
     with pytest.raises(SpecError, match=r"environments.pool is 'heer' .*did you mean 'here'"):
         resolved("pool=heer")

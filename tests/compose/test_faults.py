@@ -131,9 +131,35 @@ def test_hosts_have_the_names_that_they_have_when_the_cluster_is_launched(resolv
 
 def test_a_run_ends_where_faults_pass_its_threshold(resolved: Resolved, tmp_path: Path) -> None:
     strict = forecast_with(resolved, max_rate=0.05, min_count=5)
-    plan = planned(outages=[{"parts": ["host-0"], "at_s": 3, "seconds": 1000}])
-    with pytest.raises(FaultRateExceeded, match="host"):
+    plan = planned(resets={"fail": 0.5})
+    with pytest.raises(FaultRateExceeded, match="the container of host-0 did not start"):
         simulate_all([Task(strict, "rollart", 0, STEPS, tmp_path, faults=plan)])
+
+
+def test_a_simulated_host_that_ends_is_one_fault_and_its_episodes_are_begun_again(
+    resolved: Resolved, tmp_path: Path
+) -> None:
+    """As in a run: by the product's own fleet. The only host is waited for; nobody is at fault for that."""
+    strict = forecast_with(resolved, max_rate=0.05, min_count=2)
+    plan = planned(outages=[{"parts": ["host-0"], "at_s": 3, "seconds": 1000}])
+    found = found_in(simulate(strict, tmp_path / "one", steps=STEPS, faults=plan))
+    assert sum(found.lags.values()) == STEPS * 16
+    with Reader(tmp_path / "one") as reader:
+        (lost,) = reader.events("host_lost")
+        faults = reader.events("infra_fault")
+        (down,) = [i for i in reader.intervals() if i.role == "environment" and i.cause == "host_restart"]
+        waits = {event.subject: event.fields for event in reader.events("environment_places")}
+    assert lost.fields["cause"] == "its machine went down"
+    assert 1 < len(faults) <= int(lost.fields["episodes"] or 0)
+    assert {str(event.fields["detail"]).partition(": ")[2] for event in faults} == {
+        "its machine went down (rollart logs --role host-0)"
+    }
+    assert down.t1 - down.t0 == pytest.approx(1000.0)
+    assert 900 < float(waits["train"]["longest_s"] or 0) <= 1000
+    ends = planned(hosts=2, rates=[{"parts": ["host-*"], "every_s": 2, "seconds": 1}])
+    strict = forecast_with(resolved, max_rate=0.5, max_attempts_per_group=99, min_count=5)
+    with pytest.raises(FaultRateExceeded, match="trajectories were lost with 3 ends of environment hosts"):
+        simulate_all([Task(strict, "rollart", 0, STEPS, tmp_path, faults=ends)])
 
 
 def forecast_with(resolved: Resolved, **faults: float) -> Resolved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollart.ledger.intervals import tears
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import AbortReason, Observation, Step
 from rollart.policy.lease import Expiry
+from rollart.policy.places import Claim, Wish
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.hosting import HostedEnvironment, HostFleet
 from rollart.runtime.hostwatch import HostLimits
@@ -35,6 +37,7 @@ class Place:
 
     def __init__(self, part: Part, life: int) -> None:
         self._part, self._life = part, life
+        self.life, self.node = f"{part.id} of process {life}", f"node of {part.id}"
         self.episodes: set[str] = set()
         self.stuck_s = 0.0
         self.left: tuple[str, ...] = ()
@@ -443,7 +446,7 @@ def test_a_host_that_never_says_which_images_it_has_is_waited_for_under_a_lease(
             part = bench.parts["environment-0"]
             bench.fleet._hosts[part.id].link = Pictured(part, 1)
             one = bench.environment()
-            with pytest.raises(LeaseExpired, match=r"waited 600\.0 s for a host for its environment"):
+            with pytest.raises(LeaseExpired, match=r"waited 600\.0 s for a host to name the images of its environment"):
                 await one.prepare(0, "tale-0")
             assert one.host == ""
             assert bench.live == {"environment-0": 0}
@@ -514,7 +517,7 @@ def test_the_end_of_a_host_is_one_fault_and_ends_that_take_more_than_is_left_sto
     meter.ended(AbortReason.INFRA_FAULT, "", incident="environment-1 of process 2")
     meter.check()
     meter.ended(AbortReason.INFRA_FAULT, "", incident="environment-0 of process 3")
-    with pytest.raises(FaultRateExceeded, match="199 trajectories were lost with 3 ends of environment hosts"):
+    with pytest.raises(FaultRateExceeded, match="199 of the last 302 trajectories were lost with 3 ends"):
         meter.check()
 
 
@@ -535,8 +538,110 @@ def test_ends_of_hosts_stop_no_run_before_the_count_nor_beyond_the_rate_that_its
     for _ in range(2):
         meter.check()  # 153 of 256, then 154 of 257
         meter.ended(AbortReason.INFRA_FAULT, "its connection broke", incident="environment-2")
-    with pytest.raises(FaultRateExceeded, match="155 trajectories were lost"):
+    with pytest.raises(FaultRateExceeded, match="155 of the last 258 trajectories were lost"):
         meter.check()
+
+
+def test_ends_of_hosts_that_are_long_past_stop_no_run() -> None:
+    """Three outages, each with a hundred attempts of a window of two hundred, hundreds of good ones apart."""
+    meter = FaultMeter(max_rate=0.05, min_count=10, window=200)
+    for end in range(9):
+        for _ in range(100):
+            meter.ended(AbortReason.INFRA_FAULT, "", incident=f"environment-{end}")
+            meter.check()
+        for _ in range(150):
+            meter.ended(None)
+            meter.check()
+    for end in range(3):
+        for _ in range(40):
+            meter.ended(AbortReason.INFRA_FAULT, "", incident=f"environment-{end} again")
+    with pytest.raises(FaultRateExceeded, match=r"117 of the last 200 .* with 3 ends of environment hosts .limit 50%"):
+        meter.check()
+
+
+def test_hosts_of_one_node_that_end_together_are_one_incident() -> None:
+    async def main() -> None:
+        bench = Bench(3)
+        async with running(bench):
+            held = [bench.environment() for _ in range(3)]
+            await asyncio.gather(*(one.reset(0) for one in held))
+            for name in ("environment-0", "environment-1"):
+                bench.parts[name].lives[0].node = "node-a"
+            ends = []
+            for part in bench.parts.values():
+                await part.die()
+                await asyncio.sleep(1.0)
+            for one in held:
+                ends.append((await fault_of(one.step("left"))).incident)  # all learn of it late
+                await one.close()
+            by_host = dict(zip(bench.parts, ends, strict=True))
+            assert by_host["environment-0"] == by_host["environment-1"] != by_host["environment-2"]
+
+    play(main)
+
+
+def test_what_is_ahead_of_need_gives_its_place_up_the_newest_first() -> None:
+    async def main() -> None:
+        bench, given_up = Bench(1), list[str]()
+        async with running(bench):
+            ahead: dict[str, HostedEnvironment] = {}
+
+            async def close(name: str) -> None:
+                await ahead[name].close()
+
+            async with asyncio.TaskGroup() as tasks:
+
+                def give_up(name: str) -> None:
+                    given_up.append(name)
+                    tasks.create_task(close(name))
+
+                first = bench.environment()
+                await first.prepare(0, "first")
+                for name in ("a", "b", "c"):
+                    ahead[name] = bench.environment()
+                    await ahead[name].prepare(0, name, Wish(Claim.AHEAD), partial(give_up, name))
+                ahead["b"].keep()
+                late = [bench.environment() for _ in range(2)]
+                await asyncio.gather(*(one.prepare(0, "late") for one in late))
+                assert given_up == ["c", "a"]
+                assert bench.live == {"environment-0": LIMITS.per_host}
+                # A third waits for one that runs.
+                third = bench.environment()
+                waiting = tasks.create_task(third.prepare(0, "third"))
+                await asyncio.sleep(5.0)
+                assert not waiting.done()
+                await first.close()
+                await waiting
+                for one in (*late, third, ahead["b"]):
+                    await one.close()
+            assert bench.live == {"environment-0": 0}
+            assert [f["waited"] for s, f in bench.events("environment_places") if s == "train"] == [1, 2]
+
+    play(main)
+
+
+def test_a_place_that_is_given_to_one_that_waits_no_more_goes_to_the_next() -> None:
+    async def main() -> None:
+        bench = Bench(1)
+        async with running(bench):
+            held = [bench.environment() for _ in range(4)]
+            for one in held:
+                await one.prepare(0, "held")
+            async with asyncio.TaskGroup() as tasks:
+                some = [bench.environment() for _ in range(3)]
+                waiting = [tasks.create_task(one.prepare(0, "some")) for one in some]
+                await asyncio.sleep(1.0)
+                waiting[1].cancel()
+                await held[0].close()  # granted to the first, which is cancelled before it knows
+                waiting[0].cancel()
+                await asyncio.sleep(1.0)
+                assert waiting[2].done()
+                assert some[2].host == "environment-0"
+            for one in (*held, *some):
+                await one.close()
+            assert bench.live == {"environment-0": 0}
+
+    play(main)
 
 
 async def fault_of(work: Awaitable[Any]) -> EnvironmentFault:

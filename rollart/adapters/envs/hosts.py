@@ -28,9 +28,12 @@ class HostConnection:
     _lives = itertools.count()
     """Process ids tell lives apart on no more than one machine, and in no container: there each may have the same."""
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._name, self._life = name, next(self._lives)
+    def __init__(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, node: str = ""
+    ) -> None:
+        self._name, self.life = name, f"{name} of life {next(self._lives)}"
         self._reader, self._writer = reader, writer
+        self.node = node
         self._ids = itertools.count(1)
         self._pending: dict[int, tuple[str, asyncio.Future[Answer]]] = {}
         self._cancelled: set[int] = set()
@@ -51,7 +54,7 @@ class HostConnection:
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
         except OSError as error:
             raise EnvironmentFault(name, f"nothing listens at {address} ({error.strerror or error})") from None
-        connection = cls(name, reader, writer)
+        connection = cls(name, reader, writer, node=url.hostname or "")
         try:
             answer = await connection._ask(Op.HELLO, "", token)
             match answer.value:
@@ -59,7 +62,7 @@ class HostConnection:
                     connection.pid, connection.problems = pid, problems
                     connection.pictured = frozenset(map(str, pictured))
                 case _:
-                    raise EnvironmentFault(name, "its greeting is none")
+                    raise EnvironmentFault(name, "it answered the greeting with what is none")
         except BaseException:
             await connection.aclose()
             raise
@@ -89,7 +92,7 @@ class HostConnection:
         match answer.value:
             case [list(wanted), list(there), int(pulled)]:
                 return Images(tuple(map(str, wanted)), frozenset(map(str, there)), pulled), answer.env_s
-        raise EnvironmentFault(self._name, "its answer about images is none")
+        raise EnvironmentFault(self._name, "it answered what is no list of images")
 
     async def step(self, episode: str, action: str) -> tuple[Step, float]:
         answer = await self._ask(Op.STEP, episode, action)
@@ -106,7 +109,7 @@ class HostConnection:
         match answer.value:
             case {"live": int(live), "stuck_s": int() | float() as stuck_s, "stuck_in": str(where), "left": list(left)}:
                 return HostHealth(live, float(stuck_s), where, tuple(map(str, left)))
-        raise EnvironmentFault(self._name, "its health is none")
+        raise EnvironmentFault(self._name, "it answered a health check with what is no health")
 
     async def lost(self) -> str:
         return await asyncio.shield(self._cause)
@@ -167,7 +170,7 @@ class HostConnection:
             answered.set_result(answer)
 
     def _gone(self) -> EnvironmentFault:
-        return EnvironmentFault(self._name, self._cause.result(), incident=f"{self._name} of life {self._life}")
+        return EnvironmentFault(self._name, self._cause.result(), incident=self.life)
 
     def _end(self, cause: str) -> None:
         if self._cause.done():

@@ -1,0 +1,74 @@
+"""Which images an episode needs: asked of the environment hosts, once for all members of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from rollart.errors import EnvironmentFault
+from rollart.hosted import EnvironmentHost, Images
+from rollart.policy.lease import Expiry
+from rollart.runtime.leases import Leases
+
+__all__ = ["Pictures"]
+
+KNOWN = 4096
+"""Prompts whose images are remembered: those of a few batches."""
+
+ASKED = 16
+"""Questions at a time of all hosts together. An environment says which images it needs on its host's loop, where its
+other episodes wait meanwhile."""
+
+
+class Pictures:
+    """Any task may ask `wanted`. It waits for a host's answer, or for whoever asks the same already, under a lease of
+    the asker's; hosts are asked in turn, and where one ends the next is. Invariant: no prompt is asked for twice at a
+    time, nor again while it is remembered."""
+
+    def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, Images], None]) -> None:
+        """`seen` is told what a host said, also of those that it has."""
+        self._leases = leases
+        self._pull_s = pull_s
+        self._seen = seen
+        self._known: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
+        self._asking: dict[tuple[str, int], asyncio.Event] = {}
+        self._room = asyncio.Semaphore(ASKED)
+        self._turn = 0
+
+    async def wanted(self, links: Sequence[EnvironmentHost], domain: str, seed: int, owner: str) -> frozenset[str]:
+        """Images that an episode needs; none where no host brings any. `links`: hosts that serve."""
+        able = [link for link in links if domain in link.pictured]
+        if not able:
+            return frozenset()
+        key = domain, seed
+        with self._leases.hold(owner, "a host to name the images of its environment", self._pull_s, Expiry.GAP_FILL):
+            while (event := self._asking.get(key)) is not None:
+                await event.wait()
+            if (found := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return found
+            event = self._asking[key] = asyncio.Event()
+            try:
+                async with self._room:
+                    found = self._known[key] = await self._ask(able, domain, seed)
+            finally:
+                del self._asking[key]
+                event.set()
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+            return found
+
+    async def _ask(self, links: Sequence[EnvironmentHost], domain: str, seed: int) -> frozenset[str]:
+        self._turn += 1
+        for number in range(len(links)):
+            link = links[(self._turn + number) % len(links)]
+            try:
+                (said, _) = await link.images("", domain, seed, pull=False)
+            except EnvironmentFault as fault:
+                if not fault.incident or number == len(links) - 1:
+                    raise
+            else:
+                self._seen(link, said)
+                return frozenset(said.wanted)
+        raise AssertionError("somebody was asked")

@@ -1,0 +1,200 @@
+"""Environment hosts on virtual time: the parts of the product's own fleet (`runtime.hosting`), which chooses among
+them, keeps them alive and counts what their ends take as it does in a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rollart.errors import EnvironmentFault, one_line
+from rollart.hosted import HostHealth, Images, Made
+from rollart.ledger.clock import ResourceClock
+from rollart.model import Observation, Step
+from rollart.ports import Environment, Recorder
+from rollart.runtime.hosting import HostFleet
+from rollart.runtime.hostwatch import HostLimits
+from rollart.runtime.leases import Leases
+from rollart.sim.environments import Host
+
+__all__ = ["START_S", "ModelledHost", "ModelledHosts", "ModelledLife"]
+
+T = TypeVar("T")
+
+DOWN = "its machine went down"
+
+START_S = 1e6
+"""Longest wait for a machine that is down, virtual seconds: others serve meanwhile, or nobody does."""
+
+COLD = Made("cold", 0.0)
+
+Make = Callable[[Host], Environment]
+"""An environment on a host."""
+
+
+class ModelledLife:
+    """Implements `EnvironmentHost`: a host from one start to its end, which unblocks its calls."""
+
+    pictured: frozenset[str] = frozenset()
+
+    def __init__(self, host: Host, make: Mapping[str, Make], number: int) -> None:
+        self._host, self._make = host, make
+        self.life = f"{host.name} of life {number}"
+        self.episodes: dict[str, Environment] = {}
+        self.most = 0
+        """Episodes that it held at a time."""
+        self._calls: dict[asyncio.Task[object], None] = {}  # a set's order is not the same in two runs
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def id(self) -> str:
+        return self._host.name
+
+    @property
+    def node(self) -> str:
+        return self._host.node or self._host.name
+
+    @property
+    def alive(self) -> bool:
+        return not self._over.done()
+
+    async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, Made], float]:
+        if self.alive and episode not in self.episodes:
+            self.episodes[episode] = self._make[domain](self._host)
+            self.most = max(self.most, len(self.episodes))
+        began = _now()
+        shown = await self._call(lambda: self.episodes[episode].reset(seed))
+        return (shown, COLD), _now() - began
+
+    async def step(self, episode: str, action: str) -> tuple[Step, float]:
+        began = _now()
+        step = await self._call(lambda: self.episodes[episode].step(action))
+        return step, _now() - began
+
+    async def close(self, episode: str) -> None:
+        try:
+            if (environment := self.episodes.get(episode)) is not None:
+                await environment.close()
+        finally:
+            self.episodes.pop(episode, None)
+        if not self.alive:
+            raise self._error()
+
+    async def images(self, episode: str, domain: str, seed: int, *, pull: bool) -> tuple[Images, float]:
+        raise EnvironmentFault(self.id, f"no images of domain '{domain}' here")
+
+    async def health(self) -> HostHealth:
+        return HostHealth(len(self.episodes))
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self._over)
+
+    async def aclose(self) -> None:
+        self.end("its connection was closed")
+
+    def end(self, cause: str) -> None:
+        """Nothing answers any more."""
+        if self.alive:
+            self._over.set_result(cause)
+            for task in list(self._calls):
+                task.cancel()
+
+    async def _call(self, work: Callable[[], Awaitable[T]]) -> T:
+        if not self.alive:
+            raise self._error()
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
+        self._calls[task] = None
+        try:
+            return await work()
+        except asyncio.CancelledError:
+            # Its own cancellation, or a lease's, that came in the same instant stays one.
+            if not self._over.done() or task.uncancel() > before:
+                raise
+            raise self._error() from None
+        except Exception as error:
+            if self._over.done():
+                raise self._error() from None
+            raise EnvironmentFault(self.id, f"raised {one_line(error, 500)}") from None
+        finally:
+            self._calls.pop(task, None)
+
+    def _error(self) -> EnvironmentFault:
+        return EnvironmentFault(self.id, self._over.result(), incident=self.life)
+
+
+class ModelledHost:
+    """Implements `hostwatch.HostPart`: a process that is there whenever its machine is up."""
+
+    def __init__(self, host: Host, make: Mapping[str, Make], clock: ResourceClock, *, start_s: float = 0.0) -> None:
+        self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
+        self.lives: list[ModelledLife] = []
+        self._changed = asyncio.Event()
+        host.watch = self._watch
+
+    @property
+    def id(self) -> str:
+        return self.host.name
+
+    @property
+    def clock(self) -> ResourceClock:
+        return self._clock
+
+    async def start(self) -> ModelledLife:
+        while True:
+            while not self.host.up:
+                self._changed.clear()
+                await self._changed.wait()
+            await asyncio.sleep(self._start_s)
+            if self.host.up:
+                break
+        self.lives.append(ModelledLife(self.host, self._make, len(self.lives)))
+        return self.lives[-1]
+
+    async def wait(self) -> str:
+        return await self.lives[-1].lost()
+
+    async def close(self) -> None:
+        self.host.watch = None
+
+    def _watch(self, up: bool) -> None:
+        if not up and self.lives:
+            self.lives[-1].end(DOWN)
+        self._changed.set()
+
+
+@dataclass
+class ModelledHosts:
+    """The hosts of one simulated run. `environment` is what a domain makes its environments by; `open` once its leases
+    are there. A fleet that grows beyond `hosts` has machines of its own."""
+
+    hosts: Sequence[Host]
+    make: dict[str, Make]
+    """By domain; it may be filled until the run begins."""
+    limits: HostLimits
+    start_s: float = 0.0
+    fleet: HostFleet = field(init=False)
+    parts: dict[str, ModelledHost] = field(default_factory=dict)
+
+    def environment(self, domain: str) -> Callable[[], Environment]:
+        return lambda: self.fleet.environment(domain)()
+
+    def open(self, leases: Leases, recorder: Recorder) -> HostFleet:
+        """Not running yet. Its hosts have the names of these machines."""
+        given = {f"environment-{n}": host for n, host in enumerate(self.hosts)}
+
+        async def part(name: str) -> ModelledHost:
+            host = given.get(name) or Host(name)
+            now = asyncio.get_running_loop().time
+            clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=now)
+            made = self.parts[host.name] = ModelledHost(host, self.make, clock, start_s=self.start_s)
+            return made
+
+        self.fleet = HostFleet(part, len(self.hosts), leases=leases, recorder=recorder, limits=self.limits)
+        return self.fleet
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,62 @@
+"""How many episodes a run may play at a time, against the places that its environment hosts have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.rules import quotas
+from rollart.spec.run import RunSpec
+
+__all__ = ["Episodes", "episodes", "few_places"]
+
+EVALUATED = 128
+"""Held-out episodes at a time, at most (`runtime.evaluation`)."""
+
+WHOLE = 1e-9
+"""What a product may lack of a whole number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """The most at a time: trajectories that run (redundant ones too), environments ahead of need beside them, and
+    held-out episodes, while nothing trains. `prefetch: auto` counts with a batch, which it has until it knows better
+    and gives up where others wait."""
+
+    running: int
+    ahead: int
+    held_out: int
+
+    @property
+    def most(self) -> int:
+        return max(self.running + self.ahead, self.held_out)
+
+
+def episodes(run: RunSpec) -> Episodes:
+    """SpecError where domains cannot fill the batch."""
+    rollout, running = run.rollout, 0
+    more, members, extra = rollout.redundancy.groups, rollout.redundancy.size, 0
+    if rollout.tail_batching is not None:
+        more, members = rollout.tail_batching.eta_prompts, rollout.tail_batching.eta_responses
+    for name, quota in quotas(run).items():
+        size = run.domain(name).group_size
+        groups = quota // size
+        started = groups * run.staleness + math.floor(groups * more + WHOLE)
+        running += started * math.floor(size * members + WHOLE)
+        extra = max(extra, math.floor(size * members + WHOLE))
+    running += rollout.filter.max_additional_running_prompts * extra
+    ahead = run.batch.trajectories if rollout.prefetch == "auto" else rollout.prefetch * len(run.domains)
+    return Episodes(running, ahead, min(EVALUATED, run.evaluation.episodes * len(run.domains)))
+
+
+def few_places(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+    """A note where some episodes will wait for others' places."""
+    spec, most = cluster.environments, episodes(run)
+    if spec.workers == "auto" or not spec.workers or spec.workers * spec.per_worker >= most.most:
+        return ()
+    ahead = f", {most.ahead} ahead of need" if most.ahead else ""
+    return (
+        f"environments: {spec.workers} x {spec.per_worker} places (workers x per_worker) for up to {most.most} "
+        f"episodes at a time ({most.running} trajectories{ahead}): the others wait for a place",
+    )

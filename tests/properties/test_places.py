@@ -1,0 +1,191 @@
+"""Few places on environment hosts: no deadlock, no fault for waiting, and each place is held by one episode, or nobody.
+
+Prefetching, redundancy, evaluation and hosts that die share what there is, on the product's own scheduler and fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollart.model import Observation, Step
+from rollart.policy.places import Claim
+from rollart.policy.redundancy import Redundancy
+from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.runtime.control import ControlSettings
+from rollart.runtime.hostwatch import HostLimits
+from rollart.runtime.prefetch import PrefetchSettings
+from rollart.runtime.session import EvaluationPlan
+from rollart.sim import loop
+from rollart.sim.environments import Host
+from rollart.sim.faults import FaultPlan, Rate, host
+from rollart.sim.hosts import ModelledHosts
+from rollart.sim.run import SimulatedRun, make
+from rollart.sim.world import SimulatedEnvironment
+
+STEP_S = 5.0
+"""Longest wait for a call of an environment; each takes a fifth of it at most, and a place may take far longer."""
+
+
+@dataclass
+class Census:
+    """Every environment."""
+
+    made: int = 0
+    closed: int = 0
+
+
+class Counted(SimulatedEnvironment):
+    """In nobody's hands twice."""
+
+    def __init__(self, census: Census, **how: Any) -> None:
+        super().__init__(**how)
+        self.census = census
+        self.over = False
+        census.made += 1
+
+    async def reset(self, seed: int) -> Observation:
+        assert not self.over
+        return await super().reset(seed)
+
+    async def step(self, action: str) -> Step:
+        assert not self.over
+        return await super().step(action)
+
+    async def close(self) -> None:
+        assert not self.over, "closed once"
+        self.over = True
+        self.census.closed += 1
+
+
+@dataclass
+class Small:
+    """A run on few places, and what is looked at."""
+
+    run: SimulatedRun
+    hosts: ModelledHosts
+    census: Census
+    deaths: FaultPlan | None
+
+    def play(self, fuzz: int) -> None:
+        async def main() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                dying = None if self.deaths is None else tasks.create_task(self.deaths.run())
+                await self.run.run()
+                if dying is not None:
+                    dying.cancel()
+
+        loop.run(main(), seed=fuzz)
+
+
+@st.composite
+def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
+    schedule = draw(st.sampled_from(tuple(SCHEDULES)))
+    sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=2))
+    census, seed, turns = Census(), draw(st.integers(0, 10_000)), draw(st.integers(1, 3))
+    run = make(
+        quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
+        alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 2)),
+        steps=draw(st.integers(1, 3)),
+        turns=turns,
+        seed=seed,
+        engine_s=lambda r: r.expovariate(1.0),
+        train_s=lambda r: r.expovariate(0.5),
+        schedule=schedule,
+        redundancy=Redundancy(1.5, 1.5) if draw(st.booleans()) else Redundancy(),
+    )
+
+    def factory(where: Host) -> Counted:
+        return Counted(census, turns=turns, seed=seed, seconds=lambda r: r.uniform(0.0, STEP_S / 5))
+
+    machines = [Host(f"environment-{n}") for n in range(draw(st.integers(1, 3)))]
+    limits = HostLimits(per_host=draw(st.integers(1, 3)), health_s=float("inf"), start_s=1e6, call_s=STEP_S)
+    limits = replace(limits, max_restarts=1000)
+    hosts = ModelledHosts(
+        machines, {d.name: factory for d in run.domains}, limits, start_s=draw(st.sampled_from([0, 3]))
+    )
+    run.domains = [replace(d, environment=hosts.environment(d.name)) for d in run.domains]
+    run.hosts = hosts
+    run.waits = replace(run.waits, env_reset_s=STEP_S, env_step_s=STEP_S)
+    run.prefetch = draw(st.sampled_from([None, *map(PrefetchSettings, (None, 1, 3, 9))]))
+    run.max_attempts = 1000
+    evaluation = EvaluationPlan(draw(st.integers(0, 3)))
+    plain = run.settings
+
+    def settings_of() -> ControlSettings:
+        return replace(plain(), evaluation=evaluation)
+
+    run.settings = settings_of  # type: ignore[method-assign]
+    plan = None
+    if deaths:
+        rate = Rate([m.name for m in machines], draw(st.sampled_from([10.0, 60.0])), draw(st.sampled_from([1.0, 20.0])))
+        plan = FaultPlan({m.name: host(m) for m in machines}, rates=[rate], seed=seed)
+    return Small(run, hosts, census, plan)
+
+
+def over(small: Small) -> None:
+    """Everything was trained, and nobody holds or waits for anything."""
+    run, fleet, census = small.run, small.hosts.fleet, small.census
+    assert run.published == list(range(1, run.steps + 1))
+    assert census.closed == census.made
+    lives = [life for part in small.hosts.parts.values() for life in part.lives]
+    assert max(life.most for life in lives) <= small.hosts.limits.per_host
+    assert fleet.places.line.first() is None
+    assert set(fleet.places.line.waiting.values()) == {0}
+    assert not fleet.places.ahead
+    assert fleet.places.going == 0
+    assert all(not life.episodes for life in lives)
+    assert all(h.live == 0 for h in fleet._hosts.values())
+    assert not run.leases.book.open
+    if (ahead := run.control.scheduler._prefetch) is not None:
+        assert ahead.used + ahead.unused == ahead.begun
+    samples = [s.id for _, batch in run.trainer.batches for s in batch]
+    assert len(samples) == len(set(samples)), "none is trained twice"
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs(deaths=False), st.integers(0, 2**32))
+def test_waiting_for_a_place_is_nobodys_fault_and_ends(small: Small, fuzz: int) -> None:
+    small.play(fuzz)
+    over(small)
+    faults = [e for e in small.run.recorder.events if e.kind in ("infra_fault", "lease_expired")]  # type: ignore[attr-defined]
+    assert faults == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs(deaths=True), st.integers(0, 2**32))
+def test_hosts_that_die_take_their_episodes_and_leak_no_place(small: Small, fuzz: int) -> None:
+    small.play(fuzz)
+    over(small)
+    events = small.run.recorder.events  # type: ignore[attr-defined]
+    lost = {e.subject for e in events if e.kind == "host_lost"}
+    assert {e.fields["host"] for e in events if e.kind == "infra_fault"} <= lost
+    assert not [e for e in events if e.kind == "lease_expired"]
+
+
+def test_what_is_ahead_gives_way_newest_first_and_what_waited_is_told() -> None:
+    """Two places and four trajectories of one batch: prefetching finds none that a running one does not want first."""
+    census, seen = Census(), []
+    run = make(quotas={"d": (4, 2)}, alpha=1, steps=4, turns=2, engine_s=lambda r: 1.0, train_s=lambda r: 1.0)
+
+    def factory(where: Host) -> Counted:
+        return Counted(census, turns=2, seed=0, seconds=lambda r: 0.5)
+
+    limits = HostLimits(per_host=2, health_s=float("inf"), start_s=1e6)
+    run.hosts = ModelledHosts([Host("environment-0")], {"d": factory}, limits)
+    run.domains = [replace(run.domains[0], environment=run.hosts.environment("d"))]
+    run.prefetch = PrefetchSettings(6)
+    small = Small(run, run.hosts, census, None)
+    small.play(0)
+    over(small)
+    for event in run.recorder.events:  # type: ignore[attr-defined]
+        if event.kind == "environment_places":
+            seen.append((event.subject, event.fields))
+    told = dict(seen)
+    assert told["train"]["waited"] > 0
+    assert told["train"]["wait_s"] >= told["train"]["longest_s"] > 0
+    assert set(told) <= {claim.name.lower() for claim in Claim}
