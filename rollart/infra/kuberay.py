@@ -109,7 +109,18 @@ def _shared(name: str, meta: Mapping[str, Any], needs: Needs) -> list[dict[str, 
         found.append(_claim(f"{name}-weights", meta))
     if needs.cloud:
         found.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, **meta}})
+    if needs.service:
+        port = {"name": "service", "port": needs.service, "targetPort": needs.service}
+        body = {"selector": _controller(name), "ports": [port]}
+        found.append(
+            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{name}-service", **meta}, "spec": body}
+        )
     return found
+
+
+def _controller(name: str) -> dict[str, str]:
+    """What the head is found by: of a cluster and of a job."""
+    return {"rollart/cluster": name, "rollart/part": "controller"}
 
 
 def _apart(path: str) -> bool:
@@ -144,7 +155,10 @@ def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, pods: Pod
     _see(head, name, pods, engines=False)
     if needs.cloud:
         head["spec"]["serviceAccountName"] = name
-    head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in PORTS.items()]
+    ports = PORTS | ({"service": needs.service} if needs.service else {})
+    head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in ports.items()]
+    if needs.service:
+        head["metadata"] = {"labels": _controller(name)}
     # Nothing of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}

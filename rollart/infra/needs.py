@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rollart.addresses import host_and_port, loopback
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.run import RunSpec
@@ -32,6 +33,8 @@ class Needs:
     played: tuple[str, ...] = ()
     local: str = ""
     shared: str = ""
+    service: int = 0
+    """Port where a trainer of others takes batches from the controller; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,9 @@ def needs_of(run: RunSpec | None, cluster: ClusterSpec) -> Needs:
         secrets += [name for one in functions.http.values() for name in (one.token_env, one.secret_env) if name]
     if "modal" in functions.chain:
         secrets += MODAL
+    host, port = host_and_port(cluster.trainer.external or "127.0.0.1:0")
+    variable = (cluster.trainer.external_token or "").partition("env:")[2]
+    secrets += [variable] if variable else []
     store = None if run is None else run.weights.store
     domains = run.domains if run is not None else ()
     played = [str(d.environment_args["token_env"]) for d in domains if d.environment_args.get("token_env")]
@@ -75,6 +81,7 @@ def needs_of(run: RunSpec | None, cluster: ClusterSpec) -> Needs:
         played=tuple(dict.fromkeys(played)),
         local="" if store is None or store.local is None else store.local,
         shared=shared,
+        service=0 if loopback(host) else port,
     )
 
 

@@ -24,6 +24,8 @@ HEAD = "ray.head"
 TOKEN_AT = "~/.ray/auth_token"
 """Ray's own place for it, on the machine that says `ray up` and on every node."""
 
+CLIENT = "ray://"
+
 DISK_GB = 500
 IDLE_MINUTES = 5
 
@@ -34,7 +36,7 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeS
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
     files, port, own = {}, _port(runtime), runtime.address == "start"
     if not own:
-        files["head.sh"] = script_text(_head(runtime.health_s, port), about)
+        files["head.sh"] = script_text(_head(runtime, port), about)
     for group in groups:
         files[f"pools/{group.name}.sh"] = script_text(_worker(group), about)
     first = "`rollart launch`, which makes the head and says its address and its token's file," if own else "./head.sh"
@@ -49,7 +51,7 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeS
         if own:
             raise SpecError("runtime.address is 'start' and pools have instance_type (rule: `ray up` makes the head)",
                             remedy="render with cluster.runtime.address=auto")  # fmt: skip
-        files["cluster.yaml"] = yaml_text(_launcher(name, groups, pods, runtime.health_s, port), about=about)
+        files["cluster.yaml"] = yaml_text(_launcher(name, groups, pods, runtime, port), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
     return Rendered(files, tuple(steps))
 
@@ -58,14 +60,21 @@ def _port(runtime: RuntimeSpec) -> int:
     """Of the head: the address's, or that of `address: start` (0: a free one)."""
     if runtime.address == "start":
         return runtime.port
-    port = runtime.address.rpartition(":")[2]
-    return int(port) if port.isdecimal() else PORT
+    scheme, _, port = runtime.address.rpartition(":")
+    return int(port) if port.isdecimal() and not scheme.startswith(CLIENT) else PORT
 
 
-def _head(health_s: float, port: int) -> list[str]:
+def _client(runtime: RuntimeSpec) -> list[str]:
+    """Where those outside of the cluster's network are spoken with."""
+    return (
+        [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if runtime.address.startswith(CLIENT) else []
+    )
+
+
+def _head(runtime: RuntimeSpec, port: int) -> list[str]:
     """The head has no cores for parts: a plan has no such pool."""
-    health = [f"export {k}={v}" for k, v in health_environment(health_s).items()]
-    command = ["ray", "start", "--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", "--block"]
+    health = [f"export {k}={v}" for k, v in health_environment(runtime.health_s).items()]
+    command = ["ray", "start", "--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", *_client(runtime), "--block"]
     return [*_environment(), *health, f"exec {shlex.join(command)}"]
 
 
@@ -86,10 +95,11 @@ def _environment() -> list[str]:
     return lines
 
 
-def _launcher(name: str, groups: Sequence[HostGroup], pods: Pods, health_s: float, port: int) -> dict[str, Any]:
+def _launcher(name: str, groups: Sequence[HostGroup], pods: Pods, runtime: RuntimeSpec, port: int) -> dict[str, Any]:
     region = shared_label(groups, "region", "a cluster of `ray up`")
-    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(health_s) | dict(pods.env)).items())
-    head = f"{exports} ray start --head --port={port} --autoscaling-config=~/ray_bootstrap_config.yaml"
+    exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(runtime.health_s) | dict(pods.env)).items())
+    client = "".join(f"{option} " for option in _client(runtime))
+    head = f"{exports} ray start --head --port={port} {client}--autoscaling-config=~/ray_bootstrap_config.yaml"
     worker = f"RAY_AUTH_MODE={TOKEN['RAY_AUTH_MODE']} ray start --address=$RAY_HEAD_IP:{port}"
     return {
         "cluster_name": name,

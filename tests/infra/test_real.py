@@ -42,16 +42,27 @@ MANIFESTS = sorted(p for p in GOLDEN.rglob("kuberay/*.yaml"))
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: str(p.relative_to(GOLDEN)))
 def test_kubernetes_and_rays_autoscaler_take_the_manifests(path: Path) -> None:
+    taken(path.read_text())
+
+
+def test_the_way_to_an_outside_trainer_is_one_that_kubernetes_has() -> None:
+    given = ["cluster.trainer={external: '0.0.0.0:8200', external_token: file, device: H100, threads: 8}"]
+    files = render("kuberay", *FLEET, given).files
+    for name in ("runs.yaml", "rayjob.yaml"):
+        taken(files[name].decode())
+
+
+def taken(text: str) -> None:
     import kubernetes_validate
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-    for document in yaml.safe_load_all(path.read_text()):
+    for document in yaml.safe_load_all(text):
         if document["apiVersion"] == "v1":
             kubernetes_validate.validate(document, "1.33", strict=True)
             continue
         spec = document["spec"].get("rayClusterSpec", document["spec"])
         for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **group["template"]}
+            pod = {"metadata": {"name": "a"}, **group["template"], "apiVersion": "v1", "kind": "Pod"}
             kubernetes_validate.validate(pod, "1.33", strict=True)
         config = _derive_autoscaling_config_from_ray_cr({"metadata": document["metadata"], "spec": spec})
         for group in spec["workerGroupSpecs"]:

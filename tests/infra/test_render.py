@@ -170,6 +170,27 @@ def test_the_head_listens_where_the_spec_says() -> None:
     assert "RAY_HEAD=its-address:7001" in made.steps[0]
 
 
+def test_an_outside_trainer_finds_the_controller_and_needs_its_token() -> None:
+    given = ["cluster.trainer={external: '0.0.0.0:8200', external_token: 'env:DESK_TOKEN', device: H100, threads: 8}"]
+    files = render("kuberay", *FLEET, given).files
+    (service,) = [d for d in yaml.safe_load_all(files["runs.yaml"]) if d["kind"] == "Service"]
+    _, job = yaml.safe_load_all(files["rayjob.yaml"])
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    assert service["spec"]["selector"].items() <= head["metadata"]["labels"].items()
+    (port,) = service["spec"]["ports"]
+    assert {"name": "service", "containerPort": port["targetPort"]} in head["spec"]["containers"][0]["ports"]
+    assert port["port"] == 8200
+    assert {name for name, pod in pods(job).items() if "DESK_TOKEN" in variables(pod)} == {"head"}
+    alone = render("kuberay", *FLEET, ["cluster.trainer={external: '127.0.0.1:8200', device: H100, threads: 8}"]).files
+    assert b"kind: Service\n" not in alone["runs.yaml"], "nobody else can call it"
+
+
+def test_rays_client_has_a_port_of_its_own() -> None:
+    files = render("ray", None, cluster("local"), ["cluster.runtime={backend: ray, address: 'ray://head:10009'}"]).files
+    assert b"--port=6379" in files["head.sh"]
+    assert b"--ray-client-server-port=10009" in files["head.sh"]
+
+
 def test_an_image_for_one_pool_and_one_for_the_rest() -> None:
     files = render("kuberay", *FLEET, images=["team:1", "cores=worlds:2", "head=team:3"]).files
     spec = yaml.safe_load(files["raycluster.yaml"])["spec"]
