@@ -2,7 +2,7 @@
 
     python benchmarks/fleet_demo.py [KEY=VALUE ...]        (`make fleet-demo`)
 
-Two engines in pools of different labels, the trainer in a third. Half-way the raylet of the node that holds engine-0 is
+Two engines in pools of different labels, the trainer and the workers of reward functions in a third. Half-way the raylet of the node that holds engine-0 is
 killed with -9, as a host that loses power; the engine goes on at the other host of its pool. Then what was learned,
 where every part ran, and the seconds that were lost, by cause. Exit code 1 when one of these is not as it should be.
 """
@@ -25,7 +25,7 @@ from rollart.ledger.reader import Reader
 from rollart.report.rows import collect
 from rollart.report.utilization import utilization
 
-ENGINE = "engine-0"
+ENGINE, FUNCTIONS = "engine-0", "reward-0"
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "configs/clusters/ray-fake.yaml"
 
@@ -75,7 +75,7 @@ def tell(directory: Path, killed: str, learned: float) -> int:
     """Print what happened; 1 if something of it is not as it should be."""
     with Reader(directory) as reader:
         rows = collect(reader, "fleet")
-        where = {part: places(reader, part) for part in ("engine-0", "engine-1", "trainer-0")}
+        where = {part: places(reader, part) for part in ("engine-0", "engine-1", "trainer-0", FUNCTIONS)}
         lost = [e.subject for e in reader.events("node_lost")]
         causes = {e.subject: str(e.fields["cause"]) for e in reader.events("engine_lost")}
         ends = [e for e in reader.events("evaluation") if e.fields["label"] == "end"]
@@ -97,6 +97,7 @@ def tell(directory: Path, killed: str, learned: float) -> int:
             "a node was killed": bool(killed) and killed in lost,
             "the engine went on elsewhere": where[ENGINE][-1] not in ("", killed) and len(where[ENGINE]) > 1,
             "engines in pools of different labels": len({nodes[0].rpartition("-")[0] for nodes in where.values()}) == 3,
+            "function workers in the pool of cores": [n.rpartition("-")[0] for n in where[FUNCTIONS]] == ["cores"],
             "lost seconds with a cause": any(resource == ENGINE for _, resource, _ in down),
             f"success of at least {learned} in two domains": len(success) == 2 and min(success.values()) >= learned,
         }.items()

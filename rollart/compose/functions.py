@@ -25,7 +25,7 @@ from rollart.spec.resolve import Resolved
 from serverless.backends.hosted import WorkerHosts
 from serverless.backends.worker_host import TOKEN
 
-__all__ = ["ROLE", "function_actor", "function_fleet", "function_hosts", "in_their_place"]
+__all__ = ["ROLE", "function_actor", "function_fleet", "function_hosts", "host_names", "in_their_place"]
 
 ROLE = "reward"
 HOST = "serverless.backends.worker_host"
@@ -50,13 +50,22 @@ def function_fleet(
         return FunctionProgram(name, program, runtime, clock, hosts, token, cores)
 
     limits = HostLimits(health_s=local.health_s, start_s=local.start_s, call_s=waits.reward_s)
-    fleet = FunctionFleet(make, _names(resolved, used), count, leases=leases, recorder=recorder, limits=limits)
+    fleet = FunctionFleet(make, host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits)
     return fleet, hosts
 
 
 def function_hosts(resolved: Resolved) -> tuple[str, ...]:
     """Names of the hosts at the start of a run; none where workers are the controller's."""
-    return tuple(itertools.islice(_names(resolved, frozenset()), _count(resolved)))
+    return tuple(itertools.islice(host_names(resolved, frozenset()), _count(resolved)))
+
+
+def host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
+    """Those of the plan's parts first; later ones that no part had before."""
+    given = [a.name for a in _given(resolved)]
+    planned = {a.name for a in resolved.plan.of(Role.REWARD)}
+    fresh = (name for name in (f"{ROLE}-{n}" for n in itertools.count()) if name not in planned)
+    first = list(itertools.islice(fresh, max(0, _count(resolved) - len(given))))
+    return itertools.chain(given, first, (name for name in fresh if name not in used))
 
 
 def in_their_place(resolved: Resolved) -> frozenset[str]:
@@ -143,15 +152,6 @@ def _count(resolved: Resolved) -> int:
     machines = math.ceil(pool.count / (pool.devices_per_host or pool.count))
     workers = sum(spec.concurrency for spec in resolved.functions.values())
     return len(_given(resolved)) or max(1, min(machines, workers))
-
-
-def _names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
-    """Those of the plan's parts first; later ones that no part had before."""
-    given = [a.name for a in _given(resolved)]
-    planned = {a.name for a in resolved.plan.of(Role.REWARD)}
-    fresh = (name for name in (f"{ROLE}-{n}" for n in itertools.count()) if name not in planned)
-    first = list(itertools.islice(fresh, max(0, _count(resolved) - len(given))))
-    return itertools.chain(given, first, (name for name in fresh if name not in used))
 
 
 def _given(resolved: Resolved) -> list[Assignment]:
