@@ -2,9 +2,10 @@
 
     python benchmarks/fleet_demo.py [KEY=VALUE ...]        (`make fleet-demo`)
 
-Two engines in pools of different labels, the trainer and the workers of reward functions in a third. Half-way the raylet of the node that holds engine-0 is
-killed with -9, as a host that loses power; the engine goes on at the other host of its pool. Then what was learned,
-where every part ran, and the seconds that were lost, by cause. Exit code 1 when one of these is not as it should be.
+Two engines in pools of different labels, the trainer and the workers of reward functions in a third. Half-way the
+raylet of the node that holds engine-0 is killed with -9, as a host that loses power; the engine goes on at the other
+host of its pool. Then what was learned, where every part ran, and the seconds that were lost, by cause. Exit code 1
+when one of these is not as it should be.
 """
 
 from __future__ import annotations

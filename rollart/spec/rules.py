@@ -48,7 +48,7 @@ def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     return [
         *_unique("devices", cluster.devices), *_unique("pools", cluster.pools), *_bases(cluster),
         *_device_types(cluster), *_links(cluster), *_engines(cluster), *_ranks(cluster),
-        *_wanted_devices(cluster), *_environments(cluster), *_function_hosts(cluster),
+        *_wanted_devices(cluster), *_environments(cluster),
     ]  # fmt: skip
 
 
@@ -367,10 +367,12 @@ def _wanted_devices(cluster: ClusterSpec) -> Iterable[Problem]:
 
 
 def _environments(cluster: ClusterSpec) -> Iterable[Problem]:
-    pools, wanted = [pool.name for pool in cluster.pools], cluster.environments.pool
-    if wanted is not None and wanted not in pools:
-        hint = did_you_mean(wanted, pools)
-        yield Problem(("environments", "pool"), f"environments.pool is '{wanted}' (rule: a pool of the cluster{hint})")
+    """Their hosts, and the pools of those of function workers."""
+    pools, local = [pool.name for pool in cluster.pools], cluster.functions.local
+    for at, wanted in (("environments.pool", cluster.environments.pool), ("functions.local.pool", local.pool)):
+        if wanted is not None and wanted not in pools:
+            hint = did_you_mean(wanted, pools)
+            yield Problem(tuple(at.split(".")), f"{at} is '{wanted}' (rule: a pool of the cluster{hint})")
     given = cluster.environments
     if given.warm > given.per_worker:
         yield Problem(
@@ -382,14 +384,6 @@ def _environments(cluster: ClusterSpec) -> Iterable[Problem]:
             ("environments", "reuse"),
             f"environments.reuse is {given.reuse} with warm 0 (rule: no more than `warm` are kept for reuse)",
         )
-
-
-def _function_hosts(cluster: ClusterSpec) -> Iterable[Problem]:
-    pools, wanted = [pool.name for pool in cluster.pools], cluster.functions.local.pool
-    if wanted is not None and wanted not in pools:
-        hint = did_you_mean(wanted, pools)
-        rule = f"(rule: a pool of the cluster{hint})"
-        yield Problem(("functions", "local", "pool"), f"functions.local.pool is '{wanted}' {rule}")
 
 
 def known_device(name: str) -> bool:
