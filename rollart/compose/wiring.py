@@ -13,16 +13,16 @@ from rollart.adapters.rewards.beside import Scorers
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.compose.actors import part_clock
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
 from rollart.compose.broadcasts import broadcasts
 from rollart.compose.clusters import opened
 from rollart.compose.elastic import elastic_planner, nodes_of
-from rollart.compose.environments import environment_fleet, hosted, on_hosts
+from rollart.compose.environments import environment_fleet, hosted
 from rollart.compose.fleet import LocalSite
-from rollart.compose.functions import function_fleet, in_their_place
+from rollart.compose.functions import function_fleet
 from rollart.compose.metering import CallsToLedger, record_offload
+from rollart.compose.other_parts import clocks_of_others
 from rollart.compose.parallelism import lending_settings, served_settings
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, rebalance_settings
@@ -32,7 +32,7 @@ from rollart.compose.providers import backend, pipeline_settings, ready, transla
 from rollart.compose.proxy import harnesses
 from rollart.compose.rewards import Rewards
 from rollart.compose.rolling import fairness, filtering
-from rollart.compose.routing import SERVING, concurrency, router, seats
+from rollart.compose.routing import concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
 from rollart.compose.stored import StoredWeights, weight_store
 from rollart.compose.trainer_hosts import on_its_hosts
@@ -347,11 +347,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         if (stored := weights if isinstance(weights, StoredWeights) else None) is not None:
             stack.push_async_callback(stored.aclose)
         runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
-        elsewhere = on_hosts(resolved) | in_their_place(resolved)
-        others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in elsewhere]
-        by_part = {a.name: part_clock(resolved, ledger, a) for a in others}
-        for clock in by_part.values():
-            stack.callback(clock.close)
+        by_part = clocks_of_others(stack, resolved, ledger)
         sent = broadcasts(resolved, leases, ledger)
         site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored, broadcasts=sent)
         stack.push_async_callback(site.close)

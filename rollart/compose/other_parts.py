@@ -1,0 +1,25 @@
+"""The clocks of the plan's parts that nothing else keeps: the trainer, and devices of rewards that no host holds."""
+
+from __future__ import annotations
+
+import contextlib
+
+from rollart.compose.actors import part_clock
+from rollart.compose.environments import on_hosts
+from rollart.compose.functions import in_their_place
+from rollart.compose.routing import SERVING
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.store import Ledger
+from rollart.spec.resolve import Resolved
+
+__all__ = ["clocks_of_others"]
+
+
+def clocks_of_others(stack: contextlib.AsyncExitStack, resolved: Resolved, ledger: Ledger) -> dict[str, ResourceClock]:
+    """Of the plan's parts that are neither engines nor hosts, which have their own; closed with the stack."""
+    hosts = on_hosts(resolved) | in_their_place(resolved)
+    others = [a for a in resolved.plan.assignments if a.role not in SERVING and a.name not in hosts]
+    found = {a.name: part_clock(resolved, ledger, a) for a in others}
+    for clock in found.values():
+        stack.callback(clock.close)
+    return found
