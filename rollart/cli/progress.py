@@ -17,7 +17,7 @@ from rollart.ports import RunEvent
 if TYPE_CHECKING:
     from rollart.compose.simulations import Progress
 
-__all__ = ["ProgressLines", "SimulationProgress"]
+__all__ = ["ProgressLines", "SimulationProgress", "tidy"]
 
 EVERY_S = 10.0
 """Seconds between two lines about simulations where they stay, as in a log."""
@@ -26,6 +26,9 @@ REDRAWN_S = 0.2
 
 BAR = 20
 """Characters of a success bar."""
+
+LINE = 120
+"""Characters of a log's line that are shown."""
 
 
 class ProgressLines:
@@ -61,6 +64,8 @@ class ProgressLines:
                 return (
                     f"resumed at step {fields['step']}, v{fields['version']}, {fields['samples']} finished samples kept"
                 )
+            case "engine_starting":
+                return f"{event.subject} starts ({fields['seconds']:.0f} s): {tidy(str(fields['said']))}"
             case "engine_started":
                 return f"{event.subject} serves v{fields['version']}"
             case "join":
@@ -93,6 +98,12 @@ class ProgressLines:
 
     def _warn(self, text: str) -> str:
         return click.style(text, fg="yellow") if self._colour else text
+
+
+def tidy(line: str) -> str:
+    """A line of a log without what stands before its words: process, level, time and place."""
+    words = line.rpartition("] ")[2].strip() or line.strip()
+    return words if len(words) <= LINE else words[: LINE - 1] + "…"
 
 
 def _successes(event: RunEvent) -> list[tuple[str, float]]:

@@ -48,6 +48,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         engines = _parts(reader, ENGINE_ROLES) if owner else []
         hosts = _parts(reader, ("environment",)) if owner else []
         workers = _parts(reader, ("reward",)) if owner else []
+        starting = _starting(reader, engines)
         plan = _plan(reader, engines, config)
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
@@ -60,6 +61,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("engines", " ".join(engines) or None),
         ("plan", plan or None),
         ("outside_trainer", _outside(directory) if owner else None),
+        ("starting", "; ".join(starting) or None),
         ("environment_hosts", " ".join(hosts) or None),
         ("function_hosts", " ".join(workers) or None),
         ("step", rows.facts.step),
@@ -182,6 +184,19 @@ def _parts(reader: Reader, roles: Collection[str]) -> list[str]:
     closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
     opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
     return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
+
+
+def _starting(reader: Reader, engines: Collection[str]) -> list[str]:
+    """Engines that are not there yet, since when, and what their logs say."""
+    from rollart.cli.progress import tidy
+
+    last = {event.subject: event for event in reader.events("engine_starting")}
+    over = {e.subject: e.t for kind in ("engine_started", "engine_lost") for e in reader.events(kind)}
+    return [
+        f"{name} {last[name].fields['seconds']:.0f} s: {tidy(str(last[name].fields['said']))}"
+        for name in engines
+        if name in last and last[name].t > over.get(name, -1.0)
+    ]
 
 
 def _plan(reader: Reader, engines: list[str], config: Mapping[str, Any]) -> str:

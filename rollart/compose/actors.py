@@ -50,9 +50,9 @@ __all__ = [
 ALIAS = "vllm-model"
 """Engines hand KV over only to those that were started on a model of the same path: versions have one each."""
 
-PROGRAM_CALLS = 6
-"""Calls that a program has at a time: its start, the wait for its end, a stop, the question for its process, and the
-pull of a version, by the engine that loads it and ahead of it."""
+PROGRAM_CALLS = 7
+"""Calls that a program has at a time: its start, what it says meanwhile, the wait for its end, a stop, the question for
+its process, and the pull of a version, by the engine that loads it and ahead of it."""
 
 
 def nodes(resolved: Resolved) -> list[Node]:

@@ -17,13 +17,14 @@ from rollart.compose.clusters import placed
 from rollart.compose.devices import free_devices
 from rollart.compose.parts import AttachedEngine, EngineProgram, client_of
 from rollart.compose.routing import SERVING, seat
+from rollart.compose.starts import Starting, engine_start
 from rollart.compose.stored import StoredWeights
 from rollart.errors import RunFailed
 from rollart.fleet import EngineKind
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
-from rollart.ports import Handle, Runtime
+from rollart.ports import Handle, Recorder, Runtime
 from rollart.runtime.fleet import Placed
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
@@ -57,10 +58,12 @@ class LocalSite:
         names: Iterable[str] = (),
         stored: StoredWeights | None = None,
         broadcasts: Broadcasts | None = None,
+        starts: Recorder | None = None,
     ) -> None:
         """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one.
         `stored`: by which engines get their weights; None: from the run's directory. `broadcasts`: by which they get
-        new ones sooner."""
+        new ones sooner. `starts`: who is told how far starts are; the ledger alone if not given."""
+        self._starting = Starting(engine_start(resolved), starts or ledger)
         self._stored, self._broadcasts = stored, broadcasts
         self._resolved = resolved
         self._directory = directory
@@ -181,7 +184,9 @@ class LocalSite:
             program = await placed(self._resolved, self._runtime, actor)
             local = None if self._stored is None else self._pulled_by(program)
             client = client_of(self._resolved.cluster.engines, engine_tolerance(self._resolved))
-            part = EngineProgram(name, program, client=client, local=local, broadcasts=self._broadcasts)
+            part = EngineProgram(
+                name, program, client=client, local=local, broadcasts=self._broadcasts, starting=self._starting
+            )
         self._settle()
         self._held[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)

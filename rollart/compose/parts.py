@@ -13,6 +13,7 @@ from rollart.adapters.trainers.http import HttpTrainer
 from rollart.adapters.weights.buckets import failing_once
 from rollart.compose.agreement import note_agreement, said
 from rollart.compose.broadcasts import Broadcasts
+from rollart.compose.starts import Starting
 from rollart.compose.trainer_hosts import TrainerHosts
 from rollart.errors import PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
@@ -24,6 +25,10 @@ from rollart.runtime.leases import Leases
 from rollart.spec.cluster import EnginesSpec
 
 __all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
+
+
+BACK_S = 1.0
+"""Between two looks whether a server that is gone is back: starting one takes a minute."""
 
 
 def client_of(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
@@ -50,10 +55,13 @@ class EngineProgram:
         client: Callable[..., HttpEngine] = HttpEngine,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
         broadcasts: Broadcasts | None = None,
+        starting: Starting | None = None,
     ) -> None:
         """`client`: see `client_of`. `local`: where a version lies on the program's host, once it is there; without
-        it the host can read what was published. `broadcasts`: those it takes part in while it runs."""
+        it the host can read what was published. `broadcasts`: those it takes part in while it runs. `starting` watches
+        its starts."""
         self._broadcasts = broadcasts
+        self._starting = starting
         self._id = name
         self._program = program
         self._connect = client
@@ -67,12 +75,22 @@ class EngineProgram:
     async def start(self, weights: WeightsRef) -> Engine:
         await self.close()
         path = weights.path if self._local is None else await self._local(weights)
-        address = await self._program.call("start", ["--model", path, "--weight-version", str(weights.version)])
+        address = await self._begun(["--model", path, "--weight-version", str(weights.version)])
         self._client = self._connect(self._id, address, version=weights.version, local=self._local)
         await self._client.started_with(weights)
         if self._broadcasts is not None:
             self._broadcasts.join(self._client)
         return self._client
+
+    async def _begun(self, arguments: list[str]) -> str:
+        """The address that it serves at."""
+        if self._starting is None:
+            return str(await self._program.call("start", arguments))
+        async with failing_once(), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._starting.watch(self._program), name=f"start of {self._id}")
+            address = str(await self._program.call("start", arguments))
+            watching.cancel()
+        return address
 
     async def wait(self) -> str:
         return await ended(self._program)
@@ -108,6 +126,7 @@ class AttachedEngine:
         self._needed = needed
         self._tolerance = tolerance
         self._client: VllmEngine | None = None
+        self._served = False
 
     @property
     def id(self) -> EngineId:
@@ -118,7 +137,11 @@ class AttachedEngine:
         self._client = VllmEngine(
             self._id, self._url, version=weights.version, tolerance=self._tolerance, local=self._local
         )
-        if not await self._client.healthy():
+        answers = await self._client.healthy()
+        while self._served and not answers:  # whoever looks after it starts it again; the caller's lease bounds that
+            await asyncio.sleep(BACK_S)
+            answers = await self._client.healthy()
+        if not answers:
             raise PartDied(
                 self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
             )
@@ -135,6 +158,8 @@ class AttachedEngine:
         await self._client.update_weights(weights)
         await self._client.resume()
         await self._client.tried()
+        self._client.silent.clear()
+        self._served = True
         if self._broadcasts is not None:
             self._broadcasts.join(self._client)
         return self._client
@@ -142,7 +167,7 @@ class AttachedEngine:
     async def wait(self) -> str:
         assert self._client is not None, "it was started"
         await self._client.silent.wait()  # its process is not ours
-        return f"nothing answers at {self._url}"
+        return self._client.why
 
     async def close(self) -> None:
         if self._broadcasts is not None:

@@ -13,6 +13,7 @@ from placement.problem import Problem, Running
 from placement.types import Deployment, Infeasible, Objective, Placement, Role
 from placement.workload import DomainProfile, EnvironmentCost, Quantity
 from rollart.compose.routing import SERVING, routes_of
+from rollart.compose.starts import engine_start
 from rollart.errors import RunFailed
 from rollart.fleet import DomainWork, EngineRole, Move, MoveKind, Observed, Proposal, Routes
 from rollart.runtime.rebalance import RebalanceSettings
@@ -74,7 +75,7 @@ def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
         drift=spec.drift,
         horizon_s=spec.horizon_s,
         # It waits for two updates at most, and for a start or for the turns of an engine that drains.
-        move_s=2 * leases.publish_s + max(leases.engine_start_s + leases.publish_s, leases.generate_s) + STOP_S,
+        move_s=2 * leases.publish_s + max(engine_start(resolved).most_s + leases.publish_s, leases.generate_s) + STOP_S,
         baseline=baseline,
     )
 

@@ -23,6 +23,7 @@ from rollart.compose.parallelism import elastic, reshard_settings
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
 from rollart.compose.routing import SERVING, PlannedTurns, seat
 from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, troubled
+from rollart.compose.starts import trainer_start
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind, Seat
@@ -152,7 +153,7 @@ async def _main(
                 help=world.help,
                 beside=trouble.beside,
                 hosts=hosts,
-                restart_s=resolved.run.leases.engine_start_s,
+                restart_s=trainer_start(resolved),
             )
             trouble.begin(run, world.links())
             await run.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollart.compose.starts import engine_start
 from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.spec.resolve import Resolved
 
@@ -42,7 +43,7 @@ def stall_seconds(resolved: Resolved) -> float:
         hosts.start_s if hosts.workers else 0.0,
         hosts.pull_s if hosts.workers and hosts.images is not None else 0.0,
         leases.generate_s,
-        leases.engine_start_s + leases.publish_s,
+        engine_start(resolved).most_s + leases.publish_s,
         leases.env_step_s,
         1.5 * leases.reward_s,
         leases.train_s,

@@ -34,6 +34,7 @@ from rollart.compose.rewards import Rewards
 from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import concurrency, router, seats
 from rollart.compose.scaling import scaler, scaling_settings
+from rollart.compose.starts import engine_start, trainer_start
 from rollart.compose.stored import StoredWeights, weight_store
 from rollart.compose.trainer_hosts import on_its_hosts
 from rollart.compose.weights import patience_s, stall_seconds, update_policy
@@ -140,7 +141,7 @@ class Parts:
             self,
             shares=self.site.shares,
             weights=self._current,
-            start_s=self.resolved.run.leases.engine_start_s,
+            start_s=engine_start(self.resolved).most_s,
             on_gone=self._gone,
         )
         self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self,
@@ -293,7 +294,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
         ),
         gateway=GatewayLimits(
             generate_s=leases.generate_s,
-            engine_s=leases.engine_start_s + leases.publish_s + patience_s(resolved),
+            engine_s=engine_start(resolved).most_s + leases.publish_s + patience_s(resolved),
             sync_s=leases.publish_s,
             slots=resolved.cluster.engines.max_slots,
             handoff_s=leases.handoff_s,
@@ -349,7 +350,8 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
         by_part = clocks_of_others(stack, resolved, ledger)
         sent = broadcasts(resolved, leases, ledger)
-        site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored, broadcasts=sent)
+        site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored, broadcasts=sent,
+                         starts=Announcer(ledger, progress))  # fmt: skip
         stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
@@ -358,7 +360,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             ledger,
             by_part["trainer-0"],
             current=lambda: parts_of[0].current,
-            start_s=resolved.run.leases.engine_start_s,
+            start_s=trainer_start(resolved),
             agreement=agreement_sample(resolved),
             share=None if stored is None else stored.push,
             broadcasts=sent,
@@ -368,24 +370,10 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         told = resolved, directory, runtime, leases, Announcer(ledger, progress)
         fleet = environment_fleet(*told, used=start.names)
         parts = Parts(
-            resolved,
-            start.resolved,
-            start.roles,
-            directory,
-            progress,
-            ledger,
-            runtime,
-            leases,
-            tokenizer,
+            resolved, start.resolved, start.roles, directory, progress, ledger, runtime, leases, tokenizer,
             domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir), hosted(fleet)),
-            trainer,
-            by_part["trainer-0"],
-            site,
-            tuple(by_part.values()),
-            weights,
-            spent_before,
-            fleet,
+            trainer, by_part["trainer-0"], site, tuple(by_part.values()), weights, spent_before, fleet,
             *function_fleet(*told, used=start.names),
-        )
+        )  # fmt: skip
         parts_of.append(parts)
         yield parts

@@ -36,9 +36,8 @@ def shared_memory() -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def patient(store: dict[str, Any], **changes: Any) -> Spec:
-    """Starting vLLM takes minutes on a busy machine."""
-    return tiny(steps=STEPS, leases={"engine_start_s": LIMIT_S}, weights={"store": store}, **changes)
+def stored(store: dict[str, Any], **changes: Any) -> Spec:
+    return tiny(steps=STEPS, weights={"store": store}, **changes)
 
 
 def pulled(directory: Path) -> list[int]:
@@ -52,7 +51,7 @@ def test_prefill_and_decode_with_weights_in_shared_memory(home: Home, shared_mem
     engines = {"prefill": 1, "decode": 1, "threads": 1, "max_slots": 16, "kind": "vllm", "vllm": VLLM}
     cluster = {**CLUSTER, "pools": [{"name": "here", "device": "cpu", "count": 3}], "engines": engines}
     store = {"kind": "files", "url": str(shared_memory / "store"), "local": str(shared_memory / "host")}
-    spec = patient(store, model__context=128, model__init__max_position_embeddings=128, placement={"router": "remote"})
+    spec = stored(store, model__context=128, model__init__max_position_embeddings=128, placement={"router": "remote"})
     spec["domains"][0]["environment_args"] = {"text": "move? " * 40}
     run = home.launch(spec, cluster=cluster)
     assert run.end(LIMIT_S) == 0, run.said
@@ -92,7 +91,7 @@ def test_on_ray_with_weights_in_object_storage(home: Home, monkeypatch: pytest.M
             "trainer": {"device": "cpu", "threads": 1},
         }
         store = {"kind": "s3", "url": "s3://weights/team", "local": str(home.path / "host")}
-        run = home.launch(patient(store), cluster=cluster)
+        run = home.launch(stored(store), cluster=cluster)
         assert run.end(LIMIT_S) == 0, run.said
     finally:
         server.stop()

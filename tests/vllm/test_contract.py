@@ -18,7 +18,7 @@ from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.train.sending import Sender
 from tests.contracts.broadcasting import BroadcastVllm, give
 from tests.contracts.engine_contract import EngineContract, Scenario, Subject, check, request
-from tests.engine.models import reference
+from tests.engine.models import greedy, reference
 from tests.vllm.hosting import TIED, needs_vllm, publish, server
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(600)]
@@ -145,6 +145,39 @@ class TestVllm(EngineContract):
             after = await s.engine.generate(request("b", max_tokens=9, temperature=0.0))
             check(after, [0])
             assert after.token_ids == before.token_ids
+
+        self.run(scenario)
+
+    def test_an_update_that_nobody_ended_is_in_nobodys_way(self) -> None:
+        """A controller that was killed between the begin of an update and its end."""
+
+        async def scenario(s: Subject) -> None:
+            engine = self._vllm(s)
+            await engine.pause(PauseMode.KEEP)
+            await engine._control("/start_weight_update", {})
+            with pytest.raises(EngineError, match="already active"):
+                await engine._control("/start_weight_update", {})
+            await to_version(engine, s.publish(2))
+            answer = await engine.generate(request("a", (5, 17), max_tokens=4, temperature=0.0))
+            check(answer, [2])
+            assert answer.token_ids == greedy(self.root / "v2", (5, 17), 4)
+
+        self.run(scenario)
+
+    def test_a_server_that_was_started_anew_serves_nobody_before_it_has_loaded(self) -> None:
+        """Its weights have the name that vLLM gives those that it is started on."""
+
+        async def scenario(s: Subject) -> None:
+            engine = self._vllm(s)
+            await engine._control("/update_weight_version", {"new_version": "default"})
+            with pytest.raises(EngineError, match="was started anew") as refused:
+                await engine.generate(request("a", max_tokens=4))
+            assert refused.value.retryable
+            assert engine.silent.is_set()
+            assert not await engine.healthy()
+            await to_version(engine, s.publish(0))
+            assert await engine.healthy()
+            check(await engine.generate(request("b", max_tokens=4)), [0])
 
         self.run(scenario)
 

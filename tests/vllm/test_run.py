@@ -18,7 +18,7 @@ STEPS = 4
 
 def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) -> None:
     """After a step vLLM's API server is killed: its engine core goes with it, and another one serves the rest."""
-    arguments = [f"steps={STEPS}", "evaluation.episodes=0", "leases.engine_start_s=400", "schedule=sync", "staleness=0"]
+    arguments = [f"steps={STEPS}", "evaluation.episodes=0", "schedule=sync", "staleness=0"]
     run = Launched(tmp_path, ["launch", "--cluster", str(CLUSTER), *arguments])
     directory = tmp_path / "runs" / "quickstart-1"
     try:

@@ -16,6 +16,9 @@ from rollart.errors import PartDied
 
 __all__ = ["Program"]
 
+TAIL = 8192
+"""Bytes of a log that its last line is looked for in."""
+
 STOP_S = 5.0
 """Seconds between SIGTERM and SIGKILL: enough to finish a write, short enough for Ctrl-C."""
 
@@ -79,6 +82,13 @@ class Program:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
+
+    async def said(self) -> tuple[int, str]:
+        """Bytes of its log so far, and the last line."""
+        try:
+            return self._log.stat().st_size, self._last_line()
+        except OSError:
+            return 0, ""
 
     async def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
@@ -144,7 +154,9 @@ class Program:
 
     def _last_line(self) -> str:
         try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()
+            with self._log.open("rb") as log:
+                log.seek(max(0, self._log.stat().st_size - TAIL))
+                lines = log.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return "no log"
-        return lines[-1][:300] if lines else "it said nothing"
+        return lines[-1].strip()[:300] if lines else "it said nothing"

@@ -28,7 +28,7 @@ from rollart.model import (
     WeightsRef,
 )
 
-__all__ = ["VLLM_PREFIX", "HttpEngine", "as_object"]
+__all__ = ["CONNECT_S", "VLLM_PREFIX", "HttpEngine", "as_object"]
 
 CONNECT_S = 10.0
 """How long a connection may take to open, seconds. Calls have no other limit here: their leases are their limit."""
@@ -157,7 +157,7 @@ class HttpEngine:
             info["stamp"] = stamp
         elif self._local is not None:
             info["path"] = await self._local(weights)
-        await self._control("/start_weight_update", {})
+        await self._begin_update()
         await self._control("/update_weights", {"update_info": info})
         await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
         await self._drop_kv()
@@ -173,6 +173,9 @@ class HttpEngine:
     def received(self, version: int, stamp: str) -> None:
         """It has that version in memory: `update_weights` puts that one in, without reading its files."""
         self._broadcast = version, stamp
+
+    async def _begin_update(self) -> None:
+        await self._control("/start_weight_update", {})
 
     async def _drop_kv(self) -> None:
         """vLLM keeps its prefix cache, and running requests their KV, across an update unless told otherwise."""

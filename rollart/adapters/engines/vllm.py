@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.engines.http import VLLM_PREFIX, HttpEngine, as_object
+from rollart.adapters.engines.http import CONNECT_S, VLLM_PREFIX, HttpEngine, as_object
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
@@ -33,6 +34,15 @@ PROBE = "probe.json"
 
 KEEPALIVE_S = 2.0
 """Seconds that an idle connection is used again; vLLM ends it after 5."""
+
+ANEW_S = 5.0
+"""A server that answered within so many seconds is the one that it was: starting vLLM takes longer."""
+
+NO_VERSION = "/dev/null"
+"""A path at which no version can be."""
+
+NOT_OURS = -1
+"""For a version of the weights that is a word: of a server that nobody has given any since it started."""
 
 RESET_S = 0.25
 """Seconds between two attempts to drop KV that another engine may still pull."""
@@ -64,7 +74,10 @@ class VllmEngine(HttpEngine):
         """The last of them succeeded."""
         self._tolerance = tolerance
         self.silent = asyncio.Event()
-        """Set once it did not answer whether it is healthy."""
+        """Set once it did not answer whether it is healthy, or another server did: `why`."""
+        self.why = ""
+        self._heard = -math.inf
+        """When it answered last."""
         self._unproven: str | None = None
         """Where the version lies that was loaded and not looked at yet."""
 
@@ -75,7 +88,11 @@ class VllmEngine(HttpEngine):
         request = self._fenced(request)
         over = self._sent[request.request_id] = asyncio.Event()
         try:
+            await self._the_same()
             answer = await super().generate(request)
+            self._heard = asyncio.get_running_loop().time()
+            if any(span.version == NOT_OURS for span in answer.spans):
+                raise self._anew("none of the run")
             if answer.kv_transfer and answer.spans:
                 answer = dataclasses.replace(
                     answer, kv_transfer={**answer.kv_transfer, OF_VERSION: answer.spans[-1].version}
@@ -127,7 +144,7 @@ class VllmEngine(HttpEngine):
         self._updates += 1
         self._settled = False
         await super().update_weights(weights)
-        self._settled, self._loaded = True, weights.version
+        self._settled, self._loaded, self._first = True, weights.version, NOT_OURS
         self._unproven = weights.path if self._tolerance else None
 
     async def members(self) -> int:
@@ -135,9 +152,17 @@ class VllmEngine(HttpEngine):
 
     async def healthy(self) -> bool:
         answers = await super().healthy()
-        if not answers:
-            self.silent.set()
-        return answers
+        if answers:
+            try:
+                self._heard = -math.inf
+                await self._the_same()
+                return True
+            except EngineError:
+                if self.silent.is_set():
+                    return False
+        self.why = f"nothing answers at {self.url}"
+        self.silent.set()
+        return False
 
     async def stats(self) -> EngineStats:
         seen = await super().stats()
@@ -185,6 +210,35 @@ class VllmEngine(HttpEngine):
             raise EngineError(f"{self.url} was started without --enable-scale-out", retryable=False) from None
         if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
             raise EngineError(f"{self.url} was started without --enable-prompt-tokens-details", retryable=False)
+
+    async def _the_same(self) -> None:
+        """`EngineError` where it may have been started anew, under the same address, and was: it computes with the
+        weights that it was started on. Its process is not ours to watch where it was attached."""
+        now, updates = asyncio.get_running_loop().time, self._updates
+        if not (updates and self._settled) or now() - self._heard < ANEW_S:
+            return
+        told = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
+        found = str(told.get("weight_version", self._loaded))
+        if found != str(self._loaded) and self._settled and self._updates == updates:
+            raise self._anew(found)
+        self._heard = now()
+
+    def _anew(self, found: str) -> EngineError:
+        self.why = f"{self.url} was started anew: its weights are '{found}', not v{self._loaded}"
+        self.silent.set()
+        return EngineError(self.why, retryable=True)
+
+    async def _begin_update(self) -> None:
+        """An update that somebody began and did not end (a controller that was killed, a version that failed at its
+        end) would stand in the way for ever: a version that cannot be ends it, and changes nothing."""
+        try:
+            await super()._begin_update()
+        except EngineError as error:
+            if "already active" not in error.message:
+                raise
+            with contextlib.suppress(EngineError):
+                await self._control("/update_weights", {"update_info": {"path": NO_VERSION}})
+            await super()._begin_update()
 
     def _drawing(self) -> Callable[[], int | None]:
         """The version that was loaded when the request was sent, until an update begins: whoever made this loads all
