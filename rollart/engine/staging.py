@@ -61,7 +61,7 @@ class Staging:
             self._network.check(tensors)
         except UsageError as error:
             raise EngineError(str(error), retryable=False) from error
-        return tensors
+        return self._network.staged(tensors)
 
     def _loadable(self, received: Received) -> None:
         try:

@@ -27,7 +27,7 @@ from rollart.train.config import TrainerConfig
 from rollart.train.losses import kl_estimate, policy_loss, statistics, token_weights
 from rollart.train.meter import Meter
 from rollart.train.microbatch import build
-from rollart.train.policy import ActionTensors, Policy, load_model
+from rollart.train.policy import ActionTensors, Policy, load_model, precision
 from rollart.train.ranks import Ranks
 from rollart.train.reference import Reference
 from rollart.train.shard import full
@@ -67,11 +67,15 @@ class Learner:
         torch.set_num_threads(config.threads)
         self.config = config
         self.ranks = ranks or Ranks()
-        # Sharding moves one block after the other to the device: the whole model need not fit there.
-        model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu")
+        # Sharding converts and moves one block after the other: a whole model need fit neither the device nor the host.
+        lean = self.ranks.mesh is not None and config.lora is None
+        model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu", as_stored=lean)
         if config.lora is not None:
             lora.inject(model, config.lora, config.seed)
-        self.policy = Policy(model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks)
+        dtype = precision(config.model) if lean else None
+        self.policy = Policy(
+            model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks, dtype=dtype
+        )
         self.counters = Counters()
         self.optimizers: dict[str, torch.optim.AdamW] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]

@@ -22,10 +22,14 @@ from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
 from rollart.train.shard import prepare, settle
 
-__all__ = ["ActionTensors", "Policy", "Scorer", "load_model"]
+__all__ = ["ActionTensors", "Policy", "Scorer", "load_model", "precision"]
 
 ILLEGAL = -1e30
 """Logit of an illegal action: its probability is exactly 0 and, unlike with −inf, 0 × log 0 stays 0 in the entropy."""
+
+
+ROUNDING = 0.03
+"""Relative difference that is bfloat16's rounding; of another computation it would be about 1."""
 
 
 class ActionTensors:
@@ -88,19 +92,27 @@ class Policy:
     """A causal language model at its sampling temperature, in one process or sharded over `ranks`."""
 
     def __init__(
-        self, model: Any, *, temperature: float, parallel: ParallelConfig | None = None, ranks: Ranks | None = None
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        parallel: ParallelConfig | None = None,
+        ranks: Ranks | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype`: what parameters become as they are cut over the ranks; that of the model if not given."""
         self.model = model
         self.temperature = temperature
-        self.device: torch.device = next(model.parameters()).device
-        self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        first = next(model.parameters())
+        self.device: torch.device = first.device
+        self.dtype = torch.promote_types(dtype or first.dtype, torch.float32)
         self._scorer = Scorer(model)
         self.vocab_size = int(self._scorer.head.weight.shape[0])
         self._check_head()
         self._scorer.trims_last_layer = self._agrees(self._scorer.last_layer_trimmed)
         self._pieces = ranks is not None and ranks.mesh is not None
         if parallel is not None:
-            prepare(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks())
+            prepare(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks(), dtype)
             self.device = next(model.parameters()).device
 
     @property
@@ -138,7 +150,10 @@ class Policy:
         at = torch.tensor([1, 3, 6], device=self.device)
         with torch.no_grad():
             try:
-                return torch.allclose(self._scorer.whole(ids, at), shortcut(ids, at), atol=1e-5, rtol=1e-4)
+                whole, ours = self._scorer.whole(ids, at), shortcut(ids, at)
+                if whole.dtype.itemsize == 2:  # a product of fewer rows may round otherwise
+                    return bool((whole - ours).float().norm() <= ROUNDING * whole.float().norm())
+                return torch.allclose(whole, ours, atol=1e-5, rtol=1e-4)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 return False  # built differently: the general way is slower, not wrong
 
@@ -152,11 +167,17 @@ class Policy:
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 
 
-def load_model(config: ModelConfig, device: str) -> nn.Module:
-    """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's)."""
+def precision(config: ModelConfig) -> torch.dtype:
+    """Of the weights that are trained."""
+    return torch.float64 if config.dtype == "float64" else torch.float32
+
+
+def load_model(config: ModelConfig, device: str, *, as_stored: bool = False) -> nn.Module:
+    """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's).
+    `as_stored`: in the checkpoint's own type, whose pages are its files' and no memory of this process."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    dtype = precision(config)
     try:
         where = torch.device(device)
         if where.type == "cuda" and not torch.cuda.is_available():
@@ -168,7 +189,10 @@ def load_model(config: ModelConfig, device: str) -> nn.Module:
             raise UsageError(f"{config.path} is not a model directory: it has no config.json")
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                config.path, dtype=dtype, attn_implementation=config.attention, local_files_only=True
+                config.path,
+                dtype="auto" if as_stored else dtype,
+                attn_implementation=config.attention,
+                local_files_only=True,
             )
         except Exception as error:
             raise UsageError(f"cannot load the model at {config.path}: {_line(error)}") from error

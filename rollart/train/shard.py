@@ -19,16 +19,23 @@ from rollart.train.ranks import Ranks
 __all__ = ["full", "local", "prepare", "settle"]
 
 
-def prepare(scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks) -> None:
-    """`blocks` are the parts of `scorer` that are gathered, run and dropped one after the other; what is in none of
-    them stays gathered through a step (embeddings, head, norms)."""
+def prepare(
+    scorer: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: ParallelConfig,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Parameters that are cut over ranks become `dtype`, if it is given. `blocks` are the parts of `scorer` that are
+    gathered, run and dropped one after the other; what is in none of them stays gathered through a step (embeddings,
+    head, norms)."""
     for block in blocks:
         if config.compile:
             block.forward = torch.compile(block.forward, dynamic=True)
         if config.activation_checkpointing:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     if ranks.mesh is not None:
-        _shard(scorer, blocks, config, ranks)
+        _shard(scorer, blocks, config, ranks, dtype)
 
 
 def settle(scorer: nn.Module) -> None:
@@ -54,18 +61,27 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard(scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks) -> None:
+def _shard(
+    scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None
+) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
     if config.dtype == "bfloat16":
         # Gradients are summed over the ranks in full precision: a sum of 64 in bf16 loses its last bits.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in blocks:
+    for block in (*blocks, scorer):  # one after the other: what the others take is not there at the same time
+        if dtype is not None:
+            _convert(block, dtype)
         fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
-    fully_shard(scorer, mesh=ranks.mesh, mp_policy=policy)
     for part in (*blocks, scorer):
         assert isinstance(part, FSDPModule)
         # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
+
+
+def _convert(block: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in block.parameters():
+        if local(parameter) is parameter:  # not yet cut, and converted then
+            parameter.data = parameter.data.to(dtype)

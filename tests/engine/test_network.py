@@ -9,6 +9,7 @@ import torch
 
 from rollart.engine.checkpoint import read_architecture, read_tensors
 from rollart.engine.matrix import Matrix
+from rollart.engine.network import Network
 from tests.engine.models import finish, greedy, job, reference, runner
 
 
@@ -95,3 +96,16 @@ def test_agrees_with_transformers(tmp_path: Path, kind: str, tied: bool) -> None
         torch.testing.assert_close(torch.tensor(c.logprobs), want, atol=3e-5, rtol=1e-5)
         if f.job.request.sampling.temperature == 0.0:
             assert torch.tensor(c.token_ids).equal(logp.argmax(-1))
+
+
+def test_weights_for_a_gpu_are_converted_before_they_are_loaded(qwen: Path) -> None:
+    """The checkpoint is in float32; what a step would wait for is then a copy of half the bytes."""
+    tensors = read_tensors(qwen)
+    meta = Network(read_architecture(qwen), context=8, device=torch.device("meta"), dtype=torch.bfloat16)
+    staged = meta.staged(tensors)
+    assert {(t.dtype, t.device.type) for t in staged.values()} == {(torch.bfloat16, "cpu")}
+    meta.check(staged)
+    here = Network(read_architecture(qwen), context=8, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert all(here.staged(tensors)[name] is tensor for name, tensor in tensors.items()), (
+        "no copy beside the mapped file"
+    )

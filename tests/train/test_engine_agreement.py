@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollart.adapters.trainers.http import encode_samples
 from rollart.engine.checkpoint import read_architecture, read_tensors, require_complete
@@ -49,9 +51,17 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
     made = batch(samples)
     exact = np.abs(learner.logprobs(made) - made.logprobs)[made.loss.position]
     assert 1e-5 < exact.mean() < 0.05, "the engine did compute in bfloat16"
+    half = tmp_path / "half"  # as models are published: trained on in float32, one block after the other
+    half.mkdir()
+    save_file(
+        {n: t.to(torch.bfloat16) for n, t in read_tensors(path).items()}, half / "model.safetensors", {"format": "pt"}
+    )
+    told = json.loads((path / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(told | {"dtype": "bfloat16"}))
     (tmp_path / "samples").write_bytes(msgpack.packb(encode_samples(samples)))
     code = (
         "import sys, pathlib, msgpack, numpy as np, torch\n"
+        "from rollart.engine.checkpoint import read_tensors\n"
         "from rollart.train import checkpoint\n"
         "from rollart.train.batch import decode\n"
         "from rollart.train.learner import Learner\n"
@@ -65,6 +75,12 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "np.save(root / 'found', learner.logprobs(made))\n"
         "checkpoint.publish(learner, root, 0, ())\n"
         "np.save(root / 'reference', learner.reference.logprobs(made))\n"
+        "half = {'model': {'path': str(root / 'half')}, 'parallel': {'dtype': 'bfloat16'}}\n"
+        "model = Learner(config(root, **half), ranks).policy\n"
+        "assert model.trims_last_layer\n"
+        "kept = read_tensors(root / 'half')\n"
+        "for name, p in model.model.named_parameters():\n"
+        "    assert p.dtype == torch.float32 and torch.equal(p.to_local(), kept[name].float()), name\n"
         "learner.logprobs(made)\n"
         "checkpoint.restore(learner, root / 'v000005', 5)\n"
         "checkpoint.publish(learner, root, 6, ())\n"
