@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -283,6 +285,24 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
     return _program(resolved, directory, assignment, module, arguments, env=command.env, together=True)
 
 
+def _visible(resolved: Resolved, pool: PoolSpec, devices: Sequence[int]) -> str:
+    """Which of this machine's GPUs a pool's `devices` are: pools take them one after the other, of those that this
+    process was given (by a job queue, say). SpecError if it was given fewer."""
+    before = itertools.takewhile(lambda other: other.name != pool.name, resolved.cluster.pools)
+    first = sum(other.count for other in before if resource(resolved, other) == "GPU")
+    numbers, given = [first + number for number in devices], os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not given:
+        return ",".join(map(str, numbers))
+    names = given.split(",")
+    if max(numbers) >= len(names):
+        raise SpecError(
+            f"pool '{pool.name}' takes GPU {max(numbers)} of this machine, and CUDA_VISIBLE_DEVICES is {given!r} "
+            "(rule: GPUs of all pools, counted from 0, are among those that it names)",
+            remedy="make more GPUs visible, or lower the pools' counts",
+        )
+    return ",".join(names[number] for number in numbers)
+
+
 def _by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[int, ...]]:
     """The trainer's devices in hosts' worths, where no single host of the pool has as many."""
     size, devices = _pool(resolved, assignment).devices_per_host, assignment.devices
@@ -327,7 +347,7 @@ def _program(
                 remedy="give engines.count with threads 1, or keep placement.tensor_parallel at 1",
             )
         if not on_ray:  # which sets it to the devices that it grants
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.devices))
+            env["CUDA_VISIBLE_DEVICES"] = _visible(resolved, pool, assignment.devices)
     spec = ActorSpec(
         name=name,
         factory="rollart.adapters.clusters.program:Program",
