@@ -147,4 +147,7 @@ async def _unwell(host: Occupied, link: Watched, leases: Leases, limits: HostLim
             return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"
         host.resting = bool(health.left)
         if health.left and (not host.live or len(health.left) >= LEFT):
-            return f"{len(health.left)} calls never ended and hold its threads ({health.left[0]})"
+            calls = "1 call never ended and holds a thread" if len(health.left) == 1 else (
+                f"{len(health.left)} calls never ended and hold its threads"
+            )  # fmt: skip
+            return f"{calls} ({health.left[0]})"

@@ -32,7 +32,7 @@ class Leases:
         self.book = LeaseBook()
 
     def hold(self, owner: str, waiting_for: str, seconds: float, action: Expiry) -> Hold:
-        """`async with leases.hold("lake-7.2", "step of its environment", 30.0, Expiry.GAP_FILL): ...`"""
+        """`async with leases.hold("lake-7.2", "a step of its environment", 30.0, Expiry.GAP_FILL): ...`"""
         return Hold(self, owner, waiting_for, seconds, action)
 
     def describe(self) -> list[str]:

@@ -190,7 +190,7 @@ class Prefetcher:
                 self.unused += 1
                 with (
                     contextlib.suppress(Exception),
-                    self._leases.hold(trajectory, "close of its environment", self._close_s, Expiry.GAP_FILL),
+                    self._leases.hold(trajectory, "the close of its environment", self._close_s, Expiry.GAP_FILL),
                     foreign(),
                 ):
                     await environment.close()
@@ -203,7 +203,7 @@ class Prefetcher:
             ahead.ready.set()
             began = asyncio.get_running_loop().time()
             with (
-                self._leases.hold(trajectory, "reset of its environment", self._reset_s, Expiry.GAP_FILL),
+                self._leases.hold(trajectory, "the reset of its environment", self._reset_s, Expiry.GAP_FILL),
                 foreign(),
             ):
                 observation = checked_observation(await environment.reset(seed))

@@ -262,7 +262,7 @@ class TrajectoryRunner:
             await self._close(live, episode)
 
     async def _wanted(self, live: Live, episode: HarnessEpisode) -> Wanted | None:
-        what = "request of its harness"
+        what = "a request of its harness"
         try:
             with self._leases.hold(live.id, what, self._limits.env_step_s, Expiry.GAP_FILL) as lease:
                 wanted = await episode.wanted()
@@ -342,7 +342,7 @@ class TrajectoryRunner:
             self._barrier.join()  # not before: who waits for a place holds up nobody that has one
             live.joined = True
             with self._leases.hold(
-                live.id, "reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
+                live.id, "the reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
             ) as lease, foreign():  # fmt: skip
                 if ahead is not None:
                     observation = await ahead.observed()
@@ -359,7 +359,7 @@ class TrajectoryRunner:
     async def _step(self, live: Live, environment: Environment, text: str) -> Step:
         try:
             with self._leases.hold(
-                live.id, "step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
+                live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
             ) as lease, foreign():  # fmt: skip
                 step = checked_step(await environment.step(text))
         except Exception as error:
@@ -373,13 +373,13 @@ class TrajectoryRunner:
         try:
             with (
                 contextlib.suppress(Exception),
-                self._leases.hold(live.id, "release of its prefix KV", limit, Expiry.GAP_FILL),
+                self._leases.hold(live.id, "the release of its prefix KV", limit, Expiry.GAP_FILL),
             ):
                 await self._gateway.forget(live.id)
         finally:
             with (
                 contextlib.suppress(Exception),
-                self._leases.hold(live.id, "close of its environment", limit, Expiry.GAP_FILL),
+                self._leases.hold(live.id, "the close of its environment", limit, Expiry.GAP_FILL),
                 foreign(),
             ):
                 if environment is not None:

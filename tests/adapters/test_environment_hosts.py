@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollart.adapters.envs.front import Front
 from rollart.adapters.envs.hosts import HostConnection
+from rollart.adapters.envs.seats import Maker
 from rollart.adapters.envs.wire import Answer, Ask, Op, Told, pack, read_frame, unpack, write_frame
 from rollart.errors import EnvironmentFault
+from rollart.model import Observation, Step
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -177,3 +181,90 @@ def test_an_answer_that_comes_too_late_is_nobodys() -> None:
         assert connection.alive
 
     lied(lie, scenario)
+
+
+class Slow:
+    """Steps never end; resets do."""
+
+    async def reset(self, seed: int) -> Observation:
+        return Observation("begun")
+
+    async def step(self, action: str) -> Step:
+        if action == "hang":
+            await asyncio.Event().wait()
+        return Step(Observation("done"), 1.0, True)
+
+    async def close(self) -> None:
+        return None
+
+
+def fronted(scenario: Callable[[Front, str], Awaitable[None]]) -> None:
+    """A host's own front, on this loop."""
+
+    async def main() -> None:
+        front = Front({"slow": Maker(Slow)}, asyncio.get_running_loop(), "word")
+        server = await asyncio.start_server(front.serve, "127.0.0.1", 0)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(front, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        finally:
+            server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow  # sockets
+def test_calls_that_are_given_up_are_answered_all_the_same_and_nobody_remembers_them() -> None:
+    async def scenario(front: Front, address: str) -> None:
+        connection = await HostConnection.open("environment-0", address, "word")
+        try:
+            for number in range(50):
+                episode = f"slow-{number}"
+                await connection.reset(episode, "slow", number)
+                hanging = asyncio.get_running_loop().create_task(connection.step(episode, "hang"))
+                while front.episodes[episode].running is None:
+                    await asyncio.sleep(0)
+                if number % 2:
+                    hanging.cancel()
+                else:  # closed under it: it is told
+                    await connection.close(episode)
+                (ended,) = await asyncio.gather(hanging, return_exceptions=True)
+                assert isinstance(ended, asyncio.CancelledError if number % 2 else EnvironmentFault)
+                await connection.close(episode)
+            assert (await connection.health()).live == 0
+            assert connection._cancelled == set()
+            assert front.given_up == set()
+            assert front.calls == {}
+            # One that is over on the host when its caller gives it up.
+            await connection.reset("last", "slow", 0)
+            done = asyncio.get_running_loop().create_task(connection.step("last", "go"))
+            await asyncio.sleep(0)
+            done.cancel()
+            await asyncio.gather(done, return_exceptions=True)
+            await connection.close("last")
+            assert (await connection.health()).live == 0
+            assert connection._cancelled == set()
+        finally:
+            await connection.aclose()
+
+    fronted(scenario)
+
+
+@pytest.mark.slow  # sockets
+def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollart.adapters.envs.front.GREETING_S", 0.05)
+
+    async def scenario(front: Front, address: str) -> None:
+        port = int(address.rpartition(":")[2])
+        for said in (b"", b"\x00\x00", b"\x00\x10\x00\x00" + b"x" * 64):  # nothing, half a length, a megabyte
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(said)
+            with contextlib.suppress(ConnectionError):  # it may have left some of that unread
+                assert await reader.read() == b""
+            writer.close()
+        connection = await HostConnection.open("environment-0", address, "word")
+        await asyncio.sleep(0.2)  # who did may be silent
+        assert (await connection.health()).live == 0
+        await connection.aclose()
+
+    fronted(scenario)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.adapters.envs.host import Front
+from rollart.adapters.envs.front import Front
 from rollart.adapters.envs.images import ImageCache, PullFailed, TarImages
 from rollart.adapters.envs.seats import Maker
 from rollart.adapters.envs.wire import Ask, Op

@@ -245,7 +245,7 @@ def test_a_dead_host_takes_its_episodes_and_no_others_and_comes_back() -> None:
     [
         (lambda place: setattr(place, "silent", True), "it was silent for 10 s"),
         (lambda place: setattr(place, "stuck_s", 12.0), "step of tale-0 blocked all of its episodes for 12.0 s"),
-        (lambda place: setattr(place, "left", ("tale-0",)), "1 calls never ended and hold its threads (tale-0)"),
+        (lambda place: setattr(place, "left", ("tale-0",)), "1 call never ended and holds a thread (tale-0)"),
     ],
 )
 def test_a_host_that_hangs_is_started_again(trouble: Callable[[Place], None], cause: str) -> None:

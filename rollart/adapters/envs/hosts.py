@@ -135,7 +135,7 @@ class HostConnection:
                 write_frame(self._writer, Ask(next(self._ids), Op.CANCEL, episode, number).to_json())
             raise
         except (TypeError, ValueError) as error:
-            raise EnvironmentFault(self._name, f"was to be asked what cannot be sent ({error})") from None
+            raise EnvironmentFault(self._name, f"could not be asked what cannot be sent ({error})") from None
         finally:
             self._pending.pop(number, None)
         if answer.told is Told.OK:

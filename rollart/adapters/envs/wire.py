@@ -169,11 +169,11 @@ def unpack(value: Any) -> Any:
     raise ValueError(f"an unknown mark {value[_MARK]!r}")
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Any:
+async def read_frame(reader: asyncio.StreamReader, *, largest: int = LARGEST) -> Any:
     """The next frame. `IncompleteReadError` at the end; ValueError for what is no frame."""
     (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    if length > LARGEST:
-        raise ValueError(f"a frame of {length} bytes (rule: at most {LARGEST})")
+    if length > largest:
+        raise ValueError(f"a frame of {length} bytes (rule: at most {largest})")
     data = await reader.readexactly(length)
     try:
         return json.loads(data)

@@ -57,6 +57,8 @@ class HostCopy:
         self._objects = place.objects()
         self._store = BucketWeightStore(self._objects, place.root, in_flight=place.in_flight)
         self._coming: OrderedDict[bytes, Arrivals] = OrderedDict()
+        self._came: bytes | None = None
+        """The last that is here: what is told of it from now on concerns nobody."""
 
     @property
     def progress(self) -> Progress:
@@ -65,6 +67,8 @@ class HostCopy:
 
     async def arrived(self, manifest: bytes, digests: Sequence[str], *, over: bool, whole: bool) -> None:
         """These buckets of a version that is being pushed are in the store; its push has ended, well or not."""
+        if manifest == self._came:
+            return
         arrivals = self._arriving(manifest)
         await arrivals.came(set(digests))
         if over:
@@ -88,9 +92,9 @@ class HostCopy:
                     pulled = await self._store.pull(version, None if coming is None else self._arriving(coming))
             except TimeoutError:
                 raise StorageFailed(f"v{version} was not pushed within {PUSHED_S:g} s") from None
-            finally:
-                if coming is not None:
-                    self._coming.pop(coming, None)
+            if coming is not None:  # else it may be tried again, and is told no second time of what came
+                self._coming.pop(coming, None)
+                self._came = coming
             if self._store.stamp(version) != stamp:
                 raise StorageFailed(f"v{version} in the store is not what was published under that number")
             newest = max(keep, default=0)

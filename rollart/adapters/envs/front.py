@@ -1,0 +1,351 @@
+"""What serves the socket of an environment host: requests in, answers out, on a loop that no environment runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollart.adapters.envs.images import ImageCache, ImageHook, PullFailed
+from rollart.adapters.envs.seats import Maker, Seat, on_loop, sound, timed
+from rollart.adapters.envs.warm import Kept, WarmPool, started
+from rollart.adapters.envs.wire import (
+    Answer,
+    Ask,
+    Op,
+    Told,
+    packed_observation,
+    packed_step,
+    read_frame,
+    write_frame,
+)
+from rollart.border import checked_observation, checked_step
+from rollart.hosted import Made
+from rollart.ports import Environment
+
+__all__ = ["Front"]
+
+GREETING_S = 10.0
+"""Seconds that a client has to say who it is. Who knocks and says nothing holds a socket no longer."""
+
+GREETING = 4096
+"""Bytes of a greeting at most: nobody unknown is read more of."""
+
+AGAIN = Made("again", 0.0)
+MADE_FIRST = Made("cold", 0.0)
+
+CLOSE_S = 3.0
+"""Seconds that a call under way may take to end once its episode is closed: less than a trajectory waits for it."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode. `running` is its call under way; `over` once a step said so."""
+
+    name: str
+    maker: Maker
+    seat: Seat
+    pool: WarmPool
+    environment: Environment | None = None
+    made: Made = MADE_FIRST
+    """How it came to its environment."""
+    counted: bool = False
+    """Whether its pool knows of it."""
+    well: bool = True
+    """No call of it failed or was given up."""
+    running: asyncio.Future[Any] | None = None
+    over: bool = False
+    played: int = 0
+    """Episodes that its environment played before."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Taken on its seat's loop: what was cancelled ends before the next begins."""
+
+
+@dataclass(slots=True)
+class Front:
+    """Everything that is not an environment's: lives on the loop of its own thread, which nothing of theirs runs on.
+
+    One connection at a time is the controller's; its episodes are closed when it ends. Calls of one episode come one
+    after the other; a second beside it is refused. While the connection lasts, every request is answered once, given up
+    or not, so that a client need remember none for ever.
+    """
+
+    makers: Mapping[str, Maker]
+    main: asyncio.AbstractEventLoop
+    token: str = ""
+    size: int = 0
+    """Environments per domain that are made ahead."""
+    reuse: int = 1
+    """Episodes that one environment plays, where it may."""
+    pools: dict[str, WarmPool] = field(default_factory=dict)
+    hook: ImageHook | None = None
+    most: int | None = None
+    """Bytes of images that are kept."""
+    images: ImageCache | None = None
+    held: dict[str, list[str]] = field(default_factory=dict)
+    """Images that are pulled for episodes, by episode."""
+    episodes: dict[str, Episode] = field(default_factory=dict)
+    calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    left: list[tuple[str, threading.Thread]] = field(default_factory=list)
+    """Threads of closed episodes that are still in a call."""
+    given_up: set[int] = field(default_factory=set)
+    """Requests whose caller waits no more, until they are answered."""
+    taken: bool = False
+    beat_since: float | None = None
+    """When the main loop was asked for a sign of life that it has not given yet."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection, to its end."""
+        try:
+            async with asyncio.timeout(GREETING_S):
+                hello = Ask.from_json(await read_frame(reader, largest=GREETING))
+            known = hello.op is Op.HELLO and hmac.compare_digest(str(hello.value), self.token)
+            if known and not self.taken:
+                self.taken = True
+                problems = {name: one.problem for name, one in self.makers.items() if one.problem}
+                said = [os.getpid(), problems, self._pictured()]
+                write_frame(writer, Answer(hello.id, "", Told.OK, said).to_json())
+                await self._converse(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
+            pass
+        finally:
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._warm(tasks)
+                self.images = None if self.hook is None else ImageCache(self.hook, tasks, self.most)
+                while True:
+                    ask = Ask.from_json(await read_frame(reader))
+                    tasks.create_task(self._answer(ask, writer))
+        except* (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            pass
+        finally:
+            await self.close()
+            self.taken = False
+
+    async def close(self) -> None:
+        """Close every episode, and what waits for one, in bounded time."""
+        pools = list(self.pools.values())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(pool.close() for pool in pools))
+        await asyncio.gather(*(self._close(one) for one in list(self.episodes.values())))
+
+    def _warm(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin to make environments ahead."""
+        self.held.clear()
+        self.pools = {
+            name: WarmPool(name, maker, functools.partial(self._seat, maker), self.size, self.reuse)
+            for name, maker in self.makers.items()
+            if maker.make is not None
+        }
+        for pool in self.pools.values():
+            pool.open(tasks)
+
+    def _seat(self, maker: Maker, name: str) -> Seat:
+        return Seat.alone(name) if maker.blocking else Seat(self.main)
+
+    async def _answer(self, ask: Ask, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            answer = await self._do(ask)
+        except asyncio.CancelledError:
+            if task.cancelling() and ask.id not in self.given_up:
+                raise  # the connection ends
+            answer = Answer(ask.id, ask.episode, Told.REFUSED, "it was given up")
+        finally:
+            self.given_up.discard(ask.id)
+        if answer is None:
+            return
+        try:
+            write_frame(writer, answer.to_json())
+        except (TypeError, ValueError, RecursionError) as error:
+            write_frame(
+                writer, Answer(ask.id, ask.episode, Told.LIED, f"answered what cannot be sent: {error}").to_json()
+            )
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+
+    async def _do(self, ask: Ask) -> Answer | None:
+        match ask.op:
+            case Op.HEALTH:
+                return Answer(ask.id, "", Told.OK, self._health())
+            case Op.CANCEL:
+                if (call := self.calls.get(ask.value)) is not None and call.cancel():
+                    self.given_up.add(ask.value)
+                return None
+            case Op.CLOSE:
+                episode = self.episodes.get(ask.episode)
+                why = "" if episode is None else await self._close(episode)
+                if (held := self.held.pop(ask.episode, None)) is not None and self.images is not None:
+                    await self.images.release(held)
+                return Answer(ask.id, ask.episode, Told.RAISED if why else Told.OK, why or None)
+            case Op.IMAGES | Op.PULL:
+                return await self._images(ask)
+            case Op.RESET:
+                return await self._reset(ask)
+            case Op.STEP:
+                return await self._step(ask)
+        return Answer(ask.id, ask.episode, Told.REFUSED, f"a second {ask.op}")
+
+    async def _reset(self, ask: Ask) -> Answer:
+        domain, seed = ask.value
+        episode = self.episodes.get(ask.episode)
+        if episode is None:
+            maker = self.makers.get(domain)
+            if maker is None or maker.make is None:
+                why = f"no domain '{domain}' here" if maker is None else maker.problem
+                return Answer(ask.id, ask.episode, Told.REFUSED, why)
+            episode = self.episodes[ask.episode] = self._begun(ask.episode, maker, self.pools[domain])
+        elif episode.environment is not None:
+            episode.made = AGAIN
+
+        async def reset() -> Any:
+            assert episode.maker.make is not None
+            if episode.environment is None:
+                began = asyncio.get_running_loop().time()
+                episode.environment = await started(episode.maker.make)
+                episode.made = Made("cold", asyncio.get_running_loop().time() - began)
+            shown = await episode.environment.reset(seed)
+            return [sound(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
+
+        episode.over = False
+        try:
+            return await self._call(ask, episode, reset)
+        finally:
+            if episode.environment is not None and not episode.counted:
+                episode.counted = True
+                episode.pool.began(episode.environment)
+
+    def _begun(self, name: str, maker: Maker, pool: WarmPool) -> Episode:
+        """An episode, with an environment that waited for one if there is any."""
+        kept = pool.take()
+        if kept is None:
+            return Episode(name, maker, self._seat(maker, name), pool)
+        made = Made("reused" if kept.played else "ahead", 0.0 if kept.played else kept.make_s)
+        return Episode(name, maker, kept.seat, pool, kept.environment, made, counted=True, played=kept.played)
+
+    def _pictured(self) -> list[str]:
+        """Domains whose environments name images that can be brought here."""
+        return [name for name, maker in self.makers.items() if maker.images is not None and self.hook is not None]
+
+    async def _images(self, ask: Ask) -> Answer:
+        """Which images an episode needs and which of those are here; brought, if that is asked. They are held until it
+        is closed."""
+        domain, seed = ask.value
+        maker = self.makers.get(domain)
+        if maker is None or maker.images is None or self.images is None:
+            return Answer(ask.id, ask.episode, Told.REFUSED, f"no images of domain '{domain}' here")
+        began, pulled = asyncio.get_running_loop().time(), 0
+        task = asyncio.current_task()
+        assert task is not None
+        self.calls[ask.id] = task  # who gives up the wait ends it here: nothing is held for nobody
+        try:
+            named = maker.images
+
+            async def names() -> list[str]:
+                return [str(image) for image in named(seed)]
+
+            wanted = await on_loop(self.main, names())
+            await self.images.known()
+            if ask.op is Op.PULL:
+                pulled = await self.images.ensure(wanted)
+                self.held.setdefault(ask.episode, []).extend(wanted)
+        except PullFailed as error:
+            return Answer(ask.id, ask.episode, Told.REFUSED, str(error))
+        except Exception as error:
+            return Answer(ask.id, ask.episode, Told.RAISED, f"{type(error).__name__}: {error}"[:500])
+        finally:
+            self.calls.pop(ask.id, None)
+        seconds = asyncio.get_running_loop().time() - began
+        return Answer(ask.id, ask.episode, Told.OK, [wanted, list(self.images.there), pulled], seconds)
+
+    async def _step(self, ask: Ask) -> Answer:
+        episode = self.episodes.get(ask.episode)
+        if episode is None or episode.environment is None:
+            return Answer(ask.id, ask.episode, Told.REFUSED, "a step of an episode that was not reset here")
+        if episode.over:
+            return Answer(ask.id, ask.episode, Told.REFUSED, "a step after the end of its episode")
+        environment = episode.environment
+
+        async def step() -> Any:
+            answered = await environment.step(ask.value)
+            packed = sound(lambda: packed_step(checked_step(answered)))
+            episode.over = bool(packed[2])
+            return packed
+
+        return await self._call(ask, episode, step)
+
+    async def _call(self, ask: Ask, episode: Episode, work: Callable[[], Awaitable[Any]]) -> Answer:
+        """The environment's answer, from the loop that it lives on."""
+        if episode.running is not None:
+            return Answer(ask.id, ask.episode, Told.REFUSED, "two calls of one episode at a time")
+        call = on_loop(episode.seat.loop, timed(f"{ask.op} of {ask.episode}", episode.turn, work))
+        self.calls[ask.id] = episode.running = call
+        told = Told.REFUSED
+        try:
+            told, value, env_s = await call
+        finally:
+            episode.well = episode.well and told is Told.OK
+            self.calls.pop(ask.id, None)
+            if call.done():
+                episode.running = None
+        return Answer(ask.id, ask.episode, told, value, env_s)
+
+    async def _close(self, episode: Episode) -> str:
+        """End its call, close its environment and give its thread up; what went wrong, in words."""
+        self.episodes.pop(episode.name, None)
+        if episode.environment is not None and episode.counted:
+            kept = Kept(episode.seat, episode.environment, played=episode.played + 1)
+            if episode.pool.give_back(kept, well=episode.well and episode.running is None):
+                return ""
+        if episode.running is not None:
+            episode.running.cancel()
+
+        async def close() -> None:
+            if episode.environment is not None:
+                await episode.environment.close()
+
+        closing = on_loop(episode.seat.loop, timed(f"close of {episode.name}", episode.turn, close))
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                told, value, _ = await closing
+            return "" if told is Told.OK else str(value)
+        except TimeoutError:
+            return f"did not end within {CLOSE_S:g} s"
+        finally:
+            episode.seat.leave()
+            if episode.seat.thread is not None:
+                self.left.append((episode.name, episode.seat.thread))
+
+    def _health(self) -> dict[str, Any]:
+        """How long the main loop has given no sign of life, and in which call it is; threads that nobody needs and that
+        do not end."""
+        now = asyncio.get_running_loop().time()
+        stuck = 0.0
+        if self.beat_since is None:
+            self.beat_since = now
+            front = asyncio.get_running_loop()
+            self.main.call_soon_threadsafe(lambda: front.call_soon_threadsafe(self._beaten))
+        else:
+            stuck = now - self.beat_since
+        task = asyncio.current_task(self.main) if stuck else None
+        self.left = [(name, thread) for name, thread in self.left if thread.is_alive()]
+        return {
+            "live": len(self.episodes),
+            "stuck_s": stuck,
+            "stuck_in": "" if task is None else task.get_name(),
+            "left": [name for name, _ in self.left],
+        }
+
+    def _beaten(self) -> None:
+        self.beat_since = None
