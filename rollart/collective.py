@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -344,8 +345,9 @@ def seconds(value: float) -> datetime.timedelta:
 
 
 def line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__
+    """What it says first; of gloo's, without the place in its source."""
+    text = re.sub(r"^\[/\S+\] ", "", str(error).strip()).splitlines()
+    return text[0].partition(". This is typically")[0][:200] if text else type(error).__name__
 
 
 def digest_of(bucket: Tensor) -> str:

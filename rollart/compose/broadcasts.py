@@ -120,15 +120,11 @@ class Broadcasts:
             return
         if not self._received(group, version, stamp, sent):
             self._group = None
-        self._event(
-            "weights_sent",
-            f"v{version}",
-            bytes=sent.bytes,
-            engines=len(group.members),
-            members=group.size - 1,
-            seconds=asyncio.get_running_loop().time() - began,
-            **({"why": sent.errors[0]} if 0 in sent.errors else {}),
-        )
+        seconds = asyncio.get_running_loop().time() - began
+        if 0 in sent.errors:
+            self._event("weights_not_sent", f"v{version}", why=sent.errors[0], seconds=seconds)
+        else:
+            self._event("weights_sent", f"v{version}", bytes=sent.bytes, engines=len(group.members), seconds=seconds)
 
     async def _gathered(self, trainer: HttpTrainer, version: int, stamp: str) -> _Group | None:
         """All who take part have been told to; who did not say so is left out."""

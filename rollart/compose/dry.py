@@ -1,5 +1,5 @@
 """What `launch --dry-run` says beyond the specs: how engines that are not ours would be started, what parts on GPUs
-would compute with, and where function workers would live."""
+would compute with, how weights would move, and where function workers would live."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from placement.types import Role
 from rollart.compose.actors import attached, engine_command, torch_device
+from rollart.compose.broadcasts import backend_of
 from rollart.compose.dtypes import engine_dtype, trainer_dtype
 from rollart.compose.functions import function_actor, function_hosts
 from rollart.compose.routing import SERVING
@@ -18,8 +19,8 @@ __all__ = ["commands"]
 
 
 def commands(resolved: Resolved) -> Iterator[str]:
-    """A line per engine and one of the trainer; none for parts of ours in float32 on cores. One per host of function
-    workers."""
+    """A line per engine and one of the trainer; none for parts of ours in float32 on cores. One of broadcasts, and one
+    per host of function workers."""
     ours, urls = resolved.cluster.engines.kind != "vllm", attached(resolved)
     for assignment in (a for role in SERVING for a in resolved.plan.of(role)):
         if ours:
@@ -35,6 +36,8 @@ def commands(resolved: Resolved) -> Iterator[str]:
         if resolved.cluster.trainer.external is None:
             device = torch_device(resolved, assignment)
             yield from _computes(assignment.name, device, trainer_dtype(resolved, device))
+    if resolved.run.weights.collective is not None:
+        yield f"weights: broadcast over {backend_of(resolved)}"
     yield from _function_hosts(resolved)
 
 

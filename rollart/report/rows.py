@@ -109,6 +109,8 @@ class RunRows:
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
     updates: Sequence[RunEvent] = ()
     """Engines that loaded a version by themselves, and how many they had left out."""
+    broadcasts: Sequence[RunEvent] = ()
+    """To each engine: versions that it received and, after those, what it did not."""
     making: Sequence[RunEvent] = ()
     """What environment hosts made, in sums by host and domain."""
     places: Sequence[RunEvent] = ()
@@ -143,6 +145,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         shares=reader.events(DOMAIN_SHARE),
         concurrency=reader.events(CONCURRENCY),
         updates=reader.events(ENGINE_UPDATED),
+        broadcasts=[*reader.events("weights_received"), *reader.events("weights_not_received")],
         making=reader.events(ENVIRONMENTS_MADE),
         places=reader.events(PLACES),
         engines=reader.events(ENGINE_DID),

@@ -21,7 +21,7 @@ def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _down(rows), _nodes(rows), _rates(rows), _domains(rows), functions.health(rows),
               _cancelled(rows), _filtered(rows), engines(rows), shares(rows), _concurrency(rows),
-              _updates(rows), _making(rows), _places(rows))  # fmt: skip
+              _updates(rows), _broadcasts(rows), _making(rows), _places(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
 
@@ -147,6 +147,24 @@ def _updates(rows: RunRows) -> Table:
         found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
     lines = tuple((name, int(a), b, c, int(d), e) for name, (a, b, c, d, e) in sorted(found.items()))
     return Table("updates", "Weights that engines loaded one by one", columns, lines, people=bool(lines))
+
+
+def _broadcasts(rows: RunRows) -> Table:
+    """Versions that engines had by broadcast (`weights.collective`), while they went on generating: bytes of all their
+    workers, and seconds from the word to take part to the last byte. What they missed they read from files."""
+    columns = (Column("engine"), Column("received", "count"), Column("gb", "number"), Column("seconds", "seconds"),
+               Column("gb_per_s", "number"), Column("missed", "count"), Column("why", wrap=True))  # fmt: skip
+    found: dict[str, tuple[list[RunEvent], list[RunEvent]]] = defaultdict(lambda: ([], []))
+    for event in rows.broadcasts:
+        found[event.subject][event.kind == "weights_not_received"].append(event)
+    lines = []
+    for name, (got, missed) in sorted(found.items()):
+        gb = sum(float(e.fields["bytes"] or 0) for e in got) / 1e9
+        seconds = math.fsum(float(e.fields["seconds"] or 0) for e in got)
+        why = str(missed[-1].fields["why"]) if missed else ""
+        lines.append((name, len(got), gb, seconds, gb / seconds if seconds else None, len(missed), why))
+    title = "Weights by broadcast"
+    return Table("broadcasts", title, columns, tuple(lines), people=bool(lines))
 
 
 def _making(rows: RunRows) -> Table:

@@ -183,7 +183,9 @@ class Sender:
                     found[member] = json.loads(self._store.get(key))
             except RuntimeError:
                 pass
-            found.setdefault(member, {"error": "it went away" if broken else "it did not say that it has all"})
+            found.setdefault(
+                member, {"error": "the broadcast broke off" if broken else "it did not say that it has all"}
+            )
         return found
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rollart.adapters.trainers.http import Sent
-from rollart.compose.broadcasts import ASKED_S, Broadcasts
-from rollart.errors import EngineError, TrainerError
+from rollart.compose.broadcasts import ASKED_S, Broadcasts, backend_of
+from rollart.compose.dry import commands
+from rollart.errors import EngineError, SpecError, TrainerError
 from rollart.ports import RunEvent
 from rollart.runtime.leases import Leases
 from rollart.sim.loop import run
+from rollart.spec.resolve import resolve_files
+from tests.e2e.harness import CLUSTER, tiny
 
 SEND_S = 30.0
 
@@ -192,3 +197,42 @@ def test_without_engines_nothing_is_sent() -> None:
         assert b.events.seen == []
 
     bench(test)
+
+
+MIXED = [{"name": "gpus", "device": "H100", "count": 2, "price": 2.0}, {"name": "here", "device": "cpu", "count": 2}]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "asked", "backend"),
+    [("H100", "H100", "auto", "nccl"), ("H100", "cpu", "auto", "gloo"), ("cpu", "cpu", "auto", "gloo"),
+     ("H100", "H100", "gloo", "gloo"), ("H100", "cpu", "nccl", None), ("cpu", "cpu", "nccl", None)],
+)  # fmt: skip
+def test_nccl_is_for_gpus_on_both_sides(
+    tmp_path: Path, trainer: str, engines: str, asked: str, backend: str | None
+) -> None:
+    cluster = CLUSTER | {"pools": MIXED, "trainer": {"device": trainer}, "engines": {"count": 1, "device": engines}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny(weights={"collective": {"backend": asked}})))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    made = resolve_files(tmp_path / "run.yaml", tmp_path / "cluster.yaml")
+    if backend is None:
+        with pytest.raises(
+            SpecError, match=r"backend is nccl, and \S+ runs on cores of pool 'here' \(rule: GPUs on both"
+        ):
+            backend_of(made)
+    else:
+        assert backend_of(made) == backend
+        assert f"weights: broadcast over {backend}" in list(commands(made))
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster", "why"),
+    [({"store": {"kind": "files", "url": "shared"}}, {}, "weights.collective and weights.store are given"),
+     ({}, {"trainer": {"external": "127.0.0.1:0"}}, "trainer.external is somebody else's trainer")],
+)  # fmt: skip
+def test_what_does_not_go_with_broadcasts_is_refused(
+    tmp_path: Path, run: dict[str, Any], cluster: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny(weights={"collective": {}, **run})))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | cluster))
+    with pytest.raises(SpecError, match=why):
+        resolve_files(tmp_path / "run.yaml", tmp_path / "cluster.yaml")

@@ -314,6 +314,15 @@ def test_what_was_filtered_stands_beside_what_was_kept_and_is_waste_of_its_own()
     assert waste(run, cost_lines(run))["engine", "trajectory filtered"] > 0
 
 
+def test_broadcasts_have_a_line_per_engine() -> None:
+    events = [
+        *(RunEvent(1.0, "weights_received", "e0", {"version": v, "bytes": 2 * 10**9, "seconds": 4.0}) for v in (1, 2)),
+        RunEvent(9.0, "weights_not_received", "e1", {"version": 2, "why": "the broadcast broke off"}),
+    ]
+    table = next(t for t in utilization(rows(broadcasts=events)).tables if t.name == "broadcasts")
+    assert table.rows == (("e0", 2, 4.0, 8.0, 0.5, 0, ""), ("e1", 0, 0.0, 0.0, None, 1, "the broadcast broke off"))
+
+
 def test_versions_that_engines_left_out_are_bytes_saved() -> None:
     loads = [
         RunEvent(1.0, "engine_updated", "e0", {"version": 1, "skipped": 0, "bytes": 2_000_000_000, "seconds": 3.0}),

@@ -15,6 +15,7 @@ from rollart.engine.checkpoint import read_tensors
 from rollart.errors import TrainerError, UsageError
 from rollart.train import checkpoint
 from rollart.train.learner import Learner
+from rollart.train.sending import outgoing
 from tests.train.trainkit import batch, config, sample
 
 pytest.importorskip("peft")
@@ -98,3 +99,12 @@ def learn_the_same(directory: str, parallel: dict[str, Any]) -> None:
     assert abs(straight.logprobs(batch(SAMPLES)) - other.logprobs(batch(SAMPLES))).max() < 1e-5
     path = checkpoint.publish(other, tmp_path, 1, ())
     checkpoint.restore(straight, path, 1)
+
+
+def test_a_broadcast_holds_adapters_merged_as_files_do(tmp_path: Path) -> None:
+    own = learner(tmp_path)
+    own.train(batch(SAMPLES), 0)
+    sent = outgoing(checkpoint.snapshot(own, copy=True))
+    files = read_tensors(checkpoint.publish(own, tmp_path, 1, ()))
+    assert sent.tensors.keys() == files.keys()
+    assert all(torch.equal(sent.tensors[name], tensor) for name, tensor in files.items())

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from rollart.adapters.trainers.http import HttpTrainer
+from rollart.collective import Order, Receiver
 from rollart.engine.checkpoint import read_architecture, read_tensors
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import WeightsRef
@@ -134,6 +136,38 @@ def moments(learner: Learner) -> dict[str, torch.Tensor]:
     names = {p: n for n, p in learner.policy.model.named_parameters()}
     state = learner.optimizers["policy"].state
     return {f"{names[p]}/{key}": value for p, one in state.items() for key, value in one.items()}
+
+
+def test_every_rank_broadcasts_what_it_writes(two: Ranks) -> None:
+    """Each over a group of its own with all workers; what arrives is what the files hold."""
+    receivers = [Receiver(torch.device("cpu")) for _ in range(2)]
+
+    async def work(trainer: HttpTrainer) -> None:
+        address, lanes = await trainer.meet()
+        assert lanes == 2
+        order = Order(address, "g", "gloo", 3, lanes, "s", 7, limit_s=60.0)
+        with pytest.raises(TrainerError, match="version 7 was not staged to be sent"):
+            await trainer.send(asdict(order), bucket_bytes=1000)
+        await trainer.stage(7, send=True)
+        for first, receiver in enumerate(receivers, start=1):
+            receiver.take_part(replace(order, first=first))
+        sent, published = await asyncio.gather(trainer.send(asdict(order), bucket_bytes=1000), trainer.publish(7))
+        assert sent.errors == {}
+        assert sent.has.keys() == {1, 2}
+        files = read_tensors(published.path)
+        shares = [size for size, _ in sent.has.values()]
+        assert shares == [sent.bytes] * 2
+        for receiver in receivers:
+            received = receiver.take("s")
+            assert received is not None
+            assert received.tensors.keys() == files.keys()
+            assert all(torch.equal(received.tensors[name], tensor) for name, tensor in files.items())
+
+    try:
+        two.use(work)
+    finally:
+        for receiver in receivers:
+            receiver.close()
 
 
 def test_two_ranks_learn_what_one_learns_and_each_goes_on_from_the_other(two: Ranks, tmp_path: Path) -> None:

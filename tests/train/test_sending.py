@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from torch import Tensor
 
 from rollart import collective
 from rollart.collective import Order, Received, Receiver
-from rollart.train import sending
-from rollart.train.sending import Outgoing, Sender, Sent
+from rollart.engine.checkpoint import read_tensors
+from rollart.train import checkpoint, sending
+from rollart.train.learner import Learner
+from rollart.train.sending import Outgoing, Sender, Sent, outgoing
+from tests.train.trainkit import config
 
 CPU = torch.device("cpu")
 BUCKET = 4096
@@ -109,6 +113,17 @@ def test_every_worker_has_what_every_rank_sent(bench: Callable[..., Bench]) -> N
             assert received.config == f"config {version}"
             assert same(received, shares[0] | shares[1])
             assert receiver.take(f"s{version}") is None, "it was given out"
+
+
+def test_a_head_that_is_tied_is_sent_once_as_it_is_in_files(tmp_path: Path) -> None:
+    learner = Learner(config(tmp_path))
+    sent = outgoing(checkpoint.snapshot(learner, copy=True))
+    path = checkpoint.publish(learner, tmp_path, 1, ())
+    files = read_tensors(path)
+    assert sent.tensors.keys() == files.keys()
+    assert "lm_head.weight" not in files
+    assert all(torch.equal(sent.tensors[name], tensor) for name, tensor in files.items())
+    assert sent.config == (path / "config.json").read_text()
 
 
 def test_a_damaged_bucket_is_said_and_nothing_of_the_version_is_kept(
