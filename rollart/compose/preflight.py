@@ -31,7 +31,7 @@ run looks for those who start it by themselves."""
 WATCHED = "rollart.adapters.clusters.pdeathsig"
 """Runs a module that ends with this process."""
 
-INSTALL = "install what it needs where environments live (pip install 'rollart[envs]')"
+INSTALL = "install what it needs where environments live: see docs/environments.md"
 
 
 def refuse_environments(specs: Resolved | Specs, where: Where | None = None) -> None:
