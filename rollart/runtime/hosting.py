@@ -262,7 +262,7 @@ class HostFleet:
     async def _start(self, host: Host, cause: str) -> None:
         host.part.clock.enter(State.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
-            host.link = await host.part.start()
+            host.link = host.life = await host.part.start()
         host.live, host.taken, host.resting = 0, None, False
         host.part.clock.enter(State.IDLE)
         self._policy.restarted(host.id)

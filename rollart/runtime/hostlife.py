@@ -18,8 +18,10 @@ class Host:
     part: HostPart
     link: EnvironmentHost | None = None
     """While it serves."""
+    life: EnvironmentHost | None = None
+    """Its last life, over or not."""
     live: int = 0
-    """Places of its present life that are held."""
+    """Places of that life that are held."""
     calls: int = 0
     taken: int | None = None
     """Episodes that it held when it ended, as the first of them learned."""

@@ -104,7 +104,7 @@ class Places:
         """Its episode is over. The place of a life that is over was lost with that."""
         self.ahead.pop(place, None)
         self.going -= place.going
-        if place.host.link is place.link or place.host.link is None:
+        if place.host.life is place.link:
             place.host.live -= 1
         self.look()
 

@@ -444,7 +444,7 @@ def test_a_host_that_never_says_which_images_it_has_is_waited_for_under_a_lease(
         bench = Bench(1)
         async with running(bench):
             part = bench.parts["environment-0"]
-            bench.fleet._hosts[part.id].link = Pictured(part, 1)
+            bench.fleet._hosts[part.id].link = bench.fleet._hosts[part.id].life = Pictured(part, 1)
             one = bench.environment()
             with pytest.raises(LeaseExpired, match=r"waited 600\.0 s for a host to name the images of its environment"):
                 await one.prepare(0, "tale-0")
@@ -576,6 +576,26 @@ def test_hosts_of_one_node_that_end_together_are_one_incident() -> None:
                 await one.close()
             by_host = dict(zip(bench.parts, ends, strict=True))
             assert by_host["environment-0"] == by_host["environment-1"] != by_host["environment-2"]
+
+    play(main)
+
+
+def test_a_place_of_a_life_that_is_over_is_not_freed_in_another() -> None:
+    async def main() -> None:
+        bench = Bench(1)
+        async with running(bench):
+            part, held = bench.parts["environment-0"], [bench.environment() for _ in range(2)]
+            await held[0].reset(0)
+            await part.die()
+            await asyncio.sleep(3.0)
+            await held[1].reset(0)
+            assert bench.live == {"environment-0": 1}
+            await part.die()
+            await asyncio.sleep(0.1)  # it is down, and its first life's episode ends now
+            await held[0].close()
+            assert bench.live == {"environment-0": 1}
+            await held[1].close()
+            assert bench.live == {"environment-0": 0}
 
     play(main)
 
