@@ -20,6 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+try:
+    from rollart import packed as packing
+except ImportError:  # this file was copied alone: numbers go as JSON then
+    packing = None  # type: ignore[assignment]
+
 __all__ = ["Experience", "Service", "ServiceError"]
 
 T = TypeVar("T")
@@ -61,15 +66,20 @@ class Service:
     """Calls block; a client may be used by any number of threads."""
 
     def __init__(
-        self, url: str, *, token: str = "", patience_s: float = 0.0, tls: ssl.SSLContext | None = None
-    ) -> None:
+        self, url: str, *, token: str = "", patience_s: float = 0.0, tls: ssl.SSLContext | None = None,
+        arrays: bool = False,
+    ) -> None:  # fmt: skip
         """`patience_s`: how long calls that may be made again are made again while nobody answers them: all but
         `put_prompts` without a `key` and `get_experience` without a `key` and a `lease_s`. `tls`: whom to trust
-        behind https://; by default as the system does."""
+        behind https://; by default as the system does. `arrays`: long columns of numbers are given as `array.array`
+        (`torch.frombuffer`, `numpy.frombuffer`), not as lists."""
         self._url = url.rstrip("/")
         self._token = token
         self._patience_s = patience_s
         self._tls = tls
+        self._arrays = arrays
+        self._packs = False
+        """The service said that it takes packed columns."""
 
     def init(
         self,
@@ -92,13 +102,25 @@ class Service:
     ) -> list[str]:
         """A group of rows per prompt, with the prompt's columns; their ids. Waits until they fit; ServiceError (503)
         after `timeout_s`. With a `key`, a call that is made again (its answer was lost) is the first one."""
-        body = {"prompts": [dict(p) for p in prompts], "group_size": group_size, "timeout_s": timeout_s, "key": key}
-        return list(self._call("POST", "/v1/prompts", body, timeout_s, again=bool(key))["ids"])
+        packs = self._packs
+        rows = [{"columns": _packed(p) if packs else _plain(p)} for p in prompts]
+        body = {"prompts": rows if packs else [row["columns"] for row in rows], "group_size": group_size,
+                "timeout_s": timeout_s, "key": key}  # fmt: skip
+        got = self._call("POST", "/v1/prompts", body, timeout_s, again=bool(key), packed=rows if packs else None)
+        return list(got["ids"])
 
     def put_experience(self, row: str, *, version: int | None = None, **columns: Any) -> bool:
         """Columns of a row, and the weights it was sampled with. False: the row was dropped meanwhile."""
-        rows = [{"id": row, "columns": columns, "version": version}]
-        return bool(self._call("POST", "/v1/experience", {"rows": rows})["kept"][row])
+        return self.put_many([(row, version, columns)])[row]
+
+    def put_many(self, rows: Sequence[tuple[str, int | None, Mapping[str, Any]]]) -> dict[str, bool]:
+        """As `put_experience`, of several rows (id, version, columns) in one call, which is on disk as one."""
+        packs = self._packs
+        told: list[dict[str, Any]] = [
+            {"id": row, "columns": _packed(columns) if packs else _plain(columns), "version": version}
+            for row, version, columns in rows
+        ]
+        return dict(self._call("POST", "/v1/experience", {"rows": told}, packed=told if packs else None)["kept"])
 
     def get_experience(
         self, task: str, count: int = 1, *, at_least: int | None = None, columns: Sequence[str] | None = None,
@@ -113,7 +135,7 @@ class Service:
                 "timeout_s": timeout_s, "lease_s": lease_s, "key": key}  # fmt: skip
         got = self._call("POST", "/v1/experience/take", body, timeout_s, again=bool(key) and lease_s is not None)
         return [
-            Experience(r["id"], r["group"], r["version"], r["columns"], got["lease"])
+            Experience(r["id"], r["group"], r["version"], self._columns(r, got.get("", b"")), got["lease"])
             for batch in got["batches"]
             for r in batch
         ]
@@ -183,16 +205,36 @@ class Service:
         return bool(self._call("POST", f"/v1/leases/{leases.pop()}/{what}", body)["kept"])
 
     def _call(
-        self, method: str, path: str, body: object, wait_s: float = 0.0, *, again: bool = True
+        self, method: str, path: str, body: Any, wait_s: float = 0.0, *, again: bool = True,
+        packed: list[dict[str, Any]] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        data = None if body is None else json.dumps(body).encode()
+        """`packed`: rows of the body whose columns go packed. The bytes of those that came so are at the key ""."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if packing is not None:
+            headers["Accept"] += f", {packing.KIND}"
+        data = None if body is None or packed is not None else json.dumps(body).encode()
+        if packing is not None and packed is not None:
+            headers["Content-Type"], data = packing.KIND, packing.encoded(body, packed)
 
         def once() -> dict[str, Any]:
-            with self._answer(method, path, data, {"Content-Type": "application/json"}, wait_s) as answer:
-                value: dict[str, Any] = json.loads(answer.read())
+            with self._answer(method, path, data, headers, wait_s) as answer:
+                self._packs = packing is not None and (self._packs or "X-Rollart-Columns" in answer.headers)
+                raw = answer.read()
+                if packing is not None and answer.headers.get_content_type() == packing.KIND:
+                    head, blob = packing.decoded(raw)
+                    return {**head, "": blob}
+                value: dict[str, Any] = json.loads(raw)
                 return value
 
         return self._patient(path, once, self._patience_s if again else 0.0)
+
+    def _columns(self, row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:
+        if packing is None or not row.get("packed"):
+            return dict(row["columns"])
+        found = packing.columns(row, blob)
+        for name in row["packed"]:
+            found[name] = found[name].array() if self._arrays else found[name].tolist()
+        return found
 
     def _send(self, path: str, file: Path) -> dict[str, Any]:
         digest, size = hashlib.sha256(), file.stat().st_size
@@ -238,6 +280,14 @@ class Service:
                     raise ServiceError(f"{self._url}{path} does not answer: {error}") from None
             threading.Event().wait(pause)
             waited, pause = waited + pause, min(2 * pause, 10.0)
+
+
+def _packed(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(columns) if packing is None else {name: packing.pack(value) for name, value in columns.items()}
+
+
+def _plain(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in columns.items()}
 
 
 def _group(batch: Sequence[Experience]) -> str:

@@ -31,6 +31,7 @@ from rollart.adapters.service.terms import Refused, Setup, Task
 from rollart.adapters.service.uploads import Uploads
 from rollart.addresses import host_and_port, loopback
 from rollart.errors import TrainerError, TrainerRefused, UsageError
+from rollart.packed import pack, plain
 
 __all__ = ["COLUMNS", "TASK", "Bridge"]
 
@@ -89,7 +90,7 @@ class Bridge:
         finally:
             self.desk.over()
         seconds = asyncio.get_running_loop().time() - began
-        return {"trained_tokens": sum(map(sum, (r["loss_mask"] for r in rows))), "seconds": seconds, "metrics": {}}
+        return {"trained_tokens": sum(sum(plain(r["loss_mask"])) for r in rows), "seconds": seconds, "metrics": {}}
 
     async def stage(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # what was announced stays as it is
@@ -149,8 +150,8 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         at = slice(start, start + length)
         start += length
         rows.append({
-            "token_ids": tokens[at].tolist(), "loss_mask": list(mask[at]), "logprobs": logprobs[at].tolist(),
-            "versions": versions[at].tolist(), "score": score[i], "group": group[i],
+            "token_ids": pack(tokens[at]), "loss_mask": pack(array("B", mask[at])), "logprobs": pack(logprobs[at]),
+            "versions": pack(versions[at]), "score": score[i], "group": group[i],
             "domain": samples["domains"][domain[i]],
         })  # fmt: skip
     return rows
@@ -158,7 +159,7 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
 
 def _begun(row: Mapping[str, Any]) -> int | None:
     """The version of its first sampled token."""
-    return min((v for v in row["versions"] if v >= 0), default=None)
+    return min((v for v in plain(row["versions"]) if v >= 0), default=None)
 
 
 def _linked(given: str, path: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rollart.adapters.service.cells import Cells
 from rollart.adapters.service.loans import REMEMBERED, Loan, Loans
 from rollart.adapters.service.store import Kept, KeptRow, Store
 from rollart.adapters.service.terms import (
@@ -19,14 +20,17 @@ from rollart.adapters.service.terms import (
     Refused,
     Setup,
     Wish,
+    positive,
     rules,
     sampler_of,
     setup_body,
     setup_of,
-)
+    these,
+)  # fmt: skip
 from rollart.adapters.service.waiting import Waiting
+from rollart.packed import pack
 from rollart.policy.staleness import StalenessBound
-from rollart.policy.table import Row, Sampler, SampleTable, Selection
+from rollart.policy.table import Row, Sampler, SampleTable
 
 __all__ = ["Desk", "Given", "Refused", "Setup", "Wish"]
 
@@ -46,7 +50,7 @@ class Desk:
         self.version, self.path = 0, ""
         self.counts: Counter[str] = Counter()
         self._bound = None if setup.staleness is None else StalenessBound(setup.staleness)
-        self._values: dict[str, dict[str, Any]] = {}
+        self._values = Cells(store)
         self._rows: dict[str, Row] = {}
         self._sampled: dict[str, int] = {}
         """Version by row, of those that were sampled."""
@@ -89,14 +93,15 @@ class Desk:
             values = dict(kept.cells.get(held.row.id, {}))
             self.table.add(held.row, *(self.setup.columns if held.freed else values))
             if not held.freed:
-                self._rows[held.row.id], self._values[held.row.id] = held.row, values
+                self._rows[held.row.id] = held.row
+                self._values.put(held.row.id, values)
                 if held.sampled is not None:
                     self._sampled[held.row.id] = held.sampled
         for task, rows in kept.consumed.items():
-            self.table.take(task, _these([h.row.id for h in group if h.row.id in rows]))
+            self.table.take(task, these([h.row.id for h in group if h.row.id in rows]))
         for loan in kept.loans:
             mine = set(loan.consumed)
-            self.table.take(loan.task, _these([h.row.id for h in group if h.row.id in mine]), hold=True)
+            self.table.take(loan.task, these([h.row.id for h in group if h.row.id in mine]), hold=True)
 
     async def begin(self) -> None:
         """The setup is on disk."""
@@ -119,13 +124,14 @@ class Desk:
         ids: list[str] = []
         for values in prompts:
             self._known(values)
-        for values in prompts:
+        for values in ({column: pack(value) for column, value in prompt.items()} for prompt in prompts):
             group, self._groups = f"g{self._groups}", self._groups + 1
             for member in range(size):
                 row = Row(f"{group}.{member}", group, size, tokens, self.version)
                 with rules():
                     self.table.add(row, *values)
-                self._rows[row.id], self._values[row.id] = row, dict(values)
+                self._rows[row.id] = row
+                self._values.put(row.id, values)
                 ids.append(row.id)
                 if self._store is not None:
                     self._store.row(row, values)
@@ -162,8 +168,7 @@ class Desk:
 
     def _put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
         self._known(values)
-        held = self._values.get(row, {})
-        if row in self._values and values and all(c in held and held[c] == v for c, v in values.items()):
+        if self._values.same(row, values):
             return True
         if version is not None and version > self.version:
             raise Refused(f"row {row} was sampled with version {version}, the service knows {self.version}")
@@ -171,7 +176,8 @@ class Desk:
             if not self.table.put(row, *values):
                 self.counts["late"] += 1
                 return False
-        self._values[row].update(values)
+        values = {column: pack(value) for column, value in values.items()}
+        self._values.put(row, values)
         if version is not None:
             self._sampled[row] = min(version, self._sampled.get(row, version))
         if self._store is not None:
@@ -195,7 +201,7 @@ class Desk:
     async def lend(self, wish: Wish, seconds: float, *, lease_s: float, key: str = "") -> tuple[str, list[list[Given]]]:
         """As `get`, but the rows are the consumer's only once it says `done`: after `lease_s` without they are ready
         for the task again. The lease's id, and a request with the `key` of an open lease is given that one again."""
-        self._positive(lease_s)
+        positive(lease_s)
         columns = self._columns(wish)
         sampler = sampler_of(wish, self.setup.tasks[wish.task])
 
@@ -233,7 +239,7 @@ class Desk:
 
     async def renew(self, lease: str, seconds: float) -> bool:
         """False: it is over."""
-        self._positive(seconds)
+        positive(seconds)
         self._expire()
         renewed = self._loans.renew(lease, seconds, asyncio.get_running_loop().time()) is not None
         self._waiting.wake()
@@ -256,10 +262,6 @@ class Desk:
             self._store.loan(loan)
         self._waiting.wake()  # its deadline is one more to wait for
         return loan
-
-    def _positive(self, lease_s: float) -> None:
-        if lease_s <= 0:
-            raise Refused(f"lease_s {lease_s} (rule: above 0)")
 
     def _columns(self, wish: Wish) -> Sequence[str]:
         task = self.setup.tasks.get(wish.task)
@@ -366,14 +368,15 @@ class Desk:
             if self._store.changed:
                 self._store.meta(counts=dict(self.counts))
             await self._store.flush()
+            self._values.settle()
 
     def _forget(self, row: str) -> None:
-        del self._values[row], self._rows[row]
+        self._values.forget(row)
+        del self._rows[row]
         self._sampled.pop(row, None)
 
     def _given(self, row: str, columns: Sequence[str]) -> Given:
-        held = self._values[row]
-        return Given(row, self._rows[row].group, self._sampled.get(row), {c: held[c] for c in columns if c in held})
+        return Given(row, self._rows[row].group, self._sampled.get(row), self._values.given(row, columns))
 
     def _known(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
         unknown = [c for c in columns if c not in self.setup.columns]
@@ -394,7 +397,3 @@ class Desk:
             return look()
 
         return await self._waiting.until(looked, seconds, self._loans.next_due)
-
-
-def _these(rows: Sequence[str]) -> Sampler:
-    return lambda ready: Selection.of(ready.rows[row] for row in rows)

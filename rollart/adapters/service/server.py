@@ -19,6 +19,7 @@ from rollart.adapters.service.store import Store
 from rollart.adapters.service.terms import Given, Refused, Setup, Task, Wish
 from rollart.adapters.service.uploads import BLOCK, Stored, Uploads
 from rollart.errors import StorageFailed
+from rollart.packed import KIND, columns, decoded, encoded, plain
 
 __all__ = ["Service"]
 
@@ -79,8 +80,10 @@ class Service:
         return _json(self._desk.status())
 
     async def _put_prompts(self, request: web.Request) -> web.Response:
-        body, desk = await _body(request), self._at()
+        body, blob, desk = await _body(request), await _blob(request), self._at()
         prompts = [_object(p, "prompts") for p in _list(body, "prompts")]
+        if blob is not None:
+            prompts = [_columns(p, blob) for p in prompts]
         size = _whole(body, "group_size", 1)
         key = _name(body.get("key") or "")
         if not desk.answered(key):
@@ -88,13 +91,14 @@ class Service:
         return _json({"ids": await desk.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
 
     async def _put(self, request: web.Request) -> web.Response:
-        body, desk = await _body(request), self._at()
+        body, blob, desk = await _body(request), await _blob(request), self._at()
         rows = []
         for entry in (_object(r, "rows") for r in _list(body, "rows")):
             version = entry.get("version")
             if version is not None and (type(version) is not int or abs(version) > MOST):
                 raise Refused(f"version is {version!r} (rule: a whole number of 63 bits)")
-            rows.append((str(entry.get("id")), _object(entry.get("columns"), "columns"), version))
+            values = _object(entry.get("columns"), "columns") if blob is None else _columns(entry, blob)
+            rows.append((str(entry.get("id")), values, version))
         return _json({"kept": await desk.put_all(rows)})
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -110,7 +114,12 @@ class Service:
                 wish, _seconds(body), lease_s=_number(body["lease_s"]), key=_name(body.get("key") or "")
             )
         rows = [[_row(g) for g in batch] for batch in batches]
-        return _json({"batches": rows, "version": desk.version, "lease": lease})
+        answer = {"batches": rows, "version": desk.version, "lease": lease}
+        if KIND in request.headers.get("Accept", ""):
+            return web.Response(body=encoded(answer, [r for batch in rows for r in batch]), content_type=KIND)
+        for row in (r for batch in rows for r in batch):
+            row["columns"] = {name: plain(value) for name, value in row["columns"].items()}
+        return _json(answer)
 
     async def _lease(self, request: web.Request) -> web.Response:
         body, desk, lease = await _body(request), self._at(), request.match_info["lease"]
@@ -252,11 +261,26 @@ def _row(given: Given) -> dict[str, Any]:
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
+    raw = await request.read()
     try:
-        value = json.loads(await request.read() or b"{}")
+        value = decoded(raw)[0] if request.content_type == KIND else json.loads(raw or b"{}")
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {error}") from None
+        raise Refused(
+            f"the body is not {'packed columns' if request.content_type == KIND else 'JSON'}: {error}"
+        ) from None
     return _object(value, "the body")
+
+
+async def _blob(request: web.Request) -> bytes | None:
+    """The bytes of the packed columns; None: the body is JSON."""
+    return decoded(await request.read())[1] if request.content_type == KIND else None
+
+
+def _columns(row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:
+    try:
+        return columns(row, blob)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Refused(f"a row cannot be read: {error}") from None
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:
@@ -304,6 +328,5 @@ def _number(value: object) -> float:
 
 
 def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=json.dumps(value).encode(), status=status, headers=headers or {}, content_type="application/json"
-    )
+    told = {**(headers or {}), "X-Rollart-Columns": KIND}
+    return web.Response(body=json.dumps(value).encode(), status=status, headers=told, content_type="application/json")

@@ -7,7 +7,8 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from rollart.adapters.service.loans import REMEMBERED, Loan
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.segments import INLINE_LIMIT, Segments
+from rollart.packed import Packed, pack
 from rollart.policy.table import Row
 
-__all__ = ["Kept", "KeptRow", "Store"]
+__all__ = ["Kept", "KeptRow", "OnDisk", "Store"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -31,6 +33,14 @@ CREATE TABLE IF NOT EXISTS consumed (task TEXT NOT NULL, row TEXT NOT NULL, PRIM
 CREATE TABLE IF NOT EXISTS loans (id TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS keys (seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE, answer TEXT NOT NULL);
 """
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Where a large value is, in segments."""
+
+    segment: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,7 @@ class Store:
         self._segments = Segments(directory / "segments")
         self._last = int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0])
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
+        self._placed_since: deque[tuple[str, str, OnDisk]] = deque()
         self._changes = self._through = 0
         """So many were made, and so many are on disk."""
         self._writing: asyncio.Future[None] | None = None
@@ -92,8 +103,7 @@ class Store:
         ask = self._base.execute
         cells: dict[str, dict[str, Any]] = {}
         for row, column, value, segment, place in ask("SELECT row, col, value, segment, place FROM cells"):
-            text = value if segment is None else self._segments.read(segment, place).decode()
-            cells.setdefault(row, {})[column] = json.loads(text)
+            cells.setdefault(row, {})[column] = _read(value) if segment is None else OnDisk(segment, place)
         consumed: dict[str, set[str]] = {}
         for task, row in ask("SELECT task, row FROM consumed"):
             consumed.setdefault(task, set()).add(row)
@@ -121,7 +131,7 @@ class Store:
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
         for column, value in values.items():
-            self._do("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, json.dumps(value))
+            self._do("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _written(value))
         if sampled is not None:
             self._do("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
 
@@ -151,6 +161,15 @@ class Store:
         """What a request of this name was answered; the oldest are forgotten."""
         self._do("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
         self._do("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", REMEMBERED)
+
+    def placed(self) -> Iterator[tuple[str, str, OnDisk]]:
+        """Large values that are on disk since this was asked last: row, column and place."""
+        while self._placed_since:
+            yield self._placed_since.popleft()
+
+    def read(self, place: OnDisk) -> Any:
+        """A large value again, while its row is there."""
+        return _read(self._segments.read(place.segment, place.offset))
 
     @property
     def changed(self) -> bool:
@@ -199,6 +218,8 @@ class Store:
             if self._base.in_transaction:
                 self._base.execute("ROLLBACK")
             raise
+        large = (v for s, v in placed if s.startswith("INSERT INTO cells") and len(v) == 4)
+        self._placed_since.extend((row, column, OnDisk(*at)) for row, column, *at in large)
         if self._segments.rolled:
             used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
             self._segments.keep({segment for (segment,) in used})
@@ -206,9 +227,21 @@ class Store:
     def _placed(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
         """Large values go into a segment first."""
         if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
-            row, column, text = values
-            return "INSERT INTO cells VALUES (?, ?, NULL, ?, ?)", (row, column, *self._segments.append(text.encode()))
+            row, column, value = values
+            raw = value.encode() if isinstance(value, str) else value
+            return "INSERT INTO cells VALUES (?, ?, NULL, ?, ?)", (row, column, *self._segments.append(raw))
         return statement, values
+
+
+def _written(value: Any) -> str | bytes:
+    """JSON, or packed numbers: a zero, which no JSON begins with, their code, and they themselves."""
+    return b"\0" + value.code.encode() + value.data if isinstance(value, Packed) else json.dumps(value)
+
+
+def _read(written: str | bytes) -> Any:
+    if isinstance(written, bytes) and written[:1] == b"\0":
+        return Packed(chr(written[1]), written[2:])
+    return pack(json.loads(written))
 
 
 def _loan(body: list[Any]) -> Loan:

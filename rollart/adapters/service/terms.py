@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollart.policy.samplers import Balanced, Fifo, WholeGroups
-from rollart.policy.table import Sampler
+from rollart.policy.table import Sampler, Selection
 
-__all__ = ["Given", "Refused", "Setup", "Task", "Wish", "rules", "sampler_of", "setup_body", "setup_of"]
+__all__ = [
+    "Given", "Refused", "Setup", "Task", "Wish", "positive", "rules", "sampler_of", "setup_body", "setup_of", "these",
+]  # fmt: skip
 
 
 class Refused(Exception):
@@ -80,6 +82,15 @@ def sampler_of(wish: Wish, task: Task) -> Sampler:
     else:
         sampler = Fifo(wish.count, wish.at_least)
     return Balanced(sampler, wish.consumers) if wish.consumers > 1 else sampler
+
+
+def these(rows: Sequence[str]) -> Sampler:
+    return lambda ready: Selection.of(ready.rows[row] for row in rows)
+
+
+def positive(lease_s: float) -> None:
+    if lease_s <= 0:
+        raise Refused(f"lease_s {lease_s} (rule: above 0)")
 
 
 class rules:

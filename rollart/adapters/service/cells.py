@@ -1,0 +1,55 @@
+"""The values of a table's rows: numbers packed, and large ones on the disk alone where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rollart.adapters.service.store import OnDisk, Store
+from rollart.packed import pack
+
+__all__ = ["Cells"]
+
+
+class Cells:
+    """By row and column. What a store wrote beside its database (`INLINE_LIMIT`) is read there when it is given out,
+    from the system's cache as a rule: it is held here only on its way to the disk."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def forget(self, row: str) -> None:
+        del self._rows[row]
+
+    def put(self, row: str, values: Mapping[str, Any]) -> None:
+        self._rows.setdefault(row, {}).update(values)
+
+    def same(self, row: str, values: Mapping[str, Any]) -> bool:
+        """Whether it has all of these already."""
+        held = self._rows.get(row)
+        return bool(values) and held is not None and all(c in held and self._read(held[c]) == pack(v)
+                                                         for c, v in values.items())  # fmt: skip
+
+    def given(self, row: str, columns: Sequence[str]) -> dict[str, Any]:
+        held = self._rows[row]
+        return {c: self._read(held[c]) for c in columns if c in held}
+
+    def settle(self) -> None:
+        """Let go of what is on the disk."""
+        if self._store is not None:
+            for row, column, place in self._store.placed():
+                if row in self._rows and column in self._rows[row]:
+                    self._rows[row][column] = place
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, OnDisk):
+            assert self._store is not None
+            return self._store.read(value)
+        return value
