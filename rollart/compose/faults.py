@@ -10,6 +10,7 @@ from typing import Any
 from placement.types import Role
 from rollart.compose.environments import ROLE, host_count
 from rollart.compose.routing import SERVING
+from rollart.compose.simulated_functions import simulated_hosts
 from rollart.report.faults import TroubleSeen
 from rollart.runtime.hostwatch import HostLimits
 from rollart.sim.environments import Host, ResetFaults
@@ -20,6 +21,7 @@ from rollart.sim.machines import Machine, Machines
 from rollart.sim.modelled import ModelledRun
 from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching
 from rollart.spec.resolve import Resolved
+from serverless.backends.simulated import SimulatedMachines
 
 __all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machines_of", "modelled_hosts", "parts_of"]
 
@@ -49,6 +51,7 @@ def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     return {
         **found,
         **{name: (name,) for name in (f"{ROLE}-{n}" for n in range(host_count(resolved)))},
+        **{name: (name,) for name in simulated_hosts(resolved)},
         **{name: tuple(own) for name, own in sorted(machines.items())},
         **{name: (name,) for name in links},
     }
@@ -128,8 +131,15 @@ class Trouble:
     def beside(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
         return [lambda: self._faults.run()] if self._plan.outages or self._plan.rates else []
 
-    def begin(self, run: ModelledRun, links: Mapping[str, SharedLink]) -> None:
+    def begin(
+        self, run: ModelledRun, links: Mapping[str, SharedLink], workers: SimulatedMachines | None = None
+    ) -> None:
+        """`workers`: the hosts of function workers."""
         subjects: dict[str, Subject] = {h.name: host(h) for h in self.hosts}
+        for name in () if workers is None else workers.names:
+            assert workers is not None
+            turn = functools.partial(workers.turn, name)
+            subjects[name] = Subject(functools.partial(turn, up=False), functools.partial(turn, up=True))
         for place in run.places:
             subjects[str(place.engine.id)] = engine(place.engine, lambda: run.control.gateway.version)
         subjects[run.trained_by.name] = trainer(run.trainer)

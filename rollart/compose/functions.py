@@ -54,9 +54,11 @@ def function_fleet(
     return fleet, hosts
 
 
-def function_hosts(resolved: Resolved) -> tuple[str, ...]:
-    """Names of the hosts at the start of a run; none where workers are the controller's."""
-    return tuple(itertools.islice(host_names(resolved, frozenset()), _count(resolved)))
+def function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
+    """Names of the hosts at the start of a run; none where workers are the controller's, or there is no function.
+    `profiled`: there are some that only a profile tells of."""
+    count = _count(resolved) if profiled or resolved.run.functions else 0
+    return tuple(itertools.islice(host_names(resolved, frozenset()), count))
 
 
 def host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
@@ -140,8 +142,8 @@ class FunctionProgram:
 
 
 def _count(resolved: Resolved) -> int:
-    functions, run = resolved.cluster.functions, resolved.run
-    if "local" not in functions.chain or not run.functions:
+    functions = resolved.cluster.functions
+    if "local" not in functions.chain:
         return 0
     wanted = functions.local.hosts
     if wanted != "auto":
@@ -150,7 +152,7 @@ def _count(resolved: Resolved) -> int:
         return 0
     pool = _pool(resolved)
     machines = math.ceil(pool.count / (pool.devices_per_host or pool.count))
-    workers = sum(spec.concurrency for spec in resolved.functions.values())
+    workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
     return len(_given(resolved)) or max(1, min(machines, workers))
 
 

@@ -135,7 +135,8 @@ async def _main(
     config = {**resolved.to_dict(), SIMULATED: {"schedule": name, "seed": seed}}
     with Traced(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
         functions = troubled(behaviours(resolved, recording), faults)
-        async with SimulatedFunctions(functions, resolved, ledger, seed) as rewarder:
+        scoring = SimulatedFunctions(functions, resolved, ledger, seed)
+        async with scoring as rewarder:
             hosts = modelled_hosts(resolved, trouble)
             run = ModelledRun(
                 [_domain(resolved, n, seed, replay, trouble, hosts) for n in range(len(resolved.run.domains))],
@@ -155,7 +156,7 @@ async def _main(
                 hosts=hosts,
                 restart_s=trainer_start(resolved),
             )
-            trouble.begin(run, world.links())
+            trouble.begin(run, world.links(), scoring.machines)
             await run.run()
         moved = tuple(world.transfer.moved.values())
         return Simulated(name, seed, run.ended, ledger.trace, tuple(run.seen), moved, directory, trouble.seen(run))

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
+from rollart.compose.functions import function_hosts
 from rollart.compose.recording import Recording
 from rollart.ports import Rewarder
 from rollart.sim import scoring
 from rollart.sim.modelled import Traced
 from rollart.spec.faults import FaultPlanSpec, FunctionTroubleSpec, matching
 from rollart.spec.resolve import Resolved
-from serverless.backends.simulated import Profile, SimulatedBackend
+from serverless.backends.simulated import Profile, SimulatedBackend, SimulatedMachines
 from serverless.deploy.package import build
 from serverless.pipeline import Offload
 from serverless.spec import BatchSpec, FunctionSpec
 from serverless.types import FaultKind, Invocation
 
-__all__ = ["Behaviour", "SimulatedFunctions", "behaviours", "troubled"]
+__all__ = ["Behaviour", "SimulatedFunctions", "behaviours", "simulated_hosts", "troubled"]
 
 COLD_S = 0.5
 """Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
@@ -86,18 +87,34 @@ def _in_trouble(one: Behaviour, entry: FunctionTroubleSpec) -> Behaviour:
     return replace(one, profile=profile, spec=one.spec.model_copy(update=changed))
 
 
+def simulated_hosts(resolved: Resolved) -> tuple[str, ...]:
+    """Hosts of function workers, to which something may happen; none where another provider has the workers."""
+    if _provider(resolved) != "local":
+        return ()
+    domains = () if resolved.problem is None else resolved.problem.domains
+    return function_hosts(resolved, profiled=any(d.reward is not None and not d.reward.on_gpu for d in domains))
+
+
+def _provider(resolved: Resolved) -> str:
+    functions = resolved.cluster.functions
+    return functions.price or functions.chain[0]
+
+
 class SimulatedFunctions:
-    """Open it for the run's rewarder. A domain without a function is paid by its environment."""
+    """Open it for the run's rewarder. A domain without a function is paid by its environment. `machines` are the hosts
+    of its workers, None where nothing can happen to these."""
 
     def __init__(self, known: list[Behaviour], resolved: Resolved, ledger: Traced, seed: int) -> None:
-        functions = resolved.cluster.functions
-        kind = type("Provider", (SimulatedBackend,), {"provider": functions.price or functions.chain[0]})
+        names = simulated_hosts(resolved)
+        self.machines = SimulatedMachines(names) if names else None
+        kind = type("Provider", (SimulatedBackend,), {"provider": _provider(resolved)})
         meter = _Calls(ledger)
         self._backend: SimulatedBackend = kind(
             {b.spec.name: scoring.score for b in known},
             meter=meter,
             profiles={b.spec.name: b.profile for b in known},
             seed=seed,
+            machines=self.machines,
         )
         self._offload = Offload([build(b.spec) for b in known], self._backend, meter=meter, seed=seed)
         self._plan: Mapping[str, DomainRewards] = {

@@ -31,7 +31,8 @@ class OutageSpec(Entry):
     parts: Patterns = Field(
         description="Names or patterns with `*`: `engine-0`, `trainer-0` and so on as in the plan, `machine-POOL-N` "
         "(all on a host of a pool), `environment-N` (hosts of the cluster's `environments`; without them `host-N`), "
-        "`link-weights`, `link-weights-ENGINE`, `link-kv-A-B`."
+        "`reward-N` (hosts of function workers, where there are some), `link-weights`, `link-weights-ENGINE`, "
+        "`link-kv-A-B`."
     )
     at_s: float = Field(ge=0, description="Virtual seconds from the start.")
     seconds: float | None = Field(default=None, gt=0, description="How long; left out, for good.")

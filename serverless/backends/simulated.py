@@ -6,6 +6,7 @@ Latencies and faults are drawn from one seeded `Random` per function, so a run r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 from serverless.backends.base import Load, Reply
 from serverless.backends.host import PoolHost
 from serverless.backends.pool import Answer, Request, WorkerFault
+from serverless.backends.worker import WorkerLost
 from serverless.deploy.handler import ListHandler, adapt, is_async, score_concurrently
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, NullMeter
 from serverless.types import Cause, FaultKind, InfraFault
 
-__all__ = ["Profile", "SimulatedBackend"]
+__all__ = ["Profile", "SimulatedBackend", "SimulatedMachines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,65 @@ class Profile:
             raise ValueError(f"faults sum to {total:g}, failed_start is {self.failed_start:g}: not in 0..1")
 
 
+class SimulatedMachines:
+    """Machines that hold modelled workers, as `hosted.WorkerHosts` has real ones: a new worker goes where there are
+    fewest, of several to the one named first. One that is turned down takes its workers along."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._workers: dict[str, dict[_SimulatedWorker, None]] = {name: {} for name in names}
+        self._starting = dict.fromkeys(names, 0)
+        self._lives = dict.fromkeys(names, 0)
+        self._up = dict.fromkeys(names, True)
+        self._changed = asyncio.Event()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._up)
+
+    def turn(self, name: str, *, up: bool) -> None:
+        self._up[name] = up
+        self._lives[name] += not up
+        for worker in () if up else list(self._workers[name]):
+            worker.lose()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def room(self) -> None:
+        """Returns once a machine is up."""
+        while not any(self._up.values()):
+            changed = self._changed
+            await changed.wait()
+
+    async def hold(self, start_s: float) -> Callable[[_SimulatedWorker], None]:
+        """A place on a machine after `start_s` seconds; it takes the worker. `WorkerLost` if the machine goes down."""
+        up = [name for name, there in self._up.items() if there]
+        if not up:
+            raise _lost()
+        name = min(up, key=lambda name: len(self._workers[name]) + self._starting[name])
+        life = self._lives[name]
+        self._starting[name] += 1
+        try:
+            await asyncio.sleep(start_s)
+        finally:
+            self._starting[name] -= 1
+        if self._lives[name] != life:
+            raise _lost()
+
+        def take(worker: _SimulatedWorker) -> None:
+            self._workers[name][worker] = None
+            worker.left = lambda: self._workers[name].pop(worker, None)
+
+        return take
+
+
+def _lost() -> WorkerLost:
+    return WorkerLost(InfraFault(FaultKind.CRASH, retryable=True, detail="simulated: the machine went down"))
+
+
 class SimulatedBackend:
     """Implements `Backend` and `Scalable`. `functions` maps a name to the callable that a real package would hold; it
-    runs inline and takes no loop time. Functions without a profile get the default one."""
+    runs inline and takes no loop time. Functions without a profile get the default one. Workers are on `machines`, or
+    where nothing can happen to them."""
 
     provider = "simulated"
 
@@ -60,11 +118,14 @@ class SimulatedBackend:
         meter: MeterSink | None = None,
         profiles: Mapping[str, Profile] | None = None,
         seed: int = 0,
+        machines: SimulatedMachines | None = None,
     ) -> None:
         self._functions = functions
+        self._machines = machines
         self._profiles = profiles or {}
         self._seed = seed
-        self._host = PoolHost(self, provider=self.provider, meter=meter or NullMeter())
+        room = None if machines is None else machines.room
+        self._host = PoolHost(self, provider=self.provider, meter=meter or NullMeter(), room=room)
 
     async def deploy(self, package: Package) -> None:
         self._host.deploy(package)
@@ -99,22 +160,38 @@ class SimulatedBackend:
         rng = self._host.state(name, lambda: random.Random(f"{self._seed}/{name}"))
         init_s = profile.cold_start_s * rng.lognormvariate(0.0, profile.sigma)
         fails = rng.random() < profile.failed_start
-        await asyncio.sleep(init_s)
+        if self._machines is None:
+            take = None
+            await asyncio.sleep(init_s)
+        else:
+            take = await self._machines.hold(init_s)
         if fails:
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="simulated: start failed"))
-        target = self._functions[name]
+        made = _SimulatedWorker(self._handler(package), profile, rng, init_s, gone)
+        if take is not None:
+            take(made)
+        return made
+
+    def _handler(self, package: Package) -> ListHandler:
+        target = self._functions[package.spec.name]
         if is_async(target):
-            return _SimulatedWorker(lambda event, _: score_concurrently(target, event), profile, rng, init_s)
-        return _SimulatedWorker(adapt(target, takes=package.spec.takes), profile, rng, init_s)
+            return lambda event, _: score_concurrently(target, event)
+        return adapt(target, takes=package.spec.takes)
 
 
 class _SimulatedWorker:
-    def __init__(self, handler: ListHandler, profile: Profile, rng: random.Random, init_s: float) -> None:
+    def __init__(
+        self, handler: ListHandler, profile: Profile, rng: random.Random, init_s: float, gone: Callable[[], None]
+    ) -> None:
         self._handler = handler
         self._profile = profile
         self._rng = rng
         self.init_s = init_s
         self.alive = True
+        self.left: Callable[[], object] | None = None
+        """To be called at its end, where it is on a machine that may go down."""
+        self._gone = gone
+        self._lost = asyncio.Event()
 
     async def call(self, request: Request) -> Answer:
         profile = self._profile
@@ -122,12 +199,12 @@ class _SimulatedWorker:
         seconds = (profile.call_s + profile.item_s * len(request.event)) * factor
         kind = self._fault()
         if kind is FaultKind.TIMEOUT:
-            await asyncio.sleep(request.remaining_s * 2.0 + 1.0)
+            await self._pass(request.remaining_s * 2.0 + 1.0)
         if kind in (FaultKind.CRASH, FaultKind.OUT_OF_MEMORY):
-            await asyncio.sleep(seconds / 2.0)
+            await self._pass(seconds / 2.0)
             self.alive = False
             raise WorkerFault(InfraFault(kind, retryable=True, detail="simulated"))
-        await asyncio.sleep(seconds + profile.overhead_s)
+        await self._pass(seconds + profile.overhead_s)
         if kind is not None:
             return Answer(None, seconds, InfraFault(kind, retryable=True, detail="simulated"))
         try:
@@ -139,6 +216,25 @@ class _SimulatedWorker:
 
     def kill(self) -> None:
         self.alive = False
+        if self.left is not None:
+            self.left()
+
+    def lose(self) -> None:
+        """Its machine goes down."""
+        self.kill()
+        self._lost.set()
+        self._gone()
+
+    async def _pass(self, seconds: float) -> None:
+        """So much of a call's time. `WorkerLost` if the machine goes down meanwhile."""
+        if self.left is None:
+            await asyncio.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._lost.wait()
+        if self._lost.is_set():
+            raise _lost()
 
     def _fault(self) -> FaultKind | None:
         draw = self._rng.random()

@@ -129,6 +129,25 @@ def test_hosts_have_the_names_that_they_have_when_the_cluster_is_launched(resolv
         load_faults(tmp_path / "faults.yaml", list(parts_of(hosted)))
 
 
+def test_hosts_of_function_workers_go_down_and_no_reward_is_lost(resolved: Resolved, tmp_path: Path) -> None:
+    local = resolved.cluster.functions.local.model_copy(update={"hosts": 2})
+    functions = resolved.cluster.functions.model_copy(update={"local": local})
+    hosted = replace(resolved, cluster=resolved.cluster.model_copy(update={"functions": functions}))
+    assert {"reward-0", "reward-1"} <= set(parts_of(hosted))
+    assert not {"reward-0", "reward-1"} & set(parts_of(resolved)), "on one machine workers are the controller's"
+    assert played(hosted, tmp_path / "calm", None).trace == played(resolved, tmp_path / "none", None).trace
+    plan = planned(rates=[{"parts": ["reward-*"], "every_s": 3.0, "seconds": 1.0}])
+    found = played(hosted, tmp_path / "run", plan)
+    assert found.faults is not None
+    assert found.faults.trouble.outages["reward"] > 2
+    assert sum(found.lags.values()) == STEPS * 16
+    with Reader(tmp_path / "run") as reader:
+        calls = [(c.status, c.cause) for c in reader.calls()]
+    assert ("crash", "call") in calls
+    assert ("ok", "retry") in calls
+    assert not any(cause.startswith("reward") for cause in found.faults.aborted), found.faults.aborted
+
+
 def test_a_run_ends_where_faults_pass_its_threshold(resolved: Resolved, tmp_path: Path) -> None:
     strict = forecast_with(resolved, max_rate=0.05, min_count=5)
     plan = planned(resets={"fail": 0.5})

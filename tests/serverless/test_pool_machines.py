@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
 from serverless.backends.host import PoolHost
+from serverless.backends.simulated import Profile, SimulatedBackend, SimulatedMachines
 from serverless.backends.worker import Answer, Request, WorkerFault, WorkerLost
 from serverless.deploy.package import Package
 from serverless.types import Cause, FaultKind, InfraFault
@@ -223,3 +224,31 @@ def test_whatever_machines_do_every_call_ends_once_and_workers_are_bounded(
     for span in sorted(books.spans, key=lambda one: one.t0):
         assert span.t0 >= by_worker.get(span.worker, 0.0) - 1e-9, "a worker is in one state at a time"
         by_worker[span.worker] = span.t1
+
+
+def test_modelled_machines_take_their_workers_along() -> None:
+    books = Books()
+    machines = SimulatedMachines(["one", "two"])
+    profiles = {"behave": Profile(cold_start_s=0.5, call_s=1.0, item_s=0.0)}
+    source = package(timeout_s=1000.0, keep_alive_s=1e9, concurrency=4)
+    backend = SimulatedBackend({"behave": lambda _: 1.0}, meter=books, profiles=profiles, machines=machines)
+
+    async def main() -> None:
+        async with backend:
+            await backend.deploy(source)
+            async with asyncio.TaskGroup() as tasks:
+                calls = [tasks.create_task(backend.invoke("behave", EVENT, deadline_s=100.0)) for _ in range(4)]
+                await asyncio.sleep(1.0)
+                machines.turn("one", up=False)
+            assert [call.result().fault for call in calls] == [None] * 4
+            machines.turn("two", up=False)
+            assert backend.workers("behave") == 0
+            late = await backend.invoke("behave", EVENT, deadline_s=10.0)
+            assert late.fault is not None
+            assert late.fault.kind is FaultKind.DEADLINE
+            machines.turn("one", up=True)
+            assert (await backend.invoke("behave", EVENT, deadline_s=10.0)).fault is None
+
+    virtual.run(main())
+    assert [i.cause for i in books.invocations if i.status == "crash"] == [Cause.CALL] * 2
+    assert [i.cause for i in books.invocations if i.status == "ok"].count(Cause.RETRY) == 2
