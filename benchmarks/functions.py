@@ -1,4 +1,5 @@
-"""Speed of the local function backend, and of the same function under AWS's own runtime client beside it.
+"""Speed of the local function backend; of the same workers on a host that is reached by sockets, as on a cluster; and
+of the same function under AWS's own runtime client beside it.
 
     python benchmarks/functions.py [--json FILE] [--rounds 3] [--uvloop] [--quick]
 
@@ -25,8 +26,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from serverless.backends.base import Backend
 from serverless.backends.front import Front
+from serverless.backends.hosted import HostedBackend, WorkerHosts
 from serverless.backends.local import LocalBackend, Runtime
+from serverless.backends.worker_host import TOKEN
 from serverless.deploy.package import Package, build
 from serverless.pipeline import Offload
 from serverless.spec import FunctionSpec
@@ -116,7 +120,9 @@ class Bench:
         (directory / "by_torch.py").write_text(TORCH)
 
     async def all(self) -> None:
-        await self._backend("local", "rollart", self._count(20_000), targets=True)
+        exact = self._package("exact", concurrency=4)
+        await self._backend("local", opened(exact, "rollart"), self._count(20_000), targets=True)
+        await self._backend("on a host", hosted(exact), self._count(20_000), targets=False)
         await self._pipeline(self._count(20_000))
         await self._front(self._count(10_000))
         await self._cold("cold start, plain function", "exact", "rollart", 10.0)
@@ -125,7 +131,7 @@ class Bench:
         else:
             self.skipped.append("skipped: torch is not installed")
         if importlib.util.find_spec("awslambdaric") is not None:
-            await self._backend("awslambdaric", "awslambdaric", self._count(1_000), targets=False)
+            await self._backend("awslambdaric", opened(exact, "awslambdaric"), self._count(1_000), targets=False)
             await self._cold("awslambdaric, cold start", "exact", "awslambdaric", 0.0)
         else:
             self.skipped.append("skipped: awslambdaric is not installed (pip install awslambdaric)")
@@ -142,10 +148,12 @@ class Bench:
     async def _best(self, rate: Callable[[], Awaitable[float]]) -> float:
         return max([await rate() for _ in range(self._rounds)])
 
-    async def _backend(self, label: str, runtime: Runtime, calls: int, *, targets: bool) -> None:
+    async def _backend(
+        self, label: str, opening: contextlib.AbstractAsyncContextManager[Backend], calls: int, *, targets: bool
+    ) -> None:
         event = [encode(item("a"))]
         batch = [encode(item(str(n))) for n in range(50)]
-        async with opened(self._package("exact", concurrency=4), runtime) as backend:
+        async with opening as backend:
 
             async def call(event: list[dict[str, Any]]) -> None:
                 reply = await backend.invoke("exact", event, deadline_s=30.0)
@@ -228,6 +236,26 @@ async def opened(package: Package, runtime: Runtime) -> AsyncIterator[LocalBacke
     async with LocalBackend(runtime=runtime) as backend:
         await backend.deploy(package)
         yield backend
+
+
+@contextlib.asynccontextmanager
+async def hosted(package: Package) -> AsyncIterator[Backend]:
+    """Its workers in a host's program on this machine."""
+    program = [sys.executable, "-m", "serverless.backends.worker_host"]
+    environment = {**os.environ, TOKEN: "benchmark"}
+    process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    hosts = WorkerHosts()
+    try:
+        address = (await process.stdout.readline()).decode().split()[1]
+        link = await hosts.join("host", address, "benchmark")
+        async with HostedBackend(hosts) as backend:
+            await backend.deploy(package)
+            yield backend
+        await link.aclose()
+    finally:
+        process.terminate()
+        await process.wait()
 
 
 async def timed(work: Awaitable[None]) -> float:
