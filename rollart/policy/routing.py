@@ -4,11 +4,12 @@ A trajectory stays with the engine that holds its prefix KV (its home) while tha
 not loaded the current version are not eligible, for decode nor for prefill (version fence).
 
 A first turn chooses the home: in the pools that the domain prefers; among their kinds of engine by the price of the
-turn; homes whose prices differ by no more than `MARGIN` tie, and the pool that is furthest below its planned share of
-the domain takes it (at a plan's dual prices every path that it uses costs the same, so the prices alone would not keep
-to the plan). Then the emptiest KV memory, where that is followed (it spreads trajectories over engines of all sizes by
-what they hold), the least backlog, the fewest turns running, the fewest sessions, the lower id. Without prices the
-engine with the fewest turns running takes it, then fewer sessions, then the lower id.
+turn; homes whose prices differ by no more than `MARGIN` tie, and of their pools the one that is furthest below its
+planned share of the domain takes it, shares being taken among these pools (at a plan's dual prices every path that it
+uses costs the same, so the prices alone would not keep to the plan). Then the emptiest KV memory, where that is
+followed (it spreads trajectories over engines of all sizes by what they hold), the least backlog, the fewest turns
+running, the fewest sessions, the lower id. Without prices the engine with the fewest turns running takes it, then fewer
+sessions, then the lower id.
 
 The prefill engine is one that holds the trajectory's KV, or else the one with the least backlog, then the fewest
 turns, then the fewest trajectories whose KV it keeps (a prefill is over in no time: without the last all of them would
@@ -180,10 +181,14 @@ def _home(
         if tariff is None:
             return min((e for _, e in tied), key=_least_loaded), rank == 0
         return min(tied, key=lambda x: (x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
-    given = sum(homes.values()) + 1
+    # Among these alone: what a pool that is down or dear now would take goes to the others by their shares.
+    pools = {engine.seat.pool for _, engine in tied}
+    part = sum(shares.get(pool, 0.0) for pool in pools)
+    given = sum(homes.get(pool, 0) for pool in pools) + 1
 
     def behind(engine: EngineView) -> float:
-        return shares.get(engine.seat.pool, 0.0) * given - homes.get(engine.seat.pool, 0)
+        share = shares.get(engine.seat.pool, 0.0) / part if part else 1 / len(pools)
+        return share * given - homes.get(engine.seat.pool, 0)
 
     return min(tied, key=lambda x: (-behind(x[1]), x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
 

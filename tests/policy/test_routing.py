@@ -228,6 +228,31 @@ def test_tied_homes_are_given_out_by_the_planned_shares() -> None:
     assert given_out(2.0) == {"a": 100}
 
 
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0.02, 1.0), min_size=2, max_size=4),
+    st.sets(st.sampled_from("abcd"), min_size=1, max_size=3),
+)
+def test_what_a_pool_that_is_down_would_take_goes_to_the_others_by_their_shares(
+    weights: dict[str, float], up: set[str]
+) -> None:
+    """However large its share was. Pools that the plan does not use get equal parts where no other is up. A bound of
+    the rule: with n pools each is within n of its part at any time."""
+    whole = sum(weights.values())
+    shares = {pool: weight / whole for pool, weight in weights.items()}
+    router = Router(Routes(shares={"x": shares}))
+    engines = [view(f"e-{pool}", Seat(pool), healthy=pool in up) for pool in "abcd"]
+    homes = {pool: 1000 for pool in "abcd" if pool not in up}
+    rounds = 60
+    for _ in range(rounds):
+        path = route(engines, TurnView(100, domain="x"), router, sticky=None, version=0, homes=homes)
+        assert path is not None
+        homes[path.decode[2:]] = homes.get(path.decode[2:], 0) + 1
+    there = sum(shares.get(pool, 0.0) for pool in up)
+    for pool in up:
+        expected = rounds * (shares.get(pool, 0.0) / there if there else 1 / len(up))
+        assert abs(homes.get(pool, 0) - expected) <= len(up), (pool, homes)
+
+
 def test_without_prices_shares_alone_place_homes() -> None:
     router = Router(Routes(shares={"x": {"a": 0.5, "b": 0.5}}))
     homes = {"a": 3}

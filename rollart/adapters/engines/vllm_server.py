@@ -100,13 +100,20 @@ async def _ready(url: str, version: str) -> None:
             except (aiohttp.ClientError, TimeoutError):
                 pass
             await asyncio.sleep(LOOK_S)
-        try:
-            async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
-                if answer.status != 200:
-                    print(f"vllm: the version of its weights cannot be set: {answer.status}", file=sys.stderr)
-        except (aiohttp.ClientError, TimeoutError):
-            return  # it is not ready: whoever waits for its end says why, and the supervisor's lease ends the rest
+        while not await _named(http, url, version):  # whoever waits for its end says why, if it ends
+            await asyncio.sleep(LOOK_S)
     print(f"ready {url}", flush=True)
+
+
+async def _named(http: aiohttp.ClientSession, url: str, version: str) -> bool:
+    """Whether it answered to the name of its version: without it, its first tokens would be of a version `default`."""
+    try:
+        async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
+            if answer.status != 200:
+                print(f"vllm: the version of its weights cannot be set: {answer.status}", file=sys.stderr)
+            return True
+    except (aiohttp.ClientError, TimeoutError):
+        return False
 
 
 def _linked(model: str, alias: str) -> str:
