@@ -12,6 +12,7 @@ from typing import Any
 from placement.types import Assignment, Role
 from rollart.adapters.envs.host import TOKEN
 from rollart.adapters.envs.hosts import HostConnection
+from rollart.adapters.envs.worked import WORKED
 from rollart.compose.actors import part_room, pool_of_cores, selector
 from rollart.compose.clusters import placed
 from rollart.compose.parts import ended
@@ -34,6 +35,7 @@ __all__ = [
     "ROLE",
     "HostProgram",
     "environment_fleet",
+    "examples_of",
     "hook",
     "host_actor",
     "host_count",
@@ -114,6 +116,11 @@ def _cores(resolved: Resolved) -> float:
     )
 
 
+def examples_of(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
+    """What gives a domain's worked examples as episodes where environments live on hosts."""
+    return None if fleet is None else lambda domain: fleet.environment(worked_by(domain.name))
+
+
 def hosted(fleet: HostFleet | None) -> Callable[[DomainSpec], EnvironmentFactory] | None:
     """What gives a domain its environments where they live on hosts."""
     return None if fleet is None else lambda domain: fleet.environment(domain.name)
@@ -129,10 +136,18 @@ def made_by_hosts(run: RunSpec) -> dict[str, Any]:
 
 
 def write_domains(resolved: Resolved, directory: Path) -> Path:
-    """The file that says so."""
-    path = directory / "environments.json"
-    path.write_text(json.dumps(made_by_hosts(resolved.run), indent=2) + "\n")
+    """The file that says so, with the worked examples that a warm start asks for."""
+    path, domains = directory / "environments.json", made_by_hosts(resolved.run)
+    warm = resolved.run.warm_start
+    worked = {worked_by(n): {"environment": WORKED, "arguments": domains[n]} for n in (warm.domains if warm else ())
+              if n in domains}  # fmt: skip
+    path.write_text(json.dumps(domains | worked, indent=2) + "\n")
     return path
+
+
+def worked_by(domain: str) -> str:
+    """What hosts know a domain's worked examples by: no domain's own name has a space."""
+    return f"worked examples of {domain}"
 
 
 def hook(spec: EnvironmentsSpec) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
 from rollart.compose.elastic import follow
+from rollart.compose.environments import examples_of
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.preflight import refuse_environments
@@ -141,7 +142,9 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
 async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
     """Version 0: the initial weights, after the warm start if there is one."""
     limits = resolved.run.leases
-    samples = warm_start_samples(resolved, parts.tokenizer)
+    if resolved.run.warm_start is not None and parts.environments is not None:
+        await parts.environments.ready()
+    samples = await warm_start_samples(resolved, parts.tokenizer, examples_of(parts.environments), parts.leases)
     if samples and resolved.run.warm_start is not None:
         parts.trainer_clock.enter(State.BUSY, "warm_start")
         async with parts.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rollart.adapters.envs.look import MODULE, Trouble, look
+from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
 from rollart.compose.environments import hook, made_by_hosts
 from rollart.compose.prepare import harness_of
 from rollart.errors import SpecError
@@ -43,19 +43,25 @@ def refuse_environments(specs: Resolved | Specs, where: Where | None = None) -> 
 def environment_problems(specs: Resolved | Specs) -> list[Found]:
     """The same as values, in the order of the domains."""
     spec = specs.cluster.environments
-    asked = json.dumps([made_by_hosts(specs.run), hook(spec), specs.base, spec.python, spec.workers], default=str)
+    key = [made_by_hosts(specs.run), hook(spec), _worked(specs), specs.base, spec.python, spec.workers]
+    asked = json.dumps(key, default=str)
     if asked in _WELL:
         return []
     with _path(specs.base):
         found = [problem for i in range(len(specs.run.domains)) for problem in _harness(specs, i)]
         if not spec.workers:
-            troubles = list(look(made_by_hosts(specs.run)))
+            troubles = look(made_by_hosts(specs.run), worked=_worked(specs))
             found += [_placed(specs, trouble) for trouble in troubles]
     if spec.workers and not _elsewhere(specs):
         found += _asked_hosts(specs)
     if not found:
         _WELL.add(asked)
     return found
+
+
+def _worked(specs: Resolved | Specs) -> list[str]:
+    """Domains whose worked examples the run begins with."""
+    return [] if specs.run.warm_start is None else list(specs.run.warm_start.domains)
 
 
 def _elsewhere(specs: Resolved | Specs) -> bool:
@@ -95,6 +101,9 @@ def _placed(specs: Resolved | Specs, trouble: Trouble) -> Found:
         remedy = INSTALL if "ModuleNotFoundError" in message or "ImportError" in message else ""
     if not specs.cluster.environments.workers and specs.cluster.environments.python and remedy:
         remedy = "environments.python is for hosts: set environments.workers"
+    if trouble.argument == WARM:
+        number = _worked(specs).index(trouble.domain)
+        return Found(("run", "warm_start", "domains", number), f"warm_start.domains: {trouble.message}")
     named = trouble.argument not in ("", "*")
     return Found((*at, trouble.argument) if named else at, message, remedy, key=named)
 
@@ -103,7 +112,7 @@ def _asked_hosts(specs: Resolved | Specs) -> Iterator[Found]:
     """What the hosts' own interpreter says."""
     spec = specs.cluster.environments
     python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
-    asked = {"path": [specs.base], "domains": made_by_hosts(specs.run), "images": hook(spec)}
+    asked = {"path": [specs.base], "domains": made_by_hosts(specs.run), "images": hook(spec), "worked": _worked(specs)}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as hosts have it
     try:
         done = subprocess.run(

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from placement.types import Role
+from rollart.adapters.envs.worked import METHOD
 from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.compose.dtypes import trainer_dtype
 from rollart.episodes import HarnessFactory
-from rollart.errors import PartDied, SpecError, one_line
+from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
 from rollart.model import GroupId, TrainSample, TrajectoryId
+from rollart.policy.lease import Expiry
 from rollart.ports import EnvironmentFactory
 from rollart.runtime.domain import Domain, derive_seed
+from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import DomainSpec
 
@@ -38,6 +42,10 @@ __all__ = [
     "trainer_config",
     "warm_start_samples",
 ]
+
+
+ASKED, TRIES = 16, 3
+"""Worked examples that hosts are asked for at a time, and how often one is: a host may end while it is asked."""
 
 
 def import_attribute(path: str, what: str) -> Any:
@@ -167,25 +175,71 @@ async def produce_artefacts(resolved: Resolved | Specs, run_dir: Path) -> dict[s
     return found
 
 
-def warm_start_samples(resolved: Resolved, tokenizer: HubTokenizer) -> list[TrainSample]:
-    """Worked examples of the warm start's domains as samples: loss on the answer, none on the prompt."""
+async def warm_start_samples(
+    resolved: Resolved,
+    tokenizer: HubTokenizer,
+    hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
+    leases: Leases,
+) -> list[TrainSample]:
+    """Worked examples of the warm start's domains as samples: loss on the answer, none on the prompt. `hosted`: gives
+    them as episodes where environments live elsewhere."""
     warm = resolved.run.warm_start
-    if warm is None:
-        return []
     samples = []
-    for name in warm.domains:
+    for name in warm.domains if warm is not None else ():
         spec = resolved.run.domain(name)
-        environment = environment_of(spec)()
-        solve = getattr(environment, "worked_example", None)
-        if solve is None:
-            raise SpecError(
-                f"warm_start.domains: environment '{spec.environment}' gives no worked examples",
-                remedy="give it a method worked_example(seed) -> (prompt, answer), or leave the domain out",
-            )
-        for index in range(warm.examples):
-            prompt, answer = solve(derive_seed(resolved.run.seed, "warm", name, index) % 2**30)
+        seeds = [derive_seed(resolved.run.seed, "warm", name, i) % 2**30 for i in range(warm.examples if warm else 0)]
+        if hosted is not None and isinstance(spec.environment, str):
+            pairs = await _asked(hosted(spec), seeds, leases, resolved.run.leases.env_step_s)
+        else:
+            pairs = _solved(spec, seeds)
+        for index, (prompt, answer) in enumerate(pairs):
             samples.append(_worked(name, index, tokenizer.encode(prompt), tokenizer.encode(answer)))
     return samples
+
+
+def _solved(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
+    """By an environment of this process."""
+    environment = environment_of(spec)()
+    solve = getattr(environment, METHOD, None)
+    if solve is None:
+        raise SpecError(
+            f"warm_start.domains: environment '{spec.environment}' gives no worked examples",
+            remedy="give it a method worked_example(seed) -> (prompt, answer), or leave the domain out",
+        )
+    try:
+        return [(str(prompt), str(answer)) for prompt, answer in map(solve, seeds)]
+    except Exception as error:
+        raise SpecError(
+            f"warm_start.domains: environment '{spec.environment}' gave no worked example: {one_line(error)}",
+            remedy="mend it, or leave the domain out",
+        ) from None
+
+
+async def _asked(
+    make: EnvironmentFactory, seeds: Sequence[int], leases: Leases, limit_s: float
+) -> list[tuple[str, str]]:
+    """By hosts. One that ends in the middle is asked again, or another is."""
+    room = asyncio.Semaphore(ASKED)
+
+    async def once(seed: int) -> tuple[str, str]:
+        environment = make()
+        try:
+            async with leases.hold("launch", "a worked example", limit_s, Expiry.FAIL_RUN):
+                prompt = (await environment.reset(seed)).text
+                return prompt, (await environment.step("")).observation.text
+        finally:
+            await environment.close()
+
+    async def one(seed: int) -> tuple[str, str]:
+        async with room:
+            for _ in range(TRIES - 1):
+                with contextlib.suppress(EnvironmentFault):
+                    return await once(seed)
+            return await once(seed)
+
+    async with asyncio.TaskGroup() as tasks:
+        found = [tasks.create_task(one(seed), name="worked example") for seed in seeds]
+    return [task.result() for task in found]
 
 
 def _worked(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainSample:

@@ -1,9 +1,9 @@
 """Whether a run's environments can be made where they are to live, looked at without playing one.
 
-`python -m rollart.adapters.envs.look` takes `{"path": [...], "domains": {...}, "images": ... or null}` as JSON on
-stdin, as a host has them, and writes lines of JSON: `{"looking": WHAT}` before each thing, so that whoever reads knows
-what it died of, and `{"trouble": [domain, argument, message]}` for what is wrong. It needs rollart and what the
-environments themselves import, nothing else.
+`python -m rollart.adapters.envs.look` takes `{"path": [...], "domains": {...}, "images": ... or null, "worked": [...]}`
+as JSON on stdin, the first three as a host has them, and writes lines of JSON: `{"looking": WHAT}` before each thing,
+so that whoever reads knows what it died of, and `{"trouble": [domain, argument, message]}` for what is wrong. It needs
+rollart and what the environments themselves import, nothing else.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollart.adapters.envs.images import hook_of
+from rollart.adapters.envs.worked import METHOD
 from rollart.errors import one_line
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["MODULE", "Trouble", "look"]
+__all__ = ["MODULE", "WARM", "Trouble", "look"]
 
 MODULE = "rollart.adapters.envs.look"
 
 METHODS = ("reset", "step", "close")
 """Of an environment."""
+
+WARM = "+"
+"""Stands for the warm start that asks for worked examples, where an argument is named."""
 
 HOOK = ("images", "ensure")
 """Of what brings images."""
@@ -37,7 +41,7 @@ HOOK = ("images", "ensure")
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """What is wrong with a domain's environment, or with the image hook (`domain` ''). `argument`: the one of
-    `environment_args` that is to blame; '' for none, `*` for all of them."""
+    `environment_args` that is to blame; '' for none, `*` for all of them, `WARM` for the warm start."""
 
     domain: str
     argument: str
@@ -45,20 +49,25 @@ class Trouble:
 
 
 def look(
-    domains: Mapping[str, Any], images: Mapping[str, Any] | None = None, *, told: Callable[[str], object] | None = None
+    domains: Mapping[str, Any],
+    images: Mapping[str, Any] | None = None,
+    *,
+    worked: Collection[str] = (),
+    told: Callable[[str], object] | None = None,
 ) -> Iterator[Trouble]:
-    """Import each domain's environment and make one of it, then the image hook. `told` is what it begins with next."""
+    """Import each domain's environment and make one of it, then the image hook. `worked`: domains that must give worked
+    examples; `told` hears what it begins with next."""
     for name, one in domains.items():
         if told is not None:
             told(f"domain '{name}'")
-        yield from _environment(name, str(one["environment"]), dict(one.get("arguments", {})))
+        yield from _environment(name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked)
     if images is not None:
         if told is not None:
             told("environments.images")
         yield from _hook(images)
 
 
-def _environment(domain: str, path: str, arguments: Mapping[str, Any]) -> Iterator[Trouble]:
+def _environment(domain: str, path: str, arguments: Mapping[str, Any], *, worked: bool) -> Iterator[Trouble]:
     make, problem = _found(path)
     if make is None:
         yield Trouble(domain, "", problem)
@@ -80,6 +89,10 @@ def _environment(domain: str, path: str, arguments: Mapping[str, Any]) -> Iterat
             domain, "", f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
             "async reset(seed), step(action) and close())"
         )  # fmt: skip
+    if worked and not callable(getattr(made, METHOD, None)):
+        yield Trouble(
+            domain, WARM, f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))"
+        )
 
 
 def _with(arguments: Mapping[str, Any]) -> str:
@@ -167,7 +180,7 @@ def main() -> None:
         said.write(json.dumps(line) + "\n")
         said.flush()
 
-    for one in look(asked["domains"], asked["images"], told=lambda what: tell(looking=what)):
+    for one in look(asked["domains"], asked["images"], worked=asked["worked"], told=lambda what: tell(looking=what)):
         tell(trouble=[one.domain, one.argument, one.message])
     tell(looking="")
     os._exit(0)  # threads that an environment has made keep nobody

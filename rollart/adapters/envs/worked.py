@@ -1,0 +1,48 @@
+"""The worked examples of an environment as episodes, so that whatever holds its episodes gives them too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollart.adapters.envs.lookup import attribute_at
+from rollart.model import Observation, Step
+
+__all__ = ["METHOD", "WORKED", "WorkedExamples"]
+
+METHOD = "worked_example"
+"""Of an environment that has some: `worked_example(seed) -> (prompt, answer)`."""
+
+WORKED = "rollart.adapters.envs.worked:WorkedExamples"
+
+
+class WorkedExamples:
+    """One example per episode: `reset(seed)` shows its prompt, any step its answer. Implements
+    `rollart.ports.Environment` over an environment by import path, made at the first reset and never reset itself."""
+
+    def __init__(self, environment: str, arguments: Mapping[str, Any]) -> None:
+        self._make, self._arguments = attribute_at(environment, "environment"), dict(arguments)
+        self.blocking = getattr(self._make, "blocking", False) is True
+        """As the environment's own class says."""
+        self._path = environment
+        self._inner: Any = None
+        self._answer = ""
+
+    async def reset(self, seed: int) -> Observation:
+        if self._inner is None:
+            self._inner = self._make(**self._arguments)
+        solve = getattr(self._inner, METHOD, None)
+        if solve is None:
+            raise ValueError(f"environment '{self._path}' gives no worked examples")
+        prompt, self._answer = solve(seed)
+        return Observation(prompt)
+
+    async def step(self, action: str) -> Step:
+        if self._inner is None:
+            raise RuntimeError("step before reset")
+        return Step(Observation(self._answer), done=True)
+
+    async def close(self) -> None:
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            await inner.close()
