@@ -102,6 +102,7 @@ def test_a_session_is_named_by_path_or_header_or_not_at_all(form: ChatFormat) ->
     async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
         for path, headers, name in (
             ("/s/a-1" + CHAT, {}, "a-1"), (CHAT, {"X-Rollart-Session": "b:2"}, "b:2"), (CHAT, {}, "default"),
+            (CHAT, {"X-Session-ID": "t"}, "t"), (CHAT, {"X-Session-ID": "t", "X-Rollart-Session": "c"}, "c"),
         ):  # fmt: skip
             _, _, said = await ask(path, HI, **headers)
             assert (said["X-Rollart-Session"], said["X-Rollart-Turn"]) == (name, "0")

@@ -26,6 +26,9 @@ from rollart.errors import EngineError, RollartError
 
 __all__ = ["HEADER", "Proxy"]
 
+THEIR_HEADER = "X-Session-ID"
+"""As `HEADER`, of routers that keep a rollout on an engine; verifiers sends it."""
+
 DEFAULT = "default"
 """The session of a harness that names none."""
 
@@ -204,7 +207,8 @@ class Proxy:
 
     async def _session(self, request: web.Request) -> ProxySession:
         """The request's session, made if need be."""
-        name = request.match_info.get("session") or request.headers.get(HEADER) or DEFAULT
+        named = request.headers.get(HEADER) or request.headers.get(THEIR_HEADER)
+        name = request.match_info.get("session") or named or DEFAULT
         session = self._sessions.get(name)
         if session is None:
             if not _NAME.fullmatch(name):
