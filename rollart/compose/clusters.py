@@ -55,10 +55,11 @@ async def opened(
             runtime = await _ray(resolved, directory, stack, progress)
         await runtime.start()
         stack.push_async_callback(runtime.close)
-        if spec.backend == "ray":
-            await _joined(resolved, runtime)
-        begun = present(resolved, runtime)
-        await runtime.reserve(gang(begun), wait_s=spec.wait_s + PLACE_S)
+        async with _asked_for(resolved, runtime):
+            if spec.backend == "ray":
+                await _joined(resolved, runtime)
+            begun = present(resolved, runtime)
+            await runtime.reserve(gang(begun), wait_s=spec.wait_s + PLACE_S)
         yield runtime, begun
 
 
@@ -148,6 +149,22 @@ def joining(resolved: Resolved, address: str, token: Path) -> list[tuple[str, st
         env = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(str(token))}"
         found[pool.name, f"{env} {shlex.join(command)}"] += 1
     return [(f"on {n} host{'s' * (n > 1)} of pool '{pool}'", command) for (pool, command), n in found.items()]
+
+
+@contextlib.asynccontextmanager
+async def _asked_for(resolved: Resolved, runtime: Runtime) -> AsyncIterator[None]:
+    """Where nodes are lacking, an autoscaler hears of them until the plan has its room."""
+    if resolved.cluster.runtime.backend != "ray" or not _lacking(resolved, runtime):
+        yield
+        return
+    from rollart.adapters.clusters.ray import RayRuntime
+
+    assert isinstance(runtime, RayRuntime)
+    await runtime.ask(gang(resolved))
+    try:
+        yield
+    finally:
+        await runtime.ask(())
 
 
 async def _joined(resolved: Resolved, runtime: Runtime) -> None:

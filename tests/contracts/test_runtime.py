@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -443,6 +444,33 @@ def test_a_process_that_dies_by_itself_comes_back() -> None:
             await runtime.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_an_autoscaler_hears_what_room_is_wanted_until_it_is_taken_back(ray_cluster: RayCluster) -> None:
+    """Reason for slow: a real cluster. What Ray's own autoscaler would read is read here."""
+
+    async def main() -> list[object]:
+        from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        async def said() -> object:
+            text = await runtime.link.do(_internal_kv_get, AUTOSCALER_RESOURCE_REQUEST_CHANNEL)
+            return json.loads(text or "null")
+
+        runtime = ray_cluster.runtime()
+        await runtime.start()
+        try:
+            light = Bundle("light", {}, H20)
+            wanted = [group("a", {"GPU": 2.0}, H20), BundleGroup("b", (light,)), group("c", {"CPU": 8.0}, {})]
+            await runtime.ask(wanted)
+            heard = [await said()]
+            await runtime.ask(())
+            return [*heard, await said()]
+        finally:
+            await runtime.close()
+
+    assert asyncio.run(main()) == [[{"GPU": 2.0}, {"CPU": 8.0}], []]
 
 
 @pytest.mark.slow

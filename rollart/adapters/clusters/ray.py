@@ -33,6 +33,9 @@ LOOK_S = 0.5
 """Seconds between two looks at the nodes: Ray tells a driver of none that comes or goes."""
 
 
+ASK_S = 10.0
+"""Seconds for what is only a hint to the cluster."""
+
 CLOSE_S = 30.0
 """Seconds for what is asked of the cluster at the end: one that is gone does not answer."""
 
@@ -97,6 +100,20 @@ class RayRuntime:
     async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
         await self.look()
         await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
+
+    async def ask(self, gang: Sequence[BundleGroup]) -> None:
+        """Say to the cluster's autoscaler, if there is one, what room will be asked for: it brings nodes for what
+        waits, and nothing waits for a node that nobody has seen. () takes it back. What was said last by any run
+        counts."""
+        from ray.autoscaler.sdk import request_resources
+
+        wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
+        resources = [dict(bundle.resources) for bundle in wanted]
+        labels = [dict(bundle.labels) for bundle in wanted]
+        if isinstance(self.link, Driver):  # Ray's client has no way to say it
+            with contextlib.suppress(Exception):  # a hint: the nodes are waited for anyway
+                async with asyncio.timeout(ASK_S):
+                    await self.link.do(request_resources, None, resources, labels)
 
     async def release(self, group: str) -> None:
         for handle in self._actors.values():
