@@ -33,6 +33,7 @@ __all__ = [
     "nodes_of",
     "on_node",
     "present",
+    "present_devices",
     "there",
 ]
 
@@ -72,7 +73,7 @@ async def follow(runtime: Runtime, resolved: Resolved, nodes: Nodes) -> None:
             nodes.joined(event.subject, on_node(resolved, here[event.subject]))
         elif event.kind == "node_leaving":
             nodes.leaving(event.subject)
-        elif event.kind == "node_down" and event.subject not in here:
+        elif event.kind == "node_down":  # another one of its name may be there by now, which is told next
             nodes.lost(event.subject)
         await asyncio.sleep(0)  # a backlog of events must not keep the loop
 
@@ -87,20 +88,27 @@ def modelled_nodes(resolved: Resolved, machines: Machines, recorder: Recorder) -
     return nodes
 
 
+def present_devices(resolved: Resolved, runtime: Runtime) -> dict[str, int] | None:
+    """By pool, on the nodes that are there; None where these do not come and go."""
+    if resolved.cluster.runtime.elastic is None or resolved.cluster.runtime.backend == "local":
+        return None
+    return there(resolved, runtime.nodes())
+
+
 def present(resolved: Resolved, runtime: Runtime) -> Resolved:
     """The run as it can begin on the nodes that are there."""
-    if resolved.cluster.runtime.elastic is None or resolved.cluster.runtime.backend == "local":
-        return resolved
-    return fitting(resolved, there(resolved, runtime.nodes()))
+    devices = present_devices(resolved, runtime)
+    return resolved if devices is None else fitting(resolved, devices)
 
 
 def fitting(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
-    """The run with those parts of its plan that so many devices hold: all but engines, then engines in their order.
-    `UsageError` if none of these fits."""
+    """The run with those parts of its plan that so many devices hold: first those that must be there, then environment
+    hosts and engines in their order. `UsageError` if no engine fits."""
     left, kept = dict(devices), list[Assignment]()
-    parts = sorted(resolved.plan.assignments, key=lambda a: a.role in SERVING)  # stable: engines last
+    later = (Role.ENVIRONMENT, *SERVING)
+    parts = sorted(resolved.plan.assignments, key=lambda a: (a.role in later, a.role in SERVING))  # stable
     for part in parts:
-        if part.role not in SERVING or len(part.devices) <= left.get(part.pool, 0):
+        if part.role not in later or len(part.devices) <= left.get(part.pool, 0):
             left[part.pool] = left.get(part.pool, 0) - len(part.devices)
             kept.append(part)
     if len(kept) == len(parts):

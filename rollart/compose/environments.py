@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from rollart.adapters.envs.hosts import HostConnection
 from rollart.adapters.envs.worked import WORKED
 from rollart.compose.actors import part_room, pool_of_cores, selector
 from rollart.compose.clusters import placed
+from rollart.compose.elastic import present_devices
 from rollart.compose.parts import ended
+from rollart.compose.routing import SERVING
 from rollart.errors import SpecError
 from rollart.hosted import EnvironmentHost
 from rollart.ledger.clock import ResourceClock
@@ -36,6 +38,7 @@ __all__ = [
     "HostProgram",
     "environment_fleet",
     "examples_of",
+    "fitting_hosts",
     "hook",
     "host_actor",
     "host_count",
@@ -53,22 +56,42 @@ PROGRAM_CALLS = 4
 
 
 def environment_fleet(
-    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
-) -> HostFleet | None:
+    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str],
+    wanted: Resolved | None = None,
+) -> HostFleet | None:  # fmt: skip
     """The run's environment hosts, not started; None where environments live in the controller. `used`: names of parts
-    of earlier lives of the run, which no host gets."""
+    of earlier lives of the run, which no host gets. `wanted`: the run with all of its plan, if only some of that fits
+    on the nodes of the start."""
     spec, waits, count = resolved.cluster.environments, resolved.run.leases, host_count(resolved)
     if not count:
         return None
     domains = write_domains(resolved, directory)
-    token = secrets.token_hex(16)
+    token, begun = secrets.token_hex(16), {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}
+    rooms, coming, plan = dict[str, str](), set[str](), (wanted or resolved).plan.of(Role.ENVIRONMENT)
+
+    def room(name: str) -> Assignment | None:
+        """What the plan gave to environments, is there, and no host has that stays: first to the one of its name."""
+        there = coming.union(fleet.where())
+        free = [a for a in plan if (a.replica < count or a.name not in begun) and rooms.get(a.name, "") not in there]
+        if len(plan) - len(free) >= fitting_hosts(wanted or resolved, present_devices(resolved, runtime)):
+            return None
+        found = next((a for a in free if a.name == name), free[0]) if free else None
+        if found is not None:
+            rooms[found.name] = name
+        return found
 
     async def make(name: str) -> HostProgram:
-        program = await placed(resolved, runtime, host_actor(resolved, directory, name, domains, token))
-        return HostProgram(name, program, runtime, _clock(resolved, name, recorder), token)
+        given = room(name)
+        coming.add(name)
+        try:
+            actor = host_actor(resolved, directory, name, domains, token, given=given)
+            program = await placed(resolved, runtime, actor)
+        finally:
+            coming.discard(name)
+        return HostProgram(name, program, runtime, _clock(resolved, name, recorder, given), token)
 
     numbers = [int(n.rpartition("-")[2]) for n in used if n.startswith(f"{ROLE}-") and n.rpartition("-")[2].isdecimal()]
-    return HostFleet(
+    fleet = HostFleet(
         make,
         count,
         leases=leases,
@@ -80,22 +103,41 @@ def environment_fleet(
             call_s=waits.env_step_s,
             pull_s=spec.pull_s,
         ),
-        later=max([*numbers, *(a.replica for a in resolved.plan.of(Role.ENVIRONMENT))], default=-1) + 1,
+        later=max([*numbers, *(a.replica for a in plan)], default=-1) + 1,
     )
+    return fleet
 
 
-def host_count(resolved: Resolved) -> int:
-    """Hosts at the start of a run; 0 where environments live in the controller."""
-    spec, run = resolved.cluster.environments, resolved.run
-    if spec.workers != "auto":
-        return spec.workers
-    given = len(resolved.plan.of(Role.ENVIRONMENT))
+def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
+    """Hosts at the start of a run, or for so many devices by pool; 0 where environments live in the controller. It
+    never falls when devices are added."""
+    spec, run, given = resolved.cluster.environments, resolved.run, len(resolved.plan.of(Role.ENVIRONMENT))
+    here = given if devices is None else fitting_hosts(resolved, devices)
+    if spec.workers != "auto":  # those whose cores of the plan are not there are left out
+        return min(spec.workers, max(1, spec.workers - max(0, min(given, spec.workers) - here)))
+    pool = _pool(resolved)
+    cores = pool.count if devices is None else devices.get(pool.name, 0)
     return hosts_for(
-        cores=given * BUSY if given else _cores(resolved),
-        most=given or _pool(resolved).count,
+        cores=here * BUSY if given else _cores(resolved),
+        most=here if given else cores,
         episodes=episodes(run).most,
         per_host=spec.per_worker,
     )
+
+
+def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
+    """How many of those that the plan gives cores have theirs on so many devices by pool, after its other parts but
+    engines; all of them where nodes do not come and go."""
+    given = resolved.plan.of(Role.ENVIRONMENT)
+    if devices is None:
+        return len(given)
+    fixed = {a.name: a for a in resolved.plan.assignments if a.role not in SERVING and a.role is not Role.ENVIRONMENT}
+    left = {pool: n - sum(len(a.devices) for a in fixed.values() if a.pool == pool) for pool, n in devices.items()}
+    found = 0
+    for assignment in given:
+        left[assignment.pool] = left.get(assignment.pool, 0) - len(assignment.devices)
+        found += left[assignment.pool] >= 0
+    return found
 
 
 def on_hosts(resolved: Resolved) -> frozenset[str]:
@@ -158,10 +200,11 @@ def hook(spec: EnvironmentsSpec) -> dict[str, Any] | None:
     return {"hook": spec.images, "arguments": spec.images_args, "bytes": most}
 
 
-def host_actor(resolved: Resolved, directory: Path, name: str, domains: Path, token: str) -> ActorSpec:
-    """In the room that the plan gave to environments, as long as there is some; else beside what others hold."""
-    on_ray = resolved.cluster.runtime.backend == "ray"
-    module, given = "rollart.adapters.clusters", _given(resolved, name)
+def host_actor(
+    resolved: Resolved, directory: Path, name: str, domains: Path, token: str, *, given: Assignment | None
+) -> ActorSpec:
+    """In the room that the plan gave it, or beside what others hold."""
+    on_ray, module = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
     room = ({}, selector(resolved, _pool(resolved))) if given is None else part_room(resolved, given)
     return ActorSpec(
         name=name,
@@ -201,6 +244,10 @@ class HostProgram:
     def clock(self) -> ResourceClock:
         return self._clock
 
+    @property
+    def node(self) -> str:
+        return self._program.node
+
     async def start(self) -> EnvironmentHost:
         await self._program.call("kill")  # at once: one that is left from before hangs
         try:
@@ -238,14 +285,10 @@ def _pool(resolved: Resolved) -> PoolSpec:
     return pool_of_cores(resolved, resolved.cluster.environments.pool)
 
 
-def _given(resolved: Resolved, name: str) -> Assignment | None:
-    return next((a for a in resolved.plan.of(Role.ENVIRONMENT) if a.name == name), None)
-
-
-def _clock(resolved: Resolved, name: str, recorder: Recorder) -> ResourceClock:
+def _clock(resolved: Resolved, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:
     """A host that has a core of the plan pays for it; one that shares its machine's with what holds them costs nothing
     more."""
-    given, now = _given(resolved, name), asyncio.get_running_loop().time
+    now = asyncio.get_running_loop().time
     if given is None:
         return ResourceClock(role=ROLE, resource=name, recorder=recorder, clock=now)
     usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))

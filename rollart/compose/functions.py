@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from placement.types import Assignment, Role
@@ -25,7 +25,15 @@ from rollart.spec.resolve import Resolved
 from serverless.backends.hosted import WorkerHosts
 from serverless.backends.worker_host import TOKEN
 
-__all__ = ["ROLE", "function_actor", "function_fleet", "function_hosts", "host_names", "in_their_place"]
+__all__ = [
+    "ROLE",
+    "function_actor",
+    "function_fleet",
+    "function_host_count",
+    "function_hosts",
+    "host_names",
+    "in_their_place",
+]
 
 ROLE = "reward"
 HOST = "serverless.backends.worker_host"
@@ -57,7 +65,7 @@ def function_fleet(
 def function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
     """Names of the hosts at the start of a run; none where workers are the controller's, or there is no function.
     `profiled`: there are some that only a profile tells of."""
-    count = _count(resolved) if profiled or resolved.run.functions else 0
+    count = function_host_count(resolved) if profiled or resolved.run.functions else 0
     return tuple(itertools.islice(host_names(resolved, frozenset()), count))
 
 
@@ -66,7 +74,7 @@ def host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
     given = [a.name for a in _given(resolved)]
     planned = {a.name for a in resolved.plan.of(Role.REWARD)}
     fresh = (name for name in (f"{ROLE}-{n}" for n in itertools.count()) if name not in planned)
-    first = list(itertools.islice(fresh, max(0, _count(resolved) - len(given))))
+    first = list(itertools.islice(fresh, max(0, function_host_count(resolved) - len(given))))
     return itertools.chain(given, first, (name for name in fresh if name not in used))
 
 
@@ -141,7 +149,8 @@ class FunctionProgram:
         await self._runtime.release(self._name)
 
 
-def _count(resolved: Resolved) -> int:
+def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
+    """Hosts at the start of a run, or for so many devices by pool."""
     functions = resolved.cluster.functions
     if "local" not in functions.chain:
         return 0
@@ -151,7 +160,8 @@ def _count(resolved: Resolved) -> int:
     if resolved.cluster.runtime.backend == "local":
         return 0
     pool = _pool(resolved)
-    machines = math.ceil(pool.count / (pool.devices_per_host or pool.count))
+    there = pool.count if devices is None else devices.get(pool.name, 0)
+    machines = math.ceil(there / (pool.devices_per_host or pool.count))
     workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
     return len(_given(resolved)) or max(1, min(machines, workers))
 

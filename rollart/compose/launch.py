@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
+from rollart.compose.crews import keepers
 from rollart.compose.elastic import follow
 from rollart.compose.environments import examples_of
 from rollart.compose.extras import refuse_missing
@@ -27,6 +28,9 @@ from rollart.ledger.intervals import State
 from rollart.model import WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import RunEvent
+from rollart.runtime.crews import CrewKeeper
+from rollart.runtime.function_hosts import FunctionFleet
+from rollart.runtime.hosting import HostFleet
 from rollart.runtime.metering import EngineMeter
 from rollart.spec.resolve import Resolved
 
@@ -98,8 +102,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             if resolved.cluster.runtime.backend == "ray":
                 watchers.append(background.create_task(tell(parts.runtime, parts.say), name="cluster"))
             parts.say("starting", "run", directory=str(directory), resume=resume)
-            fleets = [fleet for fleet in (parts.environments, parts.functions) if fleet is not None]
-            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in fleets]
+            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(parts)]
             if start.moved or start.why_not:
                 parts.say("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
             artefacts = background.create_task(_artefacts(resolved, directory, parts), name="artefacts")
@@ -128,8 +131,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             engines = background.create_task(_engines(parts), name="engines")
             async with parts.open_functions(rewards(resolved, await artefacts)):
                 await engines
-                for fleet in fleets:
-                    await fleet.ready()
+                watchers += [background.create_task(one.run(), name="hosts' nodes") for one in await _hosts(parts)]
                 meter = EngineMeter(parts.control.gateway.stats, parts.ledger)
                 watchers.append(background.create_task(meter.run(), name="engines' counters"))
                 await parts.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
@@ -161,6 +163,17 @@ async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
 async def _artefacts(resolved: Resolved, directory: Path, parts: Parts) -> dict[str, list[str]]:
     async with parts.leases.hold("launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN):
         return await produce_artefacts(resolved, directory)
+
+
+def _fleets(parts: Parts) -> list[HostFleet | FunctionFleet]:
+    return [fleet for fleet in (parts.environments, parts.functions) if fleet is not None]
+
+
+async def _hosts(parts: Parts) -> list[CrewKeeper]:
+    """Returns once those of the start serve; who keeps their number from then on, where nodes come and go."""
+    for fleet in _fleets(parts):
+        await fleet.ready()
+    return keepers(parts.wanted, parts.nodes, parts.environments, parts.functions, parts)
 
 
 async def _engines(parts: Parts) -> None:

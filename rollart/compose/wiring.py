@@ -368,7 +368,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         stack.push_async_callback(trainer.close)
         await site.open()
         told = resolved, directory, runtime, leases, Announcer(ledger, progress)
-        fleet = environment_fleet(*told, used=start.names)
+        fleet = environment_fleet(*told, used=start.names, wanted=start.resolved)
         parts = Parts(
             resolved, start.resolved, start.roles, directory, progress, ledger, runtime, leases, tokenizer,
             domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir), hosted(fleet)),

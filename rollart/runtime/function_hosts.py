@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,10 @@ class FunctionPart(Protocol):
 
     @property
     def clock(self) -> ResourceClock: ...
+
+    @property
+    def node(self) -> str:
+        """Where it runs; '' if nowhere yet."""
 
     async def start(self, notify: Callable[[], None]) -> FunctionHost:
         """Start the process and connect with it; one left from before is killed first. It takes workers from then on.
@@ -84,6 +88,8 @@ class FunctionFleet:
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
+        self.heard: Callable[[], None] = lambda: None
+        """Called when a host comes up or goes."""
 
     async def run(self) -> None:
         """Start the hosts and keep them, for ever. Raises what says that they cannot be kept."""
@@ -117,6 +123,16 @@ class FunctionFleet:
     @property
     def clocks(self) -> list[ResourceClock]:
         return [host.part.clock for host in self._hosts.values()]
+
+    def where(self) -> Mapping[str, str]:
+        """The node of each host that is wanted, '' of one that has none, those that would be missed least first."""
+        wanted = [host for host in reversed(self._hosts.values()) if not host.leaving]
+        wanted.sort(key=lambda host: -1 if host.link is None else host.link.workers)
+        return {host.part.id: host.part.node for host in wanted}
+
+    def up(self) -> frozenset[str]:
+        """Those that take workers now."""
+        return frozenset(name for name, host in self._hosts.items() if host.link is not None and not host.leaving)
 
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest workers retired."""
@@ -212,3 +228,4 @@ class FunctionFleet:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.heard()

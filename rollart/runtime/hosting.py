@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, PartDied, RollartError
 from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, Images, Made, Making
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
-from rollart.model import Observation, Step
 from rollart.policy.hosting import Hosting, HostRules
 from rollart.policy.incidents import Ends
 from rollart.policy.lease import Expiry
-from rollart.policy.places import Wish
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
+from rollart.runtime.hosted_environment import HostedEnvironment, host_of
 from rollart.runtime.hostlife import Host
 from rollart.runtime.hostwatch import HostLimits, HostPart, trouble
 from rollart.runtime.leases import Leases
@@ -28,9 +27,6 @@ from rollart.runtime.places import Place, Places
 __all__ = ["HostFleet", "HostedEnvironment", "host_of"]
 
 T = TypeVar("T")
-
-FIRST = Wish()
-"""Of an environment that nobody prepared."""
 
 HOST_DOWN, HOST_RESTART = "host_down", "host_restart"
 """Why a host's time is lost: it is gone, or it starts once more."""
@@ -77,6 +73,8 @@ class HostFleet:
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._keeping: dict[str, asyncio.Task[None]] = {}
+        self.heard: Callable[[], None] = lambda: None
+        """Called when a host comes up, goes, or an episode ends."""
 
     async def run(self) -> None:
         """Start the hosts and keep them, for ever. Raises what says that they cannot be kept."""
@@ -118,6 +116,15 @@ class HostFleet:
         """Episodes that ended in a fault, by host."""
         return {name: host.faults for name, host in self._hosts.items()}
 
+    def where(self) -> Mapping[str, str]:
+        """The node of each host that is wanted, '' of one that has none, those that would be missed least first."""
+        wanted = [host for host in reversed(self._hosts.values()) if not host.leaving]
+        return {host.id: host.part.node for host in sorted(wanted, key=lambda host: (host.up, host.live))}
+
+    def up(self) -> frozenset[str]:
+        """Those that take episodes now."""
+        return frozenset(name for name, host in self._hosts.items() if host.up)
+
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest episodes retired."""
         await asyncio.gather(*(self.spawn() for _ in range(max(1, count) - self.size)))
@@ -140,6 +147,9 @@ class HostFleet:
         host.leaving = True
         self.places.lost(host)
         host.changed.set()
+        if host.link is None:  # it is on its way, perhaps for ever
+            self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)
+            self._keeping[name].cancel()
 
     def tell(self, kind: str, host: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(_now(), kind, host, fields))
@@ -301,86 +311,7 @@ class HostFleet:
         self.places.look()
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class HostedEnvironment:
-    """Implements `ports.Environment`: one episode on one host, chosen before its first reset and kept until its
-    close."""
-
-    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
-
-    def __init__(self, fleet: HostFleet, domain: str, episode: str) -> None:
-        self._fleet, self._domain, self._episode = fleet, domain, episode
-        self._place: Place | None = None
-        self._fault = False
-
-    @property
-    def host(self) -> str:
-        """Where it lives; '' before it has a place and after its close."""
-        return "" if self._place is None else self._place.host.id
-
-    async def prepare(
-        self, seed: int, owner: str, wish: Wish = FIRST, give_up: Callable[[], None] | None = None
-    ) -> None:
-        """It has a place on a host with its images, if it needs any: before the reset, whose time that is not.
-        `give_up` is called once, when one that is ahead of need is to close itself for another; `keep` ends that."""
-        if self._place is not None:
-            return
-        wanted = await self._fleet.wanted(self._domain, seed, owner)
-        place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
-        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # nobody could say before
-            return
-        try:
-            await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
-        except Exception:
-            self._fault = True
-            raise
-
-    def keep(self) -> None:
-        """Its trajectory runs."""
-        if self._place is not None:
-            self._fleet.places.keep(self._place)
-
-    async def reset(self, seed: int) -> Observation:
-        if self._place is None:
-            self._place = await self._fleet.places.take(FIRST, self._episode)
-        place = self._place
-        shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
-        self._fleet.made(place.host, self._domain, made)
-        return shown
-
-    async def step(self, action: str) -> Step:
-        if self._place is None:
-            raise RuntimeError("step before reset")
-        return await self._call(self._place, self._place.link.step(self._episode, action))
-
-    async def close(self) -> None:
-        place, self._place = self._place, None
-        if place is None:
-            return
-        try:
-            await place.link.close(self._episode)
-        except EnvironmentFault as fault:
-            if not fault.incident:  # else it is gone with its host
-                raise
-        finally:
-            self._fleet.leave(place, fault=self._fault)
-
-    async def _call(self, place: Place, work: Awaitable[tuple[T, float]]) -> T:
-        began = _now()
-        try:
-            return await self._fleet.call(place.host, place.link, work)
-        except EnvironmentFault:
-            self._fault = True
-            raise
-        except asyncio.CancelledError:
-            self._fault = self._fault or self._fleet.hangs(began)
-            raise
-
-
-def host_of(environment: object) -> str:
-    """The host that an environment lives on; '' in the controller."""
-    return environment.host if isinstance(environment, HostedEnvironment) else ""
+        self.heard()
 
 
 def _now() -> float:

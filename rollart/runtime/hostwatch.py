@@ -56,6 +56,10 @@ class HostPart(Protocol):
     @property
     def clock(self) -> ResourceClock: ...
 
+    @property
+    def node(self) -> str:
+        """Where it runs; '' if nowhere yet."""
+
     async def start(self) -> EnvironmentHost:
         """Start the process and greet it; one left from before is killed first. `PartDied` or `EnvironmentFault` if it
         fails, `SpecError` if it can make no environment of the run's."""

@@ -15,7 +15,8 @@ __all__ = ["Nodes"]
 
 
 class Nodes:
-    """Told of nodes by whoever watches the cluster, on the loop; read by the rebalancer alone, which `wake` wakes.
+    """Told of nodes by whoever watches the cluster, on the loop; read by the rebalancer, to whom the reasons and the
+    departures are told, and by those who keep hosts on them.
     `where` says which node each engine is on, '' if on none; `most` devices are used of each pool, for which the first
     plan was made."""
 
@@ -28,7 +29,16 @@ class Nodes:
         self._planned = dict(most)
         self._warned: frozenset[str] = frozenset()
         self._failed = False
-        self.wake: Callable[[], None] = lambda: None
+        self._wakes: list[Callable[[], None]] = []
+
+    def follow(self, wake: Callable[[], None]) -> None:
+        """It is called from now on when something happens, and at once."""
+        self._wakes.append(wake)
+        wake()
+
+    def wake(self) -> None:
+        for wake in self._wakes:
+            wake()
 
     def found(self, nodes: Iterable[tuple[str, Mapping[str, int]]]) -> None:
         """The nodes that the run begins with, which count at once, and the devices by pool of each."""
@@ -59,6 +69,14 @@ class Nodes:
     def wait(self) -> float:
         """Seconds until there may be a reason though nothing happens."""
         return self._presence.wait(_now())
+
+    def settled(self) -> bool:
+        """Whether a plan may follow what there is."""
+        return self._presence.ready(_now())
+
+    def doomed(self) -> frozenset[str]:
+        """Nodes that are to go."""
+        return self._presence.leaving()
 
     def reason(self) -> str:
         """Why the plan must be looked at, once for each change; '' if it need not."""

@@ -118,8 +118,7 @@ class Rebalancer:
     def follow(self, nodes: Nodes) -> None:
         """Where nodes come and go the plan is one for those that are there."""
         self._nodes = nodes
-        nodes.wake = self._woken.set
-        nodes.wake()
+        nodes.follow(self._woken.set)
 
     def notify(self, reason: str) -> None:
         """Something happened that the plan did not count on: an engine gone for good, another price. In words."""
@@ -203,7 +202,11 @@ class Rebalancer:
             self._event("repriced", what, change=said)
 
     async def _replan(self, trigger: str) -> None:
-        observed = await self._there()
+        try:
+            observed = await self._there()
+        except RollartError as error:  # a part that is given up did not end as it should
+            self._event("rebalance_failed", trigger, cause=str(error))
+            return self._again()
         # Decided on this work, whatever comes of it: the same drift does not ask twice.
         self._baseline.update(observed.work)
         try:

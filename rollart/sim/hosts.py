@@ -142,6 +142,10 @@ class ModelledHost:
     def clock(self) -> ResourceClock:
         return self._clock
 
+    @property
+    def node(self) -> str:
+        return self.host.node
+
     async def start(self) -> ModelledLife:
         while True:
             while not self.host.up:

@@ -50,12 +50,12 @@ def test_without_workers_there_are_no_hosts(tmp_path: Path) -> None:
 def test_hosts_run_beside_what_the_plan_placed_on_the_pool_of_cores(tmp_path: Path) -> None:
     run = resolved("workers=3", cluster=FAKE)
     assert host_count(run) == 3
-    actor = host_actor(run, tmp_path, "environment-0", tmp_path / "environments.json", "secret")
+    actor = host_actor(run, tmp_path, "environment-0", tmp_path / "environments.json", "secret", given=None)
     assert (dict(actor.resources), dict(actor.labels)) == ({}, {"gpu": "none"})
     assert actor.factory.endswith(":NodeProgram")
     assert "secret" not in str(actor.args), "arguments are there for every user of the machine to read"
     elsewhere = resolved("workers=3", "pool=h20", cluster=FAKE)
-    actor = host_actor(elsewhere, tmp_path, "environment-0", tmp_path / "environments.json", "secret")
+    actor = host_actor(elsewhere, tmp_path, "environment-0", tmp_path / "environments.json", "secret", given=None)
     assert dict(actor.labels) == {"gpu": "H20"}
 
 
@@ -65,7 +65,9 @@ def test_cores_of_the_plan_go_to_hosts_first_and_are_paid_by_them(tmp_path: Path
     assert on_hosts(run) == {"environment-0", "environment-1"}
     three = with_cores(resolved("workers=3"), 2)
     file = tmp_path / "environments.json"
-    taken = [dict(host_actor(three, tmp_path, f"environment-{n}", file, "").resources) for n in range(3)]
+    cores = {a.name: a for a in three.plan.of(Role.ENVIRONMENT)}
+    names = [f"environment-{n}" for n in range(3)]
+    taken = [dict(host_actor(three, tmp_path, n, file, "", given=cores.get(n)).resources) for n in names]
     assert taken == [{"CPU": 1.0}, {"CPU": 1.0}, {}]
     one = with_cores(resolved("workers=1"), 2)
     assert on_hosts(one) == {"environment-0"}

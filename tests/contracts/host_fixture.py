@@ -65,13 +65,15 @@ def resolved_with(
 
 
 @contextlib.asynccontextmanager
-async def hosts_of(resolved: Resolved, directory: Path, runtime: Runtime | None = None) -> AsyncIterator[Hosts]:
+async def hosts_of(
+    resolved: Resolved, directory: Path, runtime: Runtime | None = None, wanted: Resolved | None = None
+) -> AsyncIterator[Hosts]:
     recorder = MemoryRecorder()
     used = runtime or LocalRuntime(nodes(resolved))
     await used.start()
     try:
         leases = Leases(recorder)
-        fleet = environment_fleet(resolved, directory, used, leases, recorder, used=frozenset())
+        fleet = environment_fleet(resolved, directory, used, leases, recorder, used=frozenset(), wanted=wanted)
         assert fleet is not None
         running = asyncio.get_running_loop().create_task(fleet.run())
         try:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from placement.types import Assignment, Role
+from rollart.adapters.clusters.ray_cluster import add_node
+from rollart.compose.crews import keepers
+from rollart.compose.elastic import follow, nodes_of
+from rollart.compose.environments import host_count
 from rollart.errors import EnvironmentFault
 from rollart.ports import Node
-from rollart.runtime.hosting import HostedEnvironment
+from rollart.runtime.hosting import HostedEnvironment, HostFleet
+from tests.chaos.test_ray_nodes import drain
 from tests.contracts.environment_contract import CONTRACT
-from tests.contracts.host_fixture import hosts_of, resolved_with
+from tests.contracts.host_fixture import DOMAINS, hosts_of, resolved_with
 from tests.contracts.ray_fixture import ray_cluster_of
 from tests.e2e.harness import CLUSTER, ROOT
 
@@ -59,3 +67,50 @@ def test_hosts_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with ray_cluster_of(NODES, tmp_path / "ray") as cluster:
         asyncio.run(scenario())
+
+
+def test_hosts_follow_nodes_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reason for slow: a Ray cluster again, one of whose nodes joins later and another is drained."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pool = {"name": "here", "device": "cpu", "count": 4, "min": 1, "labels": {"pool": "here"}, "devices_per_host": 2}
+    elastic = {"backend": "ray", "elastic": {"settle_s": 1.0}}
+    on_ray = {**CLUSTER, "runtime": elastic, "pools": [pool], "trainer": {"device": "cpu", "threads": 1}}
+    resolved = resolved_with(tmp_path, cluster=on_ray, workers="auto", domains={"told": (DOMAINS["told"], {})})
+    given = tuple(Assignment(Role.ENVIRONMENT, n, "here", (n,)) for n in range(2))
+    whole = replace(resolved, plan=replace(resolved.plan, assignments=given))
+    begun = replace(whole, plan=replace(whole.plan, assignments=given[:1]))
+    assert [host_count(whole, {"here": n}) for n in range(4)] == [1, 1, 2, 2]
+
+    async def scenario() -> None:
+        runtime = cluster.runtime()
+        async with asyncio.timeout(LIMIT_S), hosts_of(begun, tmp_path, runtime, whole) as hosts:
+            fleet, nodes = hosts.fleet, nodes_of(whole, dict)
+            assert nodes is not None
+            (keeper,) = keepers(whole, nodes, fleet, None, hosts.recorder)
+            async with asyncio.TaskGroup() as tasks:
+                watching = [tasks.create_task(follow(runtime, whole, nodes)), tasks.create_task(keeper.run())]
+                assert list(fleet.where().values()) == ["cores-0"]
+                playing = hosts.make("told")
+                await playing.reset(0)
+
+                add_node(cluster.directory, Node("cores-1", {"pool": "here"}, {"CPU": 1.0}, {}))
+                await until(fleet, lambda: len(fleet.up()) == 2)
+                assert sorted(fleet.where().values()) == ["cores-0", "cores-1"], "one has the plan's core on each"
+                drain(cluster.directory, "cores-0")
+                await until(fleet, lambda: list(fleet.where().values()) == ["cores-1"])
+                assert (await playing.step("say")).observation  # the host that is to go finishes what it has
+                await playing.close()
+                await until(fleet, lambda: len(hosts.events("host_retired")) == 1)
+                await asyncio.sleep(2.0)  # it has settled
+                assert (fleet.size, hosts.events("host_lost")) == (1, [])
+                for task in watching:
+                    task.cancel()
+
+    with ray_cluster_of(NODES[:2], tmp_path / "ray") as cluster:
+        asyncio.run(scenario())
+
+
+async def until(fleet: HostFleet, there: Callable[[], bool]) -> None:
+    while not there():
+        await asyncio.sleep(0.05)

@@ -1,0 +1,126 @@
+"""Hosts follow nodes: as many as there are devices for, and none on a node that is to go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from rollart.errors import RollartError
+from rollart.ports import Recorder, RunEvent
+from rollart.runtime.nodes import Nodes
+
+__all__ = ["Crew", "CrewKeeper"]
+
+RETRY_S = 30.0
+"""After a host for which there was no room: what is free lies on too many nodes, or others hold it."""
+
+LONGEST_S = 3600.0
+
+
+class Crew(Protocol):
+    """Hosts of one kind that are kept alive: `HostFleet`, `FunctionFleet`."""
+
+    heard: Callable[[], None]
+
+    def where(self) -> Mapping[str, str]:
+        """The node of each host that is wanted, '' of one that has none, those that would be missed least first."""
+
+    def up(self) -> Collection[str]:
+        """Those that take work now."""
+
+    async def spawn(self) -> str:
+        """One host more, once it has its place. `RollartError` if it finds none."""
+
+    def retire(self, name: str) -> None:
+        """It gets no more work, and ends when what it has is done."""
+
+
+class CrewKeeper:
+    """A task of the run: `run` never returns. It alone spawns and retires hosts of the crew while it runs.
+
+    It waits for nodes that come or go, for hosts that come up or end, and after a host that found no room `RETRY_S`.
+    Who is on a node that is to go leaves it at once, as soon as another one is up, and one comes for it elsewhere; how
+    many there should be follows the nodes when these have settled. Bounds: never more than `count` says of what is
+    there, but for those that finish what they have; while one is up, one stays up.
+    """
+
+    def __init__(
+        self, crew: Crew, nodes: Nodes, count: Callable[[Mapping[str, int]], int], recorder: Recorder, *, what: str
+    ) -> None:
+        """`count`: hosts, at least one, for so many devices by pool; `what` they hold, in a word."""
+        self._crew = crew
+        self._nodes = nodes
+        self._count = count
+        self._recorder = recorder
+        self._what = what
+        self._coming = 0
+        self._not_before = 0.0
+        self._cause = ""
+        self._woken = asyncio.Event()
+        self._known: set[str] = set()
+        self._given_up = 0
+        """Hosts that ended unasked: they are not replaced until there are more devices."""
+        self._counted = 0
+
+    async def run(self) -> None:
+        self._nodes.follow(self._woken.set)
+        self._crew.heard = self._woken.set
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._wait()):
+                            await self._woken.wait()
+                    self._woken.clear()
+                    for _ in range(self._look()):
+                        self._coming += 1
+                        tasks.create_task(self._spawn(), name=f"one more host of {self._what}")
+        finally:
+            self._crew.heard = lambda: None
+
+    def _look(self) -> int:
+        """Let those go that have to; how many more should come."""
+        here, up, leaving = self._crew.where(), self._crew.up(), self._nodes.doomed()
+        want, settled = self._wanted(here), self._nodes.settled()
+        if not settled:  # who is lost may be back on another node by then
+            want = min(want, len(here) + self._coming)
+        going = [name for name, node in here.items() if node in leaving]
+        staying = [name for name in here if name not in going]
+        if settled:
+            surplus = len(staying) + self._coming - want
+            going += staying[: max(0, min(surplus, len(staying) - 1))]
+        for name in going:
+            if any(other in up and other not in going for other in here):
+                self._crew.retire(name)
+                self._known.discard(name)
+        more = want - self._coming - sum(name not in going for name in here)
+        return more if _now() >= self._not_before else 0
+
+    def _wanted(self, here: Collection[str]) -> int:
+        counted = max(1, self._count(self._nodes.devices()))
+        self._given_up = 0 if counted > self._counted else self._given_up + len(self._known.difference(here))
+        self._counted, self._known = counted, set(here)
+        return max(1, counted - self._given_up)
+
+    async def _spawn(self) -> None:
+        try:
+            await self._crew.spawn()
+            self._cause = ""
+        except RollartError as error:
+            self._not_before = _now() + RETRY_S
+            if self._cause != error.message:
+                self._cause = error.message
+                self._recorder.event(RunEvent(_now(), "host_not_placed", self._what, {"cause": error.message}))
+        finally:
+            self._coming -= 1
+            self._woken.set()
+
+    def _wait(self) -> float:
+        rest = self._not_before - _now()
+        return min(self._nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

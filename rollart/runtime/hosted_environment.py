@@ -1,0 +1,106 @@
+"""One episode on an environment host, as the trajectory sees it: an environment like any other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from rollart.errors import EnvironmentFault
+from rollart.model import Observation, Step
+from rollart.policy.places import Wish
+from rollart.runtime.places import Place
+
+if TYPE_CHECKING:
+    from rollart.runtime.hosting import HostFleet
+
+__all__ = ["HostedEnvironment", "host_of"]
+
+T = TypeVar("T")
+
+FIRST = Wish()
+"""Of an environment that nobody prepared."""
+
+
+class HostedEnvironment:
+    """Implements `ports.Environment`: one episode on one host, chosen before its first reset and kept until its
+    close."""
+
+    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
+
+    def __init__(self, fleet: HostFleet, domain: str, episode: str) -> None:
+        self._fleet, self._domain, self._episode = fleet, domain, episode
+        self._place: Place | None = None
+        self._fault = False
+
+    @property
+    def host(self) -> str:
+        """Where it lives; '' before it has a place and after its close."""
+        return "" if self._place is None else self._place.host.id
+
+    async def prepare(
+        self, seed: int, owner: str, wish: Wish = FIRST, give_up: Callable[[], None] | None = None
+    ) -> None:
+        """It has a place on a host with its images, if it needs any: before the reset, whose time that is not.
+        `give_up` is called once, when one that is ahead of need is to close itself for another; `keep` ends that."""
+        if self._place is not None:
+            return
+        wanted = await self._fleet.wanted(self._domain, seed, owner)
+        place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
+        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # nobody could say before
+            return
+        try:
+            await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
+        except Exception:
+            self._fault = True
+            raise
+
+    def keep(self) -> None:
+        """Its trajectory runs."""
+        if self._place is not None:
+            self._fleet.places.keep(self._place)
+
+    async def reset(self, seed: int) -> Observation:
+        if self._place is None:
+            self._place = await self._fleet.places.take(FIRST, self._episode)
+        place = self._place
+        shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
+        self._fleet.made(place.host, self._domain, made)
+        return shown
+
+    async def step(self, action: str) -> Step:
+        if self._place is None:
+            raise RuntimeError("step before reset")
+        return await self._call(self._place, self._place.link.step(self._episode, action))
+
+    async def close(self) -> None:
+        place, self._place = self._place, None
+        if place is None:
+            return
+        try:
+            await place.link.close(self._episode)
+        except EnvironmentFault as fault:
+            if not fault.incident:  # else it is gone with its host
+                raise
+        finally:
+            self._fleet.leave(place, fault=self._fault)
+
+    async def _call(self, place: Place, work: Awaitable[tuple[T, float]]) -> T:
+        began = _now()
+        try:
+            return await self._fleet.call(place.host, place.link, work)
+        except EnvironmentFault:
+            self._fault = True
+            raise
+        except asyncio.CancelledError:
+            self._fault = self._fault or self._fleet.hangs(began)
+            raise
+
+
+def host_of(environment: object) -> str:
+    """The host that an environment lives on; '' in the controller."""
+    return environment.host if isinstance(environment, HostedEnvironment) else ""
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
