@@ -83,10 +83,15 @@ async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handl
     """The part's actor, in the room that is reserved by its name; where none is, once there is some. `UsageError` if
     there is none in time: what others hold of a shared cluster may stay held, and what is free may lie on too many
     nodes. Whoever ends the actor for good gives its room back: `runtime.release`. A part that takes no device needs no
-    room: it runs beside what does."""
+    room: it runs beside what does, on a node that the plan itself may not wait for."""
     limit = resolved.cluster.runtime.wait_s + PLACE_S
     light = not any(spec.resources.values())
-    if not light and not runtime.reserved(spec.name):
+    if light:
+        with contextlib.suppress(TimeoutError):  # then the runtime says which nodes there are
+            async with asyncio.timeout(resolved.cluster.runtime.wait_s):
+                while not any(matches(spec.labels, node.labels) for node in runtime.nodes()):
+                    await asyncio.sleep(LOOK_S)
+    elif not runtime.reserved(spec.name):
         pools = [f"'{p.name}'" for p in resolved.cluster.pools if selector(resolved, p) == dict(spec.labels)]
         room = Bundle(spec.name, spec.resources, spec.labels, about=f"pool {' or '.join(pools)}")
         await runtime.reserve([BundleGroup(spec.name, (room,))], wait_s=limit)

@@ -24,14 +24,10 @@ _SILENT_S = 6
 """A machine whose kernel acknowledges nothing for so long is gone: less than a function's start may take
 (`init_timeout_s`), so that a machine that vanishes is not taken for a function that does not load."""
 
-_KEPT_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENT_S - 2),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-)
+_KEPT_ALIVE = {
+    "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": _SILENT_S - 2, "TCP_USER_TIMEOUT": 1000 * _SILENT_S,
+    "TCP_NODELAY": 1,
+}  # fmt: skip
 
 
 class HostLost(Exception):
@@ -309,8 +305,10 @@ class RemoteWorker(asyncio.Protocol):
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    for level, option, value in _KEPT_ALIVE:
-        connection.setsockopt(level, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEPT_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _fault(kind: str, detail: str, retryable: bool) -> InfraFault:

@@ -50,7 +50,7 @@ def test_a_node_dies_under_function_calls(home: Home) -> None:
     (home.path / "gated.py").write_text(REWARD.format(gate=str(gate)))
     gated = {
         "name": "gated", "source": str(home.path / "gated.py"), "handler": "gated", "memory_mb": 128, "batch_items": 1,
-        "concurrency": 4, "timeout_s": LIMIT_S, "stateless": True, "deterministic": False,
+        "concurrency": 4, "timeout_s": LIMIT_S, "init_timeout_s": LIMIT_S, "stateless": True, "deterministic": False,
     }  # fmt: skip
     spec = tiny(leases={"reward_s": LIMIT_S}, functions=[gated])
     spec["domains"][0]["rewards"] = [{"function": "gated"}]
@@ -64,8 +64,8 @@ def test_a_node_dies_under_function_calls(home: Home) -> None:
 
     os.kill(raylet(run.directory / "ray", hosts["reward-1"]), signal.SIGKILL)
     run.until(lambda: placed(run)["reward-1"][-1] == hosts["reward-0"], "the host's actor is elsewhere", LIMIT_S)
-    run.until(lambda: starts(run, "reward-1") == 2, "it serves again", LIMIT_S)
-    run.until(lambda: len(marks(gate)) == 6, "the calls that were lost are made again", LIMIT_S)
+    run.until(lambda: starts(run, "reward-1") >= 2, "it serves again", LIMIT_S)
+    run.until(lambda: len(marks(gate)) >= 6, "the calls that were lost are made again", LIMIT_S)
     gate.touch()
     assert run.end(LIMIT_S) == 0, run.said
     assert "Traceback" not in run.said

@@ -154,3 +154,32 @@ def test_an_address_is_for_ray() -> None:
 def test_a_token_is_found_beside_the_cluster_file() -> None:
     resolved = resolve_files(None, FAKE, ["cluster.runtime.token=secret", "cluster.runtime.address=a:1"])
     assert resolved.cluster.runtime.token == str(FAKE.resolve().parent / "secret")
+
+
+def test_a_part_that_takes_no_device_waits_for_a_node_of_its_pool(fake: Resolved) -> None:
+    """The plan itself may use nothing of the pool that hosts run on, so that nobody else waits for it."""
+    runtime = Growing([n for n in hosts(fake) if n.id == "h800-0"])
+    light = ActorSpec("reward-0", "tests.compose.test_clusters:Nothing", labels={"pool": "cores"})
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(20.0, runtime.join, hosts(fake)[0])
+        handle = await placed(fake, runtime, light)
+        assert (handle.node, loop.time() // 20.0) == ("cores-0", 1.0)
+        with pytest.raises(UsageError, match=r"nowhere"):
+            await placed(fake, runtime, replace(light, name="reward-1", labels={"pool": "nowhere"}))
+        assert loop.time() >= 20.0 + fake.cluster.runtime.wait_s
+        await runtime.close()
+
+    virtual.run(main())
+
+
+class Growing(LocalRuntime):
+    """A cluster that a node joins."""
+
+    def join(self, node: Node) -> None:
+        self._nodes[node.id] = node
+
+
+class Nothing:
+    """An actor that does nothing."""

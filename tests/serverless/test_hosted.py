@@ -95,7 +95,14 @@ def test_a_machine_is_killed_under_calls_and_every_item_is_scored_once(tmp_path:
 
 async def _killed(directory: pathlib.Path) -> None:
     books = Books()
-    one = package(memory_mb=128, timeout_s=LIMIT_S, concurrency=4, batch={"max_items": 1}, deterministic=False)
+    one = package(
+        memory_mb=128,
+        timeout_s=LIMIT_S,
+        init_timeout_s=LIMIT_S,
+        concurrency=4,
+        batch={"max_items": 1},
+        deterministic=False,
+    )
     async with machines(directory) as fleet:
         for name in ("one", "two"):
             await fleet.start(name)
@@ -137,7 +144,14 @@ def test_the_life_of_a_machine(tmp_path: pathlib.Path) -> None:
 
 async def _life(directory: pathlib.Path) -> None:
     """One program after the other, with all that may happen to it."""
-    one = package(memory_mb=128, timeout_s=LIMIT_S, concurrency=2, keep_alive_s=LIMIT_S, deterministic=False)
+    one = package(
+        memory_mb=128,
+        timeout_s=LIMIT_S,
+        init_timeout_s=LIMIT_S,
+        concurrency=2,
+        keep_alive_s=LIMIT_S,
+        deterministic=False,
+    )
     event: list[dict[str, Any]] = [encode(item("a", do="pid"))]
     async with machines(directory) as fleet, HostedBackend(fleet.hosts) as backend:
         deploying = asyncio.create_task(backend.deploy(one))
