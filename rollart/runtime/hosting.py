@@ -68,6 +68,8 @@ class HostFleet:
         self._episodes = itertools.count()
         self.places: Places = Places(self._choose, leases, recorder)
         self._pictures = Pictures(leases, limits.pull_s, self._seen)
+        self._pictured = False
+        """Whether any host brings images."""
         self._ends = Ends()
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
@@ -156,12 +158,14 @@ class HostFleet:
 
     def _choose(self, wanted: frozenset[str]) -> Host | None:
         """A host with room for an episode: one that has the `wanted` images, rather than another."""
-        up = [host for host in self._hosts.values() if host.up]
-        missing = {host.id: len(wanted - host.images) for host in up} if wanted else None
-        for hosts in ([host for host in up if not host.resting], up):
-            room = {host.id: (host.live, self._limits.per_host) for host in hosts}
-            if (name := self._policy.choose(room, _now(), missing)) is not None:
-                return self._hosts[name]
+        most, fresh, resting = self._limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+        for name, host in self._hosts.items():
+            if host.up:
+                (resting if host.resting else fresh)[name] = host.live, most
+        for room in (fresh, resting):
+            missing = {name: len(wanted - self._hosts[name].images) for name in room} if wanted else None
+            if (chosen := self._policy.choose(room, _now(), missing)) is not None:
+                return self._hosts[chosen]
         return None
 
     async def call(self, host: Host, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
@@ -205,6 +209,8 @@ class HostFleet:
 
     async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
         """Images that an episode needs on its host before it is reset; none, mostly."""
+        if not self._pictured:
+            return frozenset()
         links = [host.link for host in self._hosts.values() if host.up and host.link is not None]
         return await self._pictures.wanted(links, domain, seed, owner)
 
@@ -273,6 +279,7 @@ class HostFleet:
         host.part.clock.enter(State.STARTUP, cause)
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = host.life = await host.part.start()
+        self._pictured = self._pictured or bool(host.link.pictured)
         host.live, host.taken, host.resting = 0, None, False
         host.part.clock.enter(State.IDLE)
         self._policy.restarted(host.id)

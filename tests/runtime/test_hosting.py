@@ -445,6 +445,7 @@ def test_a_host_that_never_says_which_images_it_has_is_waited_for_under_a_lease(
         async with running(bench):
             part = bench.parts["environment-0"]
             bench.fleet._hosts[part.id].link = bench.fleet._hosts[part.id].life = Pictured(part, 1)
+            bench.fleet._pictured = True
             one = bench.environment()
             with pytest.raises(LeaseExpired, match=r"waited 600\.0 s for a host to name the images of its environment"):
                 await one.prepare(0, "tale-0")
