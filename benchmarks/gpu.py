@@ -61,9 +61,13 @@ def main() -> int:
     }  # fmt: skip
     if cuda:
         major = torch.cuda.get_device_capability()[0]
-        known = known_device(torch.cuda.get_device_name(), GENERATIONS.get(major, ""))
+        known = known_device(
+            torch.cuda.get_device_name(),
+            GENERATIONS.get(major, ""),
+            torch.cuda.get_device_properties(0).total_memory / 1e9,
+        )
     else:
-        known = known_device("cpu", "cpu")
+        known = known_device("cpu", "cpu", None)
         torch.set_num_threads(1)
     # A call into the driver that never returns hears no alarm: then the process ends, and FILE has what was known.
     faulthandler.dump_traceback_later(arguments.limit + 90, exit=True)
@@ -102,7 +106,7 @@ def phase(bench: Bench, name: str, work: Callable[[], Any], *, most: float) -> N
     try:
         bench.report["phases"][name] = work()
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        bench.report.setdefault("traces", {})[name] = traceback.format_exc()[-4000:]
         bench.report["failed"][name] = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         say(f"{name}: failed: {bench.report['failed'][name]}")
     finally:

@@ -299,14 +299,17 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def known_device(name: str, generation: str) -> Device:
-    """The catalogue's, where the name that the driver gives holds one of its names as a word."""
-    if not {"PCIe", "NVL", "MIG"} & set(name.split()):  # other cards than the modules of that name
-        for word in name.split():
+def known_device(name: str, generation: str, memory_gb: float | None) -> Device:
+    """The catalogue's, where the name that the driver gives holds one of its names as a word and the memory is its."""
+    words = name.replace("-", " ").split()
+    if not {"PCIE", "NVL", "MIG"} & {word.upper() for word in words}:  # other cards than the modules of that name
+        for word in words:
             try:
-                return device(word)
+                found = device(word)
             except ValueError:
                 continue
+            if None in (memory_gb, found.memory_gb) or abs(memory_gb - found.memory_gb) < 0.15 * found.memory_gb:
+                return found
     return Device(name.replace(" ", "-"), generation=generation)
 
 

@@ -18,6 +18,10 @@ __all__ = ["KEYS", "add_norm", "attend", "gate", "place"]
 KEYS = 64
 """Keys of a block: 16 KB of keys and as much of values at a head dimension of 128 in bf16, three blocks in flight."""
 
+IN_FLIGHT = 64 << 10
+"""Bytes of blocks that are loaded while another is computed: with it a program fits the 99 KB of shared memory that the
+smallest of these GPUs have (86 KB at the most, as Triton 3.9 compiles it for sm_80 to sm_90)."""
+
 ROWS = 16
 """Least rows of a product of matrix units: the query heads of one kv head are padded to them."""
 
@@ -188,6 +192,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positio
     splits = 1
     while splits < SPLITS and rows * kv * splits < WAVE and splits * KEYS < context:
         splits *= 2
+    stages = 1 + max(0, min(2, IN_FLIGHT // (2 * KEYS * dim * keys.element_size())))
     out = empty((rows, heads * dim), dtype=queries.dtype, device=queries.device)
     parts = peaks = out
     if splits > 1:
@@ -196,7 +201,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positio
     _attend[(rows, kv, splits)](
         queries, keys, values, slots, positions, out, parts, peaks, context, dim**-0.5, KV=kv, GROUP=heads // kv,
         DIM=dim, SPLIT=splits, KEYS=KEYS, ROWS=max(ROWS, triton.next_power_of_2(heads // kv)), num_warps=4,
-        num_stages=3,
+        num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, peaks, out, DIM=dim, SPLIT=splits, num_warps=2)

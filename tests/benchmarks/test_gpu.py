@@ -65,7 +65,7 @@ def test_it_runs_to_its_end_with_nothing_else_installed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("rollart-gpu-*")), "nothing is left behind"
 
 
-def test_a_phase_that_fails_is_told_and_the_next_one_begins(tmp_path: Path) -> None:
+def test_a_phase_that_fails_is_told_and_the_next_one_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     made = bench(tmp_path, file=str(file))
 
@@ -73,7 +73,10 @@ def test_a_phase_that_fails_is_told_and_the_next_one_begins(tmp_path: Path) -> N
         raise RuntimeError("out of memory\nand more")
 
     gpu.phase(made, "first", broken, most=60)
-    assert json.loads(file.read_text())["failed"] == {"first": "RuntimeError: out of memory"}
+    told = json.loads(file.read_text())
+    assert told["failed"] == {"first": "RuntimeError: out of memory"}
+    assert "in broken" in told["traces"]["first"], "for whoever looks into it"
+    assert "Traceback" not in capsys.readouterr().err
     gpu.phase(made, "second", lambda: {"figure": 1}, most=60)
     assert json.loads(file.read_text())["phases"] == {"second": {"figure": 1}}
     made.report["limit_s"] = 0.0
@@ -114,14 +117,18 @@ def test_decoding_by_steps_of_a_fixed_shape_is_measured_too(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
+    ("name", "memory_gb", "known"),
     [
-        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100-80"),
-        ("NVIDIA H100 PCIe", "NVIDIA-H100-PCIe"), ("NVIDIA H100 NVL", "NVIDIA-H100-NVL"), ("Some Card", "Some-Card"),
+        ("NVIDIA H100 80GB HBM3", 85.0, "H100"), ("NVIDIA H200", 150.1, "H200"), ("NVIDIA H20", 102.0, "H20"),
+        ("NVIDIA A100-SXM4-80GB", 85.1, "A100-80"), ("NVIDIA A100-SXM4-40GB", 42.4, "NVIDIA-A100-SXM4-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 42.4, "NVIDIA-A100-PCIE-40GB"), ("NVIDIA H100 PCIe", 85.0, "NVIDIA-H100-PCIe"),
+        ("NVIDIA H100 NVL", 99.9, "NVIDIA-H100-NVL"), ("Some Card", 8.0, "Some-Card"),
     ],
 )  # fmt: skip
-def test_a_card_is_found_in_the_catalogue_by_the_drivers_name(name: str, known: str) -> None:
-    assert gpu_engine.known_device(name, "hopper").name == known
+def test_a_card_is_found_in_the_catalogue_by_the_drivers_name_and_its_memory(
+    name: str, memory_gb: float, known: str
+) -> None:
+    assert gpu_engine.known_device(name, "hopper", memory_gb).name == known
 
 
 @pytest.mark.parametrize("model", ["0.6b", "1.4b"])

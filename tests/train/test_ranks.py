@@ -48,10 +48,12 @@ INIT = {
 
 def setup(root: Path, **changes: Any) -> dict[str, Any]:
     """`trainer.json` of two ranks. In float64 nothing hides behind rounding; with this eps Adam's updates depend on the
-    gradient's scale, so that a mean in place of a sum over the ranks is seen."""
+    gradient's scale, so that a mean in place of a sum over the ranks is seen. Activations are computed again, to
+    the same effect."""
     return {
         "model": {"init": INIT, "seed": 3, "dtype": "float64"}, "weights_root": str(root), "durable": False,
-        "domains": {"a": {"advantage": {"level": "turn", "gamma": 0.8}}, "b": {}}, "parallel": {"ranks": 2},
+        "domains": {"a": {"advantage": {"level": "turn", "gamma": 0.8}}, "b": {}},
+        "parallel": {"ranks": 2, "activation_checkpointing": True},
     } | SETUP | changes  # fmt: skip
 
 
