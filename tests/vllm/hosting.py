@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,13 @@ def server(
     version: int = 0,
     context: int = 256,
     hidden: Path | None = None,
+    extra: Sequence[str] = (),
 ) -> Iterator[str]:
     """The URL of a vLLM server. It is stopped with SIGTERM, and nothing of it may be left. `hidden`: a directory that
     is empty for it, where this machine lets us (see `can_hide`)."""
     made = vllm_command(SPEC, role=role, cpu=True, context=context, slots=16)
     command = [sys.executable, "-m", "rollart.adapters.engines.vllm_server", "--python", PYTHON, "--log", str(log)]
-    command += ["--model", str(model), "--weight-version", str(version), "--args", json.dumps(made.args)]
+    command += ["--model", str(model), "--weight-version", str(version), "--args", json.dumps([*made.args, *extra])]
     if hidden is not None and can_hide():
         command = [*HIDING, 'mount -t tmpfs none "$HIDDEN" && exec "$@"', "sh", *command]
     with log.open("wb") as said:

@@ -17,8 +17,10 @@ STEPS = 4
 
 
 def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) -> None:
-    """After a step vLLM's API server is killed: its engine core goes with it, and another one serves the rest."""
+    """After a step vLLM's API server is killed: its engine core goes with it, and another one serves the rest. New
+    versions come into its workers' memory by broadcast; the one that was started again begins with files."""
     arguments = [f"steps={STEPS}", "evaluation.episodes=0", "schedule=sync", "staleness=0"]
+    arguments.append("weights.collective.backend=auto")
     run = Launched(tmp_path, ["launch", "--cluster", str(CLUSTER), *arguments])
     directory = tmp_path / "runs" / "quickstart-1"
     try:
@@ -34,6 +36,9 @@ def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) ->
     assert [e["subject"] for e in events(directory, "engine_lost")] == ["engine-0"], run.said
     assert len(events(directory, "engine_started")) == 2
     assert events(directory, "infra_fault") == []
+    received = [e["version"] for e in events(directory, "weights_received")]
+    assert received[0] == 1
+    assert received[-1] == STEPS, "the one that was started again takes part"
     assert (directory / "weights" / f"v{STEPS:06d}" / "probe.json").exists(), "every version was held to the trainer"
     with ledger(directory) as db:
         assert [v for (v,) in db.execute("SELECT version FROM versions ORDER BY version")] == list(range(STEPS + 1))

@@ -1,0 +1,40 @@
+"""Broadcasts to a server of two tensor-parallel workers with a tied head: each keeps its part of what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rollart.model import EngineId, PauseMode, WeightsRef
+from tests.contracts.broadcasting import BroadcastVllm
+from tests.contracts.engine_contract import request
+from tests.engine.models import reference
+from tests.vllm.hosting import TIED, needs_vllm, publish, server
+
+pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
+
+PARALLEL = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+
+
+def test_every_worker_takes_part_and_loads_its_own_part(tmp_path: Path) -> None:
+    async def body(url: str) -> None:
+        engine = BroadcastVllm(EngineId("e0"), url)
+        try:
+            assert await engine.members() == 2
+            for version in (1, 2):
+                path = publish(tmp_path / f"v{version}", version, TIED)
+                await engine.pause(PauseMode.KEEP)
+                await engine.update_weights(WeightsRef(version, str(path)))
+                await engine.resume()
+                answer = await engine.generate(request(f"v{version}", (5, 17, 2, 40), max_tokens=24, temperature=0.0))
+                rows = reference(path, (5, 17, 2, 40, *answer.token_ids))[3:-1]
+                assert [span.version for span in answer.spans] == [version]
+                assert answer.token_ids == tuple(rows.argmax(-1).tolist())
+                assert answer.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
+        finally:
+            await engine.close()
+
+    with server(publish(tmp_path / "v0", 0, TIED), tmp_path / "log", extra=PARALLEL) as url:
+        asyncio.run(body(url))
