@@ -6,6 +6,7 @@ Prefetching, redundancy, evaluation and hosts that die share what there is, on t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,25 +168,37 @@ def test_hosts_that_die_take_their_episodes_and_leak_no_place(small: Small, fuzz
     assert not [e for e in events if e.kind == "lease_expired"]
 
 
-def test_what_is_ahead_gives_way_newest_first_and_what_waited_is_told() -> None:
-    """Two places and four trajectories of one batch: prefetching finds none that a running one does not want first."""
-    census, seen = Census(), []
-    run = make(quotas={"d": (4, 2)}, alpha=1, steps=4, turns=2, engine_s=lambda r: 1.0, train_s=lambda r: 1.0)
+def few(places: int, ahead: int, **quotas: tuple[int, int]) -> tuple[Small, dict[str, Mapping[str, Any]]]:
+    """A run on one host with so many places, and what its episodes waited for them."""
+    census = Census()
+    run = make(quotas=quotas, alpha=0, steps=4, turns=2, engine_s=lambda r: 1.0, train_s=lambda r: 5.0)
 
     def factory(where: Host) -> Counted:
         return Counted(census, turns=2, seed=0, seconds=lambda r: 0.5)
 
-    limits = HostLimits(per_host=2, health_s=float("inf"), start_s=1e6)
-    run.hosts = ModelledHosts([Host("environment-0")], {"d": factory}, limits)
-    run.domains = [replace(run.domains[0], environment=run.hosts.environment("d"))]
-    run.prefetch = PrefetchSettings(6)
+    limits = HostLimits(per_host=places, health_s=float("inf"), start_s=1e6)
+    run.hosts = ModelledHosts([Host("environment-0")], {d.name: factory for d in run.domains}, limits)
+    run.domains = [replace(d, environment=run.hosts.environment(d.name)) for d in run.domains]
+    run.prefetch = PrefetchSettings(ahead)
     small = Small(run, run.hosts, census, None)
     small.play(0)
     over(small)
-    for event in run.recorder.events:  # type: ignore[attr-defined]
-        if event.kind == "environment_places":
-            seen.append((event.subject, event.fields))
-    told = dict(seen)
+    events = run.recorder.events  # type: ignore[attr-defined]
+    return small, {e.subject: e.fields for e in events if e.kind == "environment_places"}
+
+
+def test_a_wait_for_a_place_is_told() -> None:
+    _, told = few(2, 6, d=(4, 2))
     assert told["train"]["waited"] > 0
     assert told["train"]["wait_s"] >= told["train"]["longest_s"] > 0
     assert set(told) <= {claim.name.lower() for claim in Claim}
+
+
+def test_what_is_ahead_of_need_gives_way_to_those_that_run() -> None:
+    """While a batch trains all places go to what is ahead of one domain; the other's trajectories come first then."""
+    small, told = few(3, 3, a=(2, 2), b=(2, 2))
+    assert told["ahead"]["given_up"] > 0
+    ahead = small.run.control.scheduler._prefetch
+    assert ahead is not None
+    assert ahead.used > 0
+    assert ahead.unused >= told["ahead"]["given_up"]
