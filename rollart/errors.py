@@ -9,6 +9,7 @@ RollartError                      exit code
 ├── Interrupted                 130
 └── RunFailed                     1
     ├── PartDied                  1   a process that the run needs is gone and may not be restarted again
+    │   └── NoPlace               1   no node that is there could hold it
     ├── LeaseExpired              1   a wait passed its deadline and its action was to fail the run
     ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
     ├── EnvironmentFault          1   an environment or its host failed a call: carries the host's name
@@ -30,6 +31,7 @@ __all__ = [
     "HandoffFailed",
     "Interrupted",
     "LeaseExpired",
+    "NoPlace",
     "PartDied",
     "ProviderError",
     "RollartError",
@@ -95,6 +97,10 @@ class PartDied(RunFailed):
     def __init__(self, part: str, message: str, *, remedy: str = "") -> None:
         super().__init__(f"{part}: {message}", remedy=remedy)
         self.part = part
+
+
+class NoPlace(PartDied):
+    """A part that no node could hold that is there now: one may come."""
 
 
 class LeaseExpired(RunFailed):

@@ -43,7 +43,8 @@ def nodes_of(resolved: Resolved, where: Callable[[], Mapping[EngineId, str]]) ->
     spec = resolved.cluster.runtime.elastic
     if spec is None:
         return None
-    return Nodes(PresenceSettings(settle_s=spec.settle_s), where, {p.name: p.count for p in resolved.cluster.pools})
+    most = {p.name: p.count for p in resolved.cluster.pools}
+    return Nodes(PresenceSettings(settle_s=spec.settle_s), where, most, patience_s=spec.wait_s)
 
 
 def on_node(resolved: Resolved, node: Node) -> dict[str, int]:

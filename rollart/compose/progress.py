@@ -56,6 +56,7 @@ def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> 
 SHOWN = frozenset(
     {
         "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
+        "no_engine_left",
         "engine_starting",
         "filter_exhausted", "function_scaling_failed", "group_dropped", "host_given_up", "host_lost",
         "host_quarantined", "host_started", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed",

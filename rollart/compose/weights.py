@@ -6,7 +6,7 @@ from rollart.compose.starts import engine_start
 from rollart.policy.updates import Delayed, OnDivergence, Probe, Staggered, UpdatePolicy
 from rollart.spec.resolve import Resolved
 
-__all__ = ["patience_s", "stall_seconds", "update_policy"]
+__all__ = ["nodes_patience_s", "patience_s", "stall_seconds", "update_policy"]
 
 STALL_S = 600.0
 """Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
@@ -33,7 +33,13 @@ def update_policy(resolved: Resolved) -> UpdatePolicy | None:
 def patience_s(resolved: Resolved) -> float:
     """How much longer a turn may have to wait for an engine than a restart and an update take, seconds."""
     policy = update_policy(resolved)
-    return policy.longest_s if isinstance(policy, Delayed) else 0.0
+    return (policy.longest_s if isinstance(policy, Delayed) else 0.0) + nodes_patience_s(resolved)
+
+
+def nodes_patience_s(resolved: Resolved) -> float:
+    """How long the run waits for a node when no engine is left, seconds."""
+    elastic = resolved.cluster.runtime.elastic
+    return 0.0 if elastic is None else elastic.wait_s
 
 
 def stall_seconds(resolved: Resolved) -> float:

@@ -37,7 +37,7 @@ from rollart.compose.scaling import scaler, scaling_settings
 from rollart.compose.starts import engine_start, trainer_start
 from rollart.compose.stored import StoredWeights, weight_store
 from rollart.compose.trainer_hosts import on_its_hosts
-from rollart.compose.weights import patience_s, stall_seconds, update_policy
+from rollart.compose.weights import nodes_patience_s, patience_s, stall_seconds, update_policy
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.store import Ledger
@@ -143,6 +143,7 @@ class Parts:
             weights=self._current,
             start_s=engine_start(self.resolved).most_s,
             on_gone=self._gone,
+            patience_s=nodes_patience_s(self.resolved),
         )
         self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self,
                                  drain_s=self.resolved.run.leases.generate_s)  # fmt: skip
@@ -224,7 +225,8 @@ class Parts:
         """What only grows while something gets done: parts started, turns generated, versions published."""
         if self.current is None:
             return self.said
-        return self.said + self.control.gateway.served + self.control.gateway.version
+        gateway = self.control.gateway
+        return self.said + gateway.served + gateway.version + self.supervisor.waited
 
     def _current(self) -> WeightsRef:
         assert self.current is not None, "engines start after the first version is published"

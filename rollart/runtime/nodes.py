@@ -21,8 +21,15 @@ class Nodes:
     plan was made."""
 
     def __init__(
-        self, settings: PresenceSettings, where: Callable[[], Mapping[EngineId, str]], most: Mapping[str, int]
+        self,
+        settings: PresenceSettings,
+        where: Callable[[], Mapping[EngineId, str]],
+        most: Mapping[str, int],
+        *,
+        patience_s: float = 0.0,
     ) -> None:
+        """`patience_s`: how long a run without an engine waits for a node."""
+        self.patience_s = patience_s
         self._presence = Presence(settings)
         self._where = where
         self._most = most

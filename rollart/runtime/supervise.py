@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, PartDied, RunFailed
+from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, NoPlace, PartDied, RunFailed
 from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares
 from rollart.ledger.intervals import State
@@ -35,6 +35,9 @@ FORGIVEN_S = 600.0
 
 ENGINE_RESTART = "engine_restart"
 """Why an engine starts once more: it was lost."""
+
+NO_NODE = "no_node"
+"""Why it does not: no node is there that could hold it, and nobody else serves."""
 
 
 class EnginePart(Protocol):
@@ -67,7 +70,13 @@ class EngineSupervisor:
         start_s: float,
         max_restarts: int = 5,
         on_gone: Callable[[EngineId, str], None] = lambda *_: None,
+        patience_s: float = 0.0,
     ) -> None:
+        """`patience_s`: how long the run waits for a node while no engine is left and none could be placed."""
+        self._patience_s = patience_s
+        self._waiting: dict[str, None] = {}
+        self.waited = 0
+        """Tries to place an engine while none is left: the run goes on though nothing is done."""
         self._gateway = gateway
         self._leases = leases
         self._recorder = recorder
@@ -103,6 +112,7 @@ class EngineSupervisor:
             await asyncio.gather(watch, return_exceptions=True)
         self._suspicion.pop(engine_id, None)
         self._engines.pop(engine_id, None)
+        self._waiting.pop(engine_id, None)
 
     async def give_up(self, engine_id: EngineId, cause: str) -> bool:
         """Nobody brings it back any more. False, and nothing has changed, where no other engine serves."""
@@ -144,8 +154,8 @@ class EngineSupervisor:
     async def watch(self, part: EnginePart) -> None:
         """Wait for the engine's end or a suspicion, then bring it back; for ever, unless it is given up.
 
-        Past `max_restarts` the run goes on without it while another engine serves, and says so; `PartDied` if none
-        does.
+        Past `max_restarts` the run goes on without it while another engine serves, and says so. If none does, it waits
+        for a node, where nothing but that is lacking, for `patience_s` at most; else `PartDied`.
         """
         loop = asyncio.get_running_loop()
         restarts, served_since = 0, loop.time()
@@ -157,23 +167,48 @@ class EngineSupervisor:
                 restarts = 0
             self._gateway.lose(part.id)
             self._event("engine_lost", part.id, cause=cause)
+            lost_at, homeless = loop.time(), False
             while True:
                 restarts += 1
                 if restarts > self._max_restarts:
                     if self._gateway.spare(part.id):
                         self._give_up(part.id, cause)
                         return
-                    raise PartDied(part.id, f"{cause}, after {self._max_restarts} restarts", remedy="see its log")
+                    self._wait(part.id, cause, homeless=homeless, waited_s=loop.time() - lost_at)
                 try:
-                    await self.start(part, cause=ENGINE_RESTART)
+                    await self.start(part, cause=NO_NODE if part.id in self._waiting else ENGINE_RESTART)
                     served_since = loop.time()
+                    if part.id in self._waiting:
+                        del self._waiting[part.id]
+                        restarts = 0
                     break
                 except (PartDied, LeaseExpired, EngineError) as error:
-                    cause = str(error)
+                    cause, homeless = str(error), isinstance(error, NoPlace)
                     await asyncio.sleep(min(0.25 * 2**restarts, 5.0))
+
+    def _wait(self, engine_id: EngineId, cause: str, *, homeless: bool, waited_s: float) -> None:
+        """Nobody serves. `PartDied` unless a node may still come for it."""
+        if not homeless or not self._patience_s:
+            raise PartDied(
+                engine_id,
+                f"{cause}, after {self._max_restarts} restarts",
+                remedy="see its log; rollart launch --resume continues the run",
+            )
+        if waited_s >= self._patience_s:
+            raise PartDied(
+                engine_id,
+                f"no engine is left, and no node came for one within {self._patience_s:g} s: {cause}",
+                remedy="start nodes, then rollart launch --resume",
+            )
+        self.waited += 1
+        if not self._waiting:
+            self._event("no_engine_left", engine_id, cause=cause, wait_s=self._patience_s)
+        self._waiting[engine_id] = None
+        self._shares[engine_id].hold(State.DOWN, NO_NODE)
 
     def _give_up(self, engine_id: EngineId, cause: str) -> None:
         self._gateway.leave(engine_id)
+        self._waiting.pop(engine_id, None)
         self._event("engine_given_up", engine_id, cause=cause, restarts=self._max_restarts)
         self._on_gone(engine_id, cause)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollart.errors import PartDied, RunFailed
+from rollart.errors import NoPlace, PartDied, RunFailed
 from rollart.fleet import EngineKind, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
@@ -68,7 +68,7 @@ class ModelledPart:
             return self.engine
         machines = self._machines
         if machines is not None and not machines.seat(self.id, self._seat.pool, self._seat.tp):
-            raise PartDied(self.id, f"no machine of pool '{self._seat.pool}' has room for it")
+            raise NoPlace(self.id, f"no machine of pool '{self._seat.pool}' has room for it")
         await asyncio.sleep(self._start_s)
         if machines is not None and not machines.holds(self.id):
             raise PartDied(self.id, "its machine is gone")

@@ -192,6 +192,7 @@ class ModelledRun:
         self.supervisor = EngineSupervisor(
             gateway, self._leases, self.ledger, shares=self.site.shares,
             weights=lambda: WeightsRef(gateway.version, ""), start_s=START_S, on_gone=self._gone,
+            patience_s=0.0 if self.nodes is None else self.nodes.patience_s,
         )  # fmt: skip
         self.fleet = EngineFleet(
             gateway, self.supervisor, self.site, self.ledger, drain_s=self.settings.gateway.generate_s

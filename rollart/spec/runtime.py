@@ -22,6 +22,13 @@ class ElasticSpec(Entry):
         description="Seconds that a node must stay before the plan counts on it (twice as long for every short life of "
         "one of its pool just before), and that pass after a loss before the plan follows it.",
     )
+    wait_s: float = Field(
+        default=3600.0,
+        ge=0,
+        le=604800,
+        description="Longest wait for a node when no engine is left and none that is there could hold one; then the "
+        "run ends.",
+    )
 
 
 class RuntimeSpec(Entry):

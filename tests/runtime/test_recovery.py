@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollart.errors import EngineError, PartDied
+from rollart.errors import EngineError, NoPlace, PartDied
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import (
@@ -30,7 +30,7 @@ from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.domain import Domain
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
-from rollart.runtime.supervise import EngineSupervisor
+from rollart.runtime.supervise import NO_NODE, EngineSupervisor
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner, WaitLimits
 from rollart.sim import loop
 from rollart.sim.world import WordTokenizer
@@ -401,5 +401,60 @@ def test_the_last_engine_is_not_given_up() -> None:
         part.end()
         with pytest.raises(PartDied, match="after 5 restarts"):
             await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+
+    virtual(main)
+
+
+class Homeless(FakePart):
+    """Its node is gone: it finds a place again when there is one."""
+
+    place: bool = True
+
+    async def start(self, weights: WeightsRef) -> FakeEngine:
+        if not self.place:
+            raise NoPlace(self.id, "no node could ever hold it")
+        return await super().start(weights)
+
+
+def test_a_run_without_an_engine_waits_for_a_node() -> None:
+    async def main() -> None:
+        fleet = Fleet()
+        fleet.supervisor._patience_s = 600.0
+        part = Homeless(lambda w: FakeEngine("engine-0", w.version))
+        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(fleet.supervisor.watch(part))  # type: ignore[arg-type]
+            part.place = False
+            part.end()
+            turn = tasks.create_task(fleet.ask())
+            await asyncio.sleep(100.0)
+            before = fleet.supervisor.waited
+            await asyncio.sleep(10.0)
+            assert fleet.supervisor.waited > before, "the watchdog sees that it is waited for"
+            part.place = True
+            assert (await turn).token_ids == (1,)
+            watch.cancel()
+        (said,) = [e for e in fleet.recorder.events if e.kind == "no_engine_left"]
+        assert (said.subject, said.fields["wait_s"]) == ("engine-0", 600.0)
+        assert "no node could ever hold it" in str(said.fields["cause"])
+        lost = [i for i in fleet.recorder.intervals if i.cause == NO_NODE]
+        assert sum(i.t1 - i.t0 for i in lost) > 80.0
+        await fleet.gateway.forget("s")
+
+    virtual(main)
+
+
+def test_a_run_without_an_engine_waits_no_longer_than_it_may() -> None:
+    async def main() -> None:
+        fleet = Fleet()
+        fleet.supervisor._patience_s = 60.0
+        part = Homeless(lambda w: FakeEngine("engine-0", w.version))
+        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        part.place = False
+        part.end()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(PartDied, match=r"no engine is left, and no node came for one within 60 s.*--resume"):
+            await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+        assert 60.0 <= asyncio.get_running_loop().time() - began <= 70.0
 
     virtual(main)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rollart.adapters.clusters.ray_host import Host, pack, unpack
-from rollart.errors import PartDied, ProviderError, UsageError
+from rollart.errors import NoPlace, PartDied, ProviderError, UsageError
 from rollart.ports import ActorSpec, RuntimeEvent
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class RayHandle:
                 await self.boot()
                 break
             except UsageError as error:
-                raise PartDied(self.name, error.message, remedy=error.remedy) from None
+                raise NoPlace(self.name, error.message, remedy=error.remedy) from None
             except PartDied:
                 if again == REVIVALS - 1:
                     raise
