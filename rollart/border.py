@@ -7,11 +7,20 @@ are taken for what they mean.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Awaitable
 
 from rollart.model import Observation, Step
 
-__all__ = ["checked_observation", "checked_step"]
+__all__ = ["checked_observation", "checked_step", "due"]
+
+
+def due(call: object, what: str) -> Awaitable[object]:
+    """What a method of an environment answered, to be awaited. TypeError where it is no coroutine."""
+    if not inspect.isawaitable(call):
+        raise TypeError(f"{what} answered {type(call).__name__} at once (rule: `async def {what}`)")
+    return call
 
 
 def checked_observation(value: object) -> Observation:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollart.border import checked_observation
+from rollart.border import checked_observation, due
 from rollart.foreign import foreign
 from rollart.model import Observation, TrajectoryId
 from rollart.policy.lease import Expiry
@@ -206,7 +206,7 @@ class Prefetcher:
                 self._leases.hold(trajectory, "the reset of its environment", self._reset_s, Expiry.GAP_FILL),
                 foreign(),
             ):
-                observation = checked_observation(await environment.reset(seed))
+                observation = checked_observation(await due(environment.reset(seed), "reset"))
         except Exception as error:
             ahead.over.set_exception(error)
             ahead.ready.set()

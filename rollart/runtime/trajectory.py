@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollart.border import checked_observation, checked_step
+from rollart.border import checked_observation, checked_step, due
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
 from rollart.errors import LeaseExpired, RollartError
 from rollart.foreign import foreign
@@ -348,7 +348,7 @@ class TrajectoryRunner:
                     observation = await ahead.observed()
                     live.reset_seconds = ahead.seconds
                     return observation
-                observation = checked_observation(await environment.reset(live.seed))
+                observation = checked_observation(await due(environment.reset(live.seed), "reset"))
         except Exception as error:
             raise environment_fault("reset", error, environment) from None
         live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
@@ -361,7 +361,7 @@ class TrajectoryRunner:
             with self._leases.hold(
                 live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
             ) as lease, foreign():  # fmt: skip
-                step = checked_step(await environment.step(text))
+                step = checked_step(await due(environment.step(text), "step"))
         except Exception as error:
             raise environment_fault("step", error, environment) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollart.border import checked_observation, checked_step
+from rollart.border import checked_observation, checked_step, due
 from rollart.model import AbortReason, Observation, Step
 from rollart.sim import loop
 from rollart.sim.run import make
@@ -87,3 +89,20 @@ def _with(domain: Any, environment: Any) -> Any:
     import dataclasses
 
     return dataclasses.replace(domain, environment=environment)
+
+
+def test_a_method_that_is_no_coroutine_is_told_by_its_name() -> None:
+    class Plain:
+        def reset(self, seed: int) -> Observation:
+            return Observation("at once")
+
+        def step(self, action: str) -> Awaitable[Step]:
+            return asyncio.sleep(0, Step(Observation(action)))
+
+    with pytest.raises(TypeError, match=r"reset answered Observation at once \(rule: `async def reset`\)"):
+        due(Plain().reset(1), "reset")
+
+    async def main() -> None:
+        assert await due(Plain().step("a"), "step") == Step(Observation("a")), "whatever can be awaited will do"
+
+    loop.run(main())

@@ -25,7 +25,7 @@ from rollart.adapters.envs.wire import (
     read_frame,
     write_frame,
 )
-from rollart.border import checked_observation, checked_step
+from rollart.border import checked_observation, checked_step, due
 from rollart.hosted import Made
 from rollart.ports import Environment
 
@@ -215,7 +215,7 @@ class Front:
                 began = asyncio.get_running_loop().time()
                 episode.environment = await started(episode.maker.make)
                 episode.made = Made("cold", asyncio.get_running_loop().time() - began)
-            shown = await episode.environment.reset(seed)
+            shown = await due(episode.environment.reset(seed), "reset")
             return [sound(lambda: packed_observation(checked_observation(shown))), *episode.made.values()]
 
         episode.over = False
@@ -278,7 +278,7 @@ class Front:
         environment = episode.environment
 
         async def step() -> Any:
-            answered = await environment.step(ask.value)
+            answered = await due(environment.step(ask.value), "step")
             packed = sound(lambda: packed_step(checked_step(answered)))
             episode.over = bool(packed[2])
             return packed
