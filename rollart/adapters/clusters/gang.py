@@ -69,6 +69,7 @@ class _Search:
         self._room = {n.id: dict(n.free) for n in nodes}
         self._strategy = {b.name: (g.name, g.strategy) for g in gang for b in g.bundles}
         self._order = sorted(_bundles(gang), key=lambda b: -sum(b.resources.values()))
+        self._asked = {label for bundle in self._order for label in bundle.labels}
         self._found: dict[str, Node] = {}
         self._depth = -1
 
@@ -105,7 +106,18 @@ class _Search:
             fitting = [n for n in fitting if n.id in used]
         elif strategy == "STRICT_SPREAD":
             fitting = [n for n in fitting if n.id not in used]
-        yield from sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD"))
+        alike: set[tuple[object, ...]] = set()
+        for node in sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD")):
+            # What holds for one node holds for another of the same labels and room, with nothing of this search on it.
+            key = (tuple(sorted(self._plain(node))), tuple(sorted(self._room[node.id].items())))
+            if self._room[node.id] == node.free and key in alike:
+                continue
+            alike.add(key)
+            yield node
+
+    def _plain(self, node: Node) -> list[tuple[str, str]]:
+        """Labels that bundles ask for: others, as Ray's id of the node, tell nodes apart for nothing."""
+        return [(label, value) for label, value in node.labels.items() if label in self._asked]
 
 
 def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:
