@@ -68,6 +68,9 @@ def test_a_version_goes_over_and_comes_back(tmp_path: Path) -> None:
         assert sorted(p.name for p in (tmp_path / "theirs").iterdir()) == ["config.json", "model.safetensors"]
         held = sorted(p.name for p in (tmp_path / "data" / "weights").iterdir())
         assert held == ["v000002", "v000002.sums", "v000003", "v000003.sums"], "the last two are kept"
+        (tmp_path / "mine-3" / "model.safetensors").write_bytes(b"another")
+        with pytest.raises(ServiceError, match="another v3 is announced already"):
+            service.upload_weights(3, tmp_path / "mine-3")
         with pytest.raises(ServiceError, match="version 2 after 3"):
             service.upload_weights(2, tmp_path / "mine-2")
         with pytest.raises(ServiceError, match="token is not this service's"):

@@ -19,6 +19,9 @@ SPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})\Z')
 _BEGUN = re.compile(r"\\u[0-9a-fA-F]{0,3}\Z")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
+"""Within a string, of which nothing is to be looked at."""
+
 _END = {"{": "}", "[": "]"}
 
 
@@ -47,14 +50,19 @@ class Scan:
 
     def push(self, text: str) -> int:
         """How many of the characters are the object's; fewer than all only where it ends or breaks."""
-        for number, character in enumerate(text):
-            self.broken = self.broken or (not self.done and not self._next(character))
-            if self.done or self.broken:
-                taken = number + self.done
-                self.written += text[:taken]
-                return taken
-        self.written += text
-        return len(text)
+        at = 0
+        while at < len(text) and not self.done:
+            plain = _PLAIN.match(text, at) if self._due == "string" and not self._high else None
+            if plain is not None:
+                self._read += plain.end() - at
+                self.sure, at = self._read, plain.end()
+            elif self.broken or not self._next(text[at]):
+                self.broken = True
+                break
+            else:
+                at += 1
+        self.written += text[:at]
+        return at
 
     def value(self) -> dict[str, Any]:
         """What is whole of it; the last of two equal keys counts."""

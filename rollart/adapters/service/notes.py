@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import os
@@ -26,10 +27,10 @@ class Notes:
     def write(self) -> None:
         now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         aside = self._path.with_name(f"{self._path.name}.part")
-        aside.write_text(
-            json.dumps({**self._about, "version": self._desk.version, "state": self._state(), "since": now})
-        )
-        aside.rename(self._path)
+        state = {"version": self._desk.version, "state": self._state(), "since": now}
+        with contextlib.suppress(OSError):  # a disk that is full ends nobody's call
+            aside.write_text(json.dumps({**self._about, **state}))
+            aside.rename(self._path)
 
     def _state(self) -> str:
         desk = self._desk

@@ -144,7 +144,10 @@ class Service:
         version, path, group = _whole(body, "version", 0), str(body.get("path") or ""), str(body.get("group") or "")
         if body.get("files") is not None:
             self._permitted(desk, version, group)
-            path = str(await self._disk().commit(version, _files(body["files"])))
+            files = _files(body["files"])
+            if version == desk.version and desk.path and not await self._disk().holds(version, files):
+                raise Refused(f"another v{version} is announced already", 409)
+            path = str(await self._disk().commit(version, files))
         await desk.notify(version, path, group)
         return _json({"version": desk.version, "path": desk.path})
 

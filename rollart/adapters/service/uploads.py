@@ -76,9 +76,8 @@ class Uploads:
     async def commit(self, version: int, files: Mapping[str, Stored]) -> Path:
         """The version's directory. Refused (409) if a file is not here as it was sent. The same again changes
         nothing."""
-        path, told = self._path(version), self.root / f"v{version:06d}.sums"
-        written = json.dumps({name: asdict(stored) for name, stored in sorted(files.items())})
-        if path.is_dir() and told.is_file() and await _threaded(told.read_text) == written:
+        path, told, written = self._path(version), self._sums(version), _written(files)
+        if await self.holds(version, files):
             shutil.rmtree(self._part(version), ignore_errors=True)  # sent again, since the answer was lost
             return path
         if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
@@ -93,6 +92,11 @@ class Uploads:
         self._here = {(v, name): s for (v, name), s in self._here.items() if v != version}
         return path
 
+    async def holds(self, version: int, files: Mapping[str, Stored]) -> bool:
+        """Whether these are the version that is here."""
+        told = self._sums(version)
+        return self._path(version).is_dir() and told.is_file() and await _threaded(told.read_text) == _written(files)
+
     async def listed(self, path: str) -> dict[str, Stored]:
         """The files of a version that may be read. Refused (404) elsewhere."""
         directory = Path(path).resolve()
@@ -104,6 +108,9 @@ class Uploads:
 
     def _path(self, version: int) -> Path:
         return self.root / f"v{version:06d}"
+
+    def _sums(self, version: int) -> Path:
+        return self.root / f"v{version:06d}.sums"
 
     def _part(self, version: int) -> Path:
         return self.root / f"part-{version:06d}"
@@ -122,6 +129,10 @@ class Uploads:
         for left in self.root.glob("part-*"):
             if left.name < aside.name:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _written(files: Mapping[str, Stored]) -> str:
+    return json.dumps({name: asdict(stored) for name, stored in sorted(files.items())})
 
 
 def _named(name: str) -> None:
