@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+import yaml
 
 from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions
@@ -38,6 +39,13 @@ PROBES = STEPS + 3
 
 CONTEXT = 64
 """Of a tiny run's model, at most."""
+
+
+LARGER: dict[str, Any] = {
+    **tiny()["model"]["init"], "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+}  # fmt: skip
+"""A model that speed matters to: of the tiny one a step takes the same everywhere."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +117,7 @@ def test_a_server_of_other_options_is_not_taken(urls: list[str], root: Path) -> 
             "--block-size is 32 (rule: 16)", "--kv-transfer-config is None",
         ):  # fmt: skip
             assert said in str(refused.value)
-        engine = VllmEngine(EngineId("asked"), urls[0])
+        engine = VllmEngine(EngineId("asked"), urls[1])
         try:
             with pytest.raises(EngineError, match="rollart_later: its plugin is older"):
                 await engine.workers("rollart_later")
@@ -229,6 +237,33 @@ def test_servers_that_cannot_read_the_run_pull_from_its_store(
     assert there == [f"v{v:06d}" for v in range(FEW + 1)][-len(there) :]
     for url in urls:
         assert asyncio.run(version_of(url)) == FEW
+
+
+def test_turns_go_by_the_shares_of_a_plan_for_engines_of_different_speed(urls: list[str], tmp_path: Path) -> None:
+    """The plan is for a model that takes a device of three times the speed a third of the time. The servers are alike,
+    and next to nothing waits at them: what they got is what the router gave them."""
+    domains = tiny()["domains"]
+    domains[0]["profile"] = {"turns": 2, "first_tokens": 8, "new_tokens": 3, "output_tokens": 1}
+    model = {**tiny()["model"], "config": LARGER}
+    speeds = {"quick": 3.0, "slow": 1.0, "trains": 40.0}
+    devices = [
+        {"name": name, "generation": "cpu", "source": "made up", "tflops_bf16": times, "memory_gb": 8,
+         "memory_tb_per_s": 0.02 * times, "link_gb_per_s": 10, "devices_per_host": 1}
+        for name, times in speeds.items()
+    ]  # fmt: skip
+    pools = [{"name": f"of-{name}", "device": name, "count": 1, "price": 1.0} for name in speeds]
+    fleet = {**cluster(urls), "devices": devices, "pools": pools, "trainer": {"device": "trains", "threads": 1}}
+    home = Home(tmp_path)
+    try:
+        run = home.launch(tiny(steps=STEPS, domains=domains, model=model), cluster=fleet)
+        assert run.end(300) == 0, run.said
+    finally:
+        home.close()
+    sound(home.directory, steps=STEPS)
+    quick, slow = (counted(home.directory, f"engine-{i}", "generated_tokens") for i in (0, 1))
+    assert 1.3 * slow < quick < 6 * slow, (quick, slow, run.said)
+    plan = yaml.safe_load((home.directory / "resolved.yaml").read_text())["plan"]
+    assert plan["rates"], "something was predicted, and routed by"
 
 
 def test_a_run_adopts_servers_and_goes_on_when_one_dies(urls: list[str], root: Path, tmp_path: Path) -> None:

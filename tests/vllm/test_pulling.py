@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -205,6 +206,39 @@ async def test_a_store_that_hangs_holds_no_later_version_up(tmp_path: Path) -> N
         assert Path(await s.stored.local(s.host, weights)).name == "v000000"
 
 
+async def test_what_one_worker_cannot_pull_the_others_give_up(tmp_path: Path) -> None:
+    """The push goes on without them: what waits for it would hold the lock of its host."""
+    async with site(tmp_path) as s:
+        gate, weights = Gate(Path(s.place.url)), s.publish(3)
+        s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+        pushing = asyncio.ensure_future(s.stored.push(weights))
+        while (seen := await s.host.call("pulling")) is None or not seen.buckets:
+            await asyncio.sleep(0)
+        (first,) = s.workers[0]._pulls.values()
+        first.stop()
+        while not s.events.of("weights_not_pulled", "why"):
+            await asyncio.sleep(0.001)
+        for worker in s.workers:
+            for pull in worker._pulls.values():
+                pull.join(60)
+                assert pull.ended
+        gate.let.set()
+        await pushing
+        assert Path(await s.stored.local(s.host, weights)).name == "v000003"
+
+
+async def test_a_pull_whose_controller_died_lets_the_next_one_pull(tmp_path: Path) -> None:
+    worker = plugin()
+    worker.DESERTED_S = 0.0
+    manifest = json.dumps({"schema": 1, "version": 1, "files": [["one", 3, 3, ["0" * 64]]]})
+    told = {"root": str(tmp_path / "host"), "manifest": manifest, "keep": [], "in_flight": 0, "sources": {},
+            "over": False, "whole": False}  # fmt: skip
+    pull = worker.Pull(told)
+    pull.join(60)
+    assert pull.look()["error"] == "nobody waits for it any more"
+    assert [p.name for p in (tmp_path / "host").iterdir()] == [".lock"]
+
+
 async def test_a_server_that_was_started_anew_meanwhile_says_so(tmp_path: Path) -> None:
     async with site(tmp_path) as s:
         gate, weights = Gate(Path(s.place.url)), s.publish(3)
@@ -234,23 +268,21 @@ async def test_a_server_without_the_plugin_or_without_room_is_named_with_the_rem
         with pytest.raises(EngineError, match=r"engine-0 has no v0: http://.*: .*host: File exists"):
             await s.stored.local(s.host, weights)
 
-    async def old(request: web.Request) -> web.Response:
-        return web.json_response(
-            {
-                "error": {
-                    "message": "Call to collective_rpc method failed: Method 'rollart_weights' is not implemented."
-                }
-            },
-            status=500,
-        )
+    for said in (
+        "Call to collective_rpc method failed: Method 'rollart_weights' is not implemented.",
+        "Worker failed with error ''CPUWorker' object has no attribute 'rollart_weights'', please check the stack",
+    ):
+        app = web.Application()
+        app.router.add_post("/collective_rpc", functools.partial(failing, said))
+        async with TestServer(app) as server:
+            host = VllmHost(EngineId("engine-1"), str(server.make_url("")), s.place)
+            with pytest.raises(EngineError, match="older than this rollart"):
+                await s.stored.local(host, weights)
+            await host.close()
 
-    app = web.Application()
-    app.router.add_post("/collective_rpc", old)
-    async with TestServer(app) as server:
-        host = VllmHost(EngineId("engine-1"), str(server.make_url("")), s.place)
-        with pytest.raises(EngineError, match="older than this rollart"):
-            await s.stored.local(host, weights)
-        await host.close()
+
+async def failing(said: str, request: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": said}}, status=500)
 
 
 async def test_a_name_that_leads_out_of_the_version_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ SILENT_S = 30.0
 TRIES = 3
 """For a bucket whose connection broke; the controller gives a host up that takes too long."""
 
+DESERTED_S = 60.0
+"""A pull that waits for the rest of a push, and that nobody has looked at for so many seconds, has lost its
+controller: it would keep the directory's lock from the next one's for ever."""
+
 Targets = list[tuple[Path, int, int]]
 """Files, offsets and bytes that a bucket is the contents of."""
 
@@ -75,6 +79,7 @@ class Pull:
         """Where more of its buckets are; whether all are there by now (`whole`), or no more will come (`over`)."""
         with self._changed:
             self._sources |= told["sources"]
+            self._heard = time.monotonic()
             self._over, self._whole = self._over or told["over"], self._whole or told["whole"]
             self._changed.notify_all()
 
@@ -91,6 +96,7 @@ class Pull:
     def look(self) -> dict[str, Any]:
         """How far it is."""
         with self._changed:
+            self._heard = time.monotonic()
             return {
                 "path": self._path, "error": self._error, "buckets": self._buckets, "open": self._open,
                 "longest_s": self._longest_s, "received": self._received, "accumulated_s": self._accumulated_s,
@@ -125,7 +131,7 @@ class Pull:
             try:
                 self._fill(aside)
                 with self._changed:  # nothing is a version before it is whole in the store
-                    self._changed.wait_for(lambda: self._over or self._stopped)
+                    self._await(lambda: self._over)
                     self._check(self._whole, f"v{self._version} was not pushed whole")
                 _write(aside / MANIFEST, self._text)
                 _write(aside / MARKER, json.dumps({"schema": 1, "version": self._version}))
@@ -195,8 +201,8 @@ class Pull:
                     waiting -= set(come)
                     self._check(not waiting or not self._over, f"v{self._version} was not pushed whole")
                     if not come and left[0]:
-                        self._changed.wait()
-                        self._check(True, "")
+                        self._changed.wait(1.0)
+                        self._check(not self._deserted(), "nobody waits for it any more")
         finally:
             for _ in range(self._in_flight):
                 work.put(None)
@@ -208,7 +214,7 @@ class Pull:
                 self._copy(lambda: file.open("rb"), offset, digest, targets)
                 return
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._over or digest in self._sources)
+            self._await(lambda: self._over or digest in self._sources)
             self._check(digest in self._sources, f"v{self._version} was not pushed whole")
             source = self._sources[digest]
             self._open += 1
@@ -273,6 +279,15 @@ class Pull:
             if number < newest and number != self._version and number not in self._keep:
                 with contextlib.suppress(OSError):
                     _remove(directory)
+
+    def _await(self, there: Callable[[], bool]) -> None:
+        """Of what the controller tells. The lock is held."""
+        while not there():
+            self._check(not self._deserted(), "nobody waits for it any more")
+            self._changed.wait(1.0)
+
+    def _deserted(self) -> bool:
+        return not self._over and time.monotonic() - self._heard > DESERTED_S
 
     def _check(self, well: bool, why: str) -> None:
         if self._stopped:

@@ -187,7 +187,8 @@ class VllmEngine(HttpEngine):
         try:
             answer = as_object(await self._request("POST", "/collective_rpc", body, once=True))
         except EngineError as error:
-            if "not implemented" not in error.message and " answered 404" not in error.message:
+            # of one worker, of several, of a server without its development mode
+            if not any(s in error.message for s in ("not implemented", f"no attribute '{method}'", " answered 404")):
                 raise
             raise EngineError(
                 f"{self.url} has no {method}: its plugin is older than this rollart",

@@ -97,7 +97,7 @@ class VllmHost:
                 await asyncio.sleep(after)
                 after = min(2 * after, LOOKS_S)
                 seen = await self._ask("look", {"stamp": stamp})
-        except asyncio.CancelledError:
+        except BaseException:  # those of its workers that go on would hold their host's lock
             with contextlib.suppress(TimeoutError, StorageFailed):
                 async with asyncio.timeout(STOP_S):
                     await self._ask("stop", {"stamp": stamp})
