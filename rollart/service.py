@@ -180,7 +180,7 @@ class Service:
     def download_weights(self, directory: str | Path) -> int:
         """The current version's files, into a directory that is made; the version."""
         version, _ = self.weights()
-        files, target = self._call("GET", f"/v1/weights/{version}/files", None)["files"], Path(directory)
+        files, target = self._call("GET", f"/v1/weights/{version}/files", None, LONG_S)["files"], Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         for name, told in files.items():
             if Path(name).name != name:

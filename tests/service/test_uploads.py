@@ -125,6 +125,88 @@ def test_what_did_not_arrive_is_no_version(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+async def _sent(uploads: Uploads, number: int, words: bytes = b"weights") -> dict[str, Stored]:
+    async def chunks() -> Any:
+        yield words
+
+    return {name: await uploads.receive(number, name, chunks()) for name in ("config.json", "model.safetensors")}
+
+
+def test_what_a_kill_cut_off_is_in_nobodys_way(tmp_path: Path) -> None:
+    left = tmp_path / "part-000001"
+    left.mkdir()
+    for name in ("config.json.0.part", "model.safetensors.1.part", "model.safetensors"):
+        (left / name).write_bytes(b"half")
+
+    async def main() -> None:
+        uploads = Uploads(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        assert (await uploads.commit(1, await _sent(uploads, 1))).is_dir()
+
+    asyncio.run(main())
+
+
+def test_a_run_that_went_back_uploads_the_same_version_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        uploads = Uploads(tmp_path)
+        for number in (8, 9, 10):
+            await uploads.commit(number, await _sent(uploads, number))
+        path = await uploads.commit(9, await _sent(uploads, 9, b"others"))
+        assert await uploads.listed(str(path), 9) == (await _sent(uploads, 9, b"others"))
+        path = await uploads.commit(8, await _sent(uploads, 8, b"yet others"))
+        assert (path / "model.safetensors").read_bytes() == b"yet others"
+        assert sorted(p.name for p in tmp_path.glob("v*")) == ["v000008", "v000008.sums"]
+        for number in (1_700_000_000, 1_700_000_001, 1_700_000_002):  # seconds, say
+            await uploads.commit(number, await _sent(uploads, number))
+        assert sorted(p.name for p in tmp_path.glob("v*[0-9]")) == ["v1700000001", "v1700000002"]
+
+    asyncio.run(main())
+
+
+def test_a_version_that_is_announced_twice_at_once_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    made: list[Path] = []
+    original = Uploads._make
+
+    def make(self: Uploads, version: int, path: Path, *rest: Any) -> None:
+        made.append(path)
+        original(self, version, path, *rest)
+
+    monkeypatch.setattr(Uploads, "_make", make)
+
+    async def main() -> None:
+        uploads = Uploads(tmp_path)
+        files = await _sent(uploads, 1)
+        assert set(await asyncio.gather(*(uploads.commit(1, files) for _ in range(3)))) == set(made)
+        assert len(made) == 1
+        assert (made[0] / "model.safetensors").is_file()
+
+    asyncio.run(main())
+
+
+def test_a_directory_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    latest = version(tmp_path / "latest")
+
+    async def main() -> None:
+        uploads = Uploads(tmp_path / "own", readable=(tmp_path,))
+        assert (await uploads.listed(str(latest), 1))["model.safetensors"].bytes > 12
+        (latest / "model.safetensors").write_bytes(b"of version 2")
+        assert (await uploads.listed(str(latest), 2))["model.safetensors"].bytes == 12
+
+    asyncio.run(main())
+
+
+def test_a_version_number_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "data") as url:
+        service = Service(url, token=TOKEN)
+        service.init(["x"], TASKS)
+        for number in ("9" * 5000, str(2**63)):
+            with pytest.raises(ServiceError, match="a whole number") as refused:
+                service._call("POST", f"/v1/weights/{number}/begin", {})
+            assert refused.value.status == 400
+
+
 @pytest.mark.slow  # it waits on real time
 def test_a_client_waits_for_a_service_that_comes_back(tmp_path: Path) -> None:
     with serving(tmp_path / "data") as url:

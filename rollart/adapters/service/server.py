@@ -190,7 +190,7 @@ class Service:
         desk, version = self._at(), _version(request)
         if version != desk.version:
             raise Refused(f"the current version is v{desk.version}, not v{version}", 409)
-        return await self._disk().listed(desk.path)
+        return await self._disk().listed(desk.path, version)
 
     def _disk(self) -> Uploads:
         if self._uploads is None:
@@ -235,7 +235,7 @@ class Service:
 
 def _version(request: web.Request) -> int:
     version = request.match_info["version"]
-    if not version.isdecimal() or int(version) > MOST:
+    if not version.isdecimal() or len(version) > len(str(MOST)) or int(version) > MOST:
         raise Refused(f"version {version!r} (rule: a whole number)")
     return int(version)
 

@@ -39,17 +39,22 @@ class Stored:
 
 class Uploads:
     """One directory, one process. Files of a version come in any order, each again if it did not arrive; `commit` makes
-    a version of them once all are here with the checksums that the sender tells. The last two versions are kept.
+    a version of them once all are here with the checksums that the sender tells. That one and the one before it are
+    kept: those after it, of a run that went back, are over.
 
-    Files are written and read in threads; what was cut off leaves nothing."""
+    Files are written and read in threads; what was cut off leaves nothing, what the process's end cut off neither."""
 
     def __init__(self, root: Path, readable: Sequence[Path] = ()) -> None:
         """`readable`: more directories below which versions may be read."""
         self.root = root
         self._readable = [path.resolve() for path in (root, *readable)]
         self._here: dict[tuple[int, str], Stored] = {}
-        self._read: tuple[Path, dict[str, Stored]] | None = None
+        self._read: tuple[tuple[int, Path], dict[str, Stored]] | None = None
         self._number = itertools.count()
+        self._one = asyncio.Lock()
+        """A version is made at a time: the same one that is asked for again waits until it is there."""
+        for left in root.glob("part-*"):  # nobody knows their checksums any more
+            shutil.rmtree(left, ignore_errors=True)
 
     async def receive(self, version: int, name: str, chunks: AsyncIterable[bytes]) -> Stored:
         """A file of a version to come. What ends early is the transport's error."""
@@ -76,6 +81,10 @@ class Uploads:
     async def commit(self, version: int, files: Mapping[str, Stored]) -> Path:
         """The version's directory. Refused (409) if a file is not here as it was sent. The same again changes
         nothing."""
+        async with self._one:
+            return await self._committed(version, files)
+
+    async def _committed(self, version: int, files: Mapping[str, Stored]) -> Path:
         path, told, written = self._path(version), self._sums(version), _written(files)
         if await self.holds(version, files):
             shutil.rmtree(self._part(version), ignore_errors=True)  # sent again, since the answer was lost
@@ -90,6 +99,7 @@ class Uploads:
                 raise Refused(f"{name} of v{version} {what} (rule: upload it again)", 409)
         await _threaded(lambda: self._make(version, path, told, written, set(files)))
         self._here = {(v, name): s for (v, name), s in self._here.items() if v != version}
+        self._read = None
         return path
 
     async def holds(self, version: int, files: Mapping[str, Stored]) -> bool:
@@ -97,14 +107,17 @@ class Uploads:
         told = self._sums(version)
         return self._path(version).is_dir() and told.is_file() and await _threaded(told.read_text) == _written(files)
 
-    async def listed(self, path: str) -> dict[str, Stored]:
-        """The files of a version that may be read. Refused (404) elsewhere."""
+    async def listed(self, path: str, version: int) -> dict[str, Stored]:
+        """The files of a version that may be read. Refused (404) elsewhere. A directory is read once a version."""
         directory = Path(path).resolve()
         if not path or not any(directory.is_relative_to(root) for root in self._readable) or not directory.is_dir():
             raise Refused("the current version's files are not here to be read", 404)
-        if self._read is None or self._read[0] != directory:
-            self._read = directory, await _threaded(lambda: _sums(directory))
-        return self._read[1]
+        asked = version, directory
+        if self._read is not None and self._read[0] == asked:
+            return self._read[1]
+        found = await _threaded(lambda: _sums(directory))
+        self._read = asked, found
+        return found
 
     def _path(self, version: int) -> Path:
         return self.root / f"v{version:06d}"
@@ -123,12 +136,24 @@ class Uploads:
         shutil.rmtree(path, ignore_errors=True)
         told.write_text(written)
         aside.rename(path)
-        for old in sorted(self.root.glob("v??????"))[:-2]:
+        for old in _others(self.root, path):
             old.with_suffix(".sums").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
         for left in self.root.glob("part-*"):
-            if left.name < aside.name:
+            if _number(left) < _number(aside):
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _others(root: Path, path: Path) -> list[Path]:
+    """All versions but this one and the last before it."""
+    found = [v for v in root.glob("v*") if v.suffix != ".sums" and v != path]
+    before = max((v for v in found if _number(v) < _number(path)), key=_number, default=None)
+    return [v for v in found if v != before]
+
+
+def _number(path: Path) -> int:
+    """Of a directory of a version."""
+    return int(re.sub(r"\D", "", path.name) or 0)
 
 
 def _written(files: Mapping[str, Stored]) -> str:
