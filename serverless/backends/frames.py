@@ -24,10 +24,10 @@ def packed(message: Any) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-async def read(reader: asyncio.StreamReader) -> Any:
+async def read(reader: asyncio.StreamReader, *, largest: int = LARGEST) -> Any:
     """The next frame. `IncompleteReadError` at the end; ValueError for what is none."""
     (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-    return _unpacked(await reader.readexactly(_checked(length)))
+    return _unpacked(await reader.readexactly(_checked(length, largest)))
 
 
 class Frames:
@@ -50,9 +50,9 @@ class Frames:
         return found
 
 
-def _checked(length: int) -> int:
-    if length > LARGEST:
-        raise ValueError(f"a frame of {length} bytes (rule: at most {LARGEST})")
+def _checked(length: int, largest: int = LARGEST) -> int:
+    if length > largest:
+        raise ValueError(f"a frame of {length} bytes (rule: at most {largest})")
     return length
 
 

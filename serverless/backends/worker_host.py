@@ -41,6 +41,12 @@ __all__ = ["TOKEN", "WorkerHost"]
 
 TOKEN = "SERVERLESS_HOST_TOKEN"
 
+GREETING_S = 10.0
+"""Seconds that a client has to say who it is. Who knocks and says nothing holds a socket no longer."""
+
+GREETING = 4096
+"""Bytes of a greeting at most: nobody unknown is read more of."""
+
 _ENDED = (asyncio.IncompleteReadError, ConnectionError, ValueError)
 """Of a connection: it closed, it broke, or what came is no frame."""
 
@@ -61,12 +67,14 @@ class WorkerHost:
         """A connection, to its end."""
         self._connections.add(writer)
         try:
-            match await read(reader):
+            async with asyncio.timeout(GREETING_S):
+                hello = await read(reader, largest=GREETING)
+            match hello:
                 case ["hello", str(token)] if self._knows(token) and not self._controlled:
                     await self._control(reader, writer)
                 case ["hello", str(token), str(version), int(slot)] if self._knows(token) and self._controlled:
                     await self._worker(reader, writer, version, slot)
-        except _ENDED:
+        except (*_ENDED, TimeoutError):
             pass
         finally:
             writer.close()

@@ -251,7 +251,9 @@ def test_calls_that_are_given_up_are_answered_all_the_same_and_nobody_remembers_
 
 
 @pytest.mark.slow  # sockets
-def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_greet_is_not_listened_to_for_long(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("rollart.adapters.envs.front.GREETING_S", 0.05)
 
     async def scenario(front: Front, address: str) -> None:
@@ -263,8 +265,12 @@ def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.Monk
                 assert await reader.read() == b""
             writer.close()
         monkeypatch.setattr("rollart.adapters.envs.front.GREETING_S", 60.0)
+        for word in ("another", "\u00e9"):
+            with pytest.raises(EnvironmentFault, match="broke"):
+                await HostConnection.open("environment-0", address, word)
         connection = await HostConnection.open("environment-0", address, "word")
         assert (await connection.health()).live == 0
         await connection.aclose()
+        assert not caplog.records
 
     fronted(scenario)

@@ -15,8 +15,9 @@ import pytest
 
 from serverless.backends.frames import Frames, packed
 from serverless.backends.hosted import HostedBackend, WorkerHosts
+from serverless.backends.local import LocalBackend
 from serverless.backends.remote import HostLink, HostLost
-from serverless.backends.worker_host import TOKEN
+from serverless.backends.worker_host import TOKEN, WorkerHost
 from serverless.errors import BackendFailed
 from serverless.pipeline import Offload
 from serverless.types import Cause, FaultKind, Outcome, Scored
@@ -138,6 +139,35 @@ def value_of(outcome: Outcome) -> float:
 
 
 @pytest.mark.slow  # real programs, a second each
+def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        host = WorkerHost(LocalBackend(), "the token")
+        async with await asyncio.start_server(host.serve, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
+            port = server.sockets[0].getsockname()[1]
+            monkeypatch.setattr("serverless.backends.worker_host.GREETING_S", LIMIT_S)
+            await _knock(port, b"\x00\x10\x00\x00" + b"x" * 64)  # a megabyte
+            await _knock(port, packed(["hello", "\u00e9"]))
+            monkeypatch.setattr("serverless.backends.worker_host.GREETING_S", 0.05)
+            await _knock(port, b"")
+            await _knock(port, b"\x00\x00")  # half a length
+            monkeypatch.setattr("serverless.backends.worker_host.GREETING_S", LIMIT_S)
+            link = await HostLink.open("one", f"tcp://127.0.0.1:{port}", "the token")
+            await link.ping()
+            await link.aclose()
+            await host.close()
+
+    run(scenario())
+
+
+async def _knock(port: int, said: bytes) -> None:
+    """The connection ends, whatever was said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(said)
+    with contextlib.suppress(ConnectionError):  # it may have left some of that unread
+        assert await reader.read() == b""
+    writer.close()
+
+
 def test_the_life_of_a_machine(tmp_path: pathlib.Path) -> None:
     run(_life(tmp_path))
 

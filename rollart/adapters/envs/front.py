@@ -105,7 +105,7 @@ class Front:
         try:
             async with asyncio.timeout(GREETING_S):
                 hello = Ask.from_json(await read_frame(reader, largest=GREETING))
-            known = hello.op is Op.HELLO and hmac.compare_digest(str(hello.value), self.token)
+            known = hello.op is Op.HELLO and hmac.compare_digest(str(hello.value).encode(), self.token.encode())
             if known and not self.taken:
                 self.taken = True
                 problems = {name: one.problem for name, one in self.makers.items() if one.problem}
