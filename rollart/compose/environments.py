@@ -18,6 +18,7 @@ from rollart.compose.clusters import placed
 from rollart.compose.elastic import present_devices
 from rollart.compose.parts import ended
 from rollart.compose.routing import SERVING
+from rollart.compose.weights import nodes_patience_s
 from rollart.errors import SpecError
 from rollart.hosted import EnvironmentHost
 from rollart.ledger.clock import ResourceClock
@@ -102,6 +103,7 @@ def environment_fleet(
             start_s=spec.start_s,
             call_s=waits.env_step_s,
             pull_s=spec.pull_s,
+            patience_s=nodes_patience_s(resolved),
         ),
         later=max([*numbers, *(a.replica for a in plan)], default=-1) + 1,
     )

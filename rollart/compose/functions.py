@@ -14,6 +14,7 @@ from rollart.adapters.rewards.hosts import HostedWorkers
 from rollart.compose.actors import part_room, pool_of_cores, resource, selector
 from rollart.compose.clusters import placed
 from rollart.compose.parts import ended
+from rollart.compose.weights import nodes_patience_s
 from rollart.hosted import FunctionHost
 from rollart.ledger.clock import ResourceClock
 from rollart.ports import ActorSpec, Handle, Recorder, Runtime
@@ -57,7 +58,12 @@ def function_fleet(
         clock, cores = _clock(resolved, name, recorder), _cores(resolved, name)
         return FunctionProgram(name, program, runtime, clock, hosts, token, cores)
 
-    limits = HostLimits(health_s=local.health_s, start_s=local.start_s, call_s=waits.reward_s)
+    limits = HostLimits(
+        health_s=local.health_s,
+        start_s=local.start_s,
+        call_s=waits.reward_s,
+        patience_s=nodes_patience_s(resolved),
+    )
     fleet = FunctionFleet(make, host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits)
     return fleet, hosts
 

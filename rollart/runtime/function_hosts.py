@@ -54,6 +54,11 @@ class _Host:
     restarts: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def stays(self) -> bool:
+        """Whether it serves, or is on its way and not to go."""
+        return self.link is not None or not self.leaving
+
 
 class FunctionFleet:
     """Owns the hosts of a run's function workers and the task that keeps each alive; which calls their workers get is
@@ -158,27 +163,32 @@ class FunctionFleet:
 
     async def _keep(self, host: _Host) -> None:
         """Start the host, watch it, start it again; until it retires or is given up."""
-        cause = ""
+        now = asyncio.get_running_loop().time
+        cause, failed, since = "", None, now()
         try:
             while not host.leaving:
                 try:
                     link = await self._start(host, HOST_RESTART if cause else "")
+                    if host.restarts > self._limits.max_restarts:  # what it lacked was a node
+                        host.restarts = 0
                     cause = await trouble(link, host.part, link, self._leases, self._limits)
+                    failed, since = None, now()
                 except (PartDied, LeaseExpired) as error:
-                    cause = error.message.removeprefix(f"{host.part.id}: ")
+                    cause, failed = error.message.removeprefix(f"{host.part.id}: "), error
                 if not cause:
                     break
                 if await self._lose(host, cause):
                     host.restarts = 0
                 host.restarts += 1
                 if host.restarts > self._limits.max_restarts:
-                    if not any(other.link for other in self._hosts.values()):
-                        raise PartDied(host.part.id, f"{cause}, after {self._limits.max_restarts} restarts",
+                    if any(other.stays for other in self._hosts.values() if other is not host):
+                        self._tell("host_given_up", host, cause=cause, restarts=self._limits.max_restarts)
+                        return
+                    if not self._limits.waits(failed, now() - since):
+                        raise PartDied(host.part.id, f"{cause}, after {host.restarts - 1} restarts",
                                        remedy=f"rollart logs --role {host.part.id}")  # fmt: skip
-                    self._tell("host_given_up", host, cause=cause, restarts=self._limits.max_restarts)
-                    return
                 if host.restarts > 1:
-                    await asyncio.sleep(min(0.25 * 2**host.restarts, 5.0))
+                    await asyncio.sleep(min(0.25 * 2 ** min(host.restarts, 8), 5.0))
             self._tell("host_retired", host)
         finally:
             await self._end(host)

@@ -250,27 +250,31 @@ class HostFleet:
 
     async def _keep(self, host: Host) -> None:
         """Start the host, watch it, start it again; until it retires or is given up."""
-        cause = ""
+        cause, failed, since = "", None, _now()
         try:
             while not host.leaving:
                 try:
                     await self._start(host, HOST_RESTART if cause else "")
                     assert host.link is not None
+                    if host.restarts > self._limits.max_restarts:  # what it lacked was a node
+                        host.restarts = 0
                     cause = await trouble(host, host.part, host.link, self._leases, self._limits)
+                    failed, since = None, _now()
                 except (PartDied, LeaseExpired, EnvironmentFault) as error:
-                    cause = error.message.removeprefix(f"{host.id}: ")
+                    cause, failed = error.message.removeprefix(f"{host.id}: "), error
                 if not cause:
                     break
                 await self._lose(host, cause)
                 host.restarts += 1
                 if host.restarts > self._limits.max_restarts:
-                    if not any(h.link for h in self._hosts.values()):
-                        raise PartDied(host.id, f"{cause}, after {self._limits.max_restarts} restarts",
+                    if any(other.stays for other in self._hosts.values() if other is not host):
+                        self.tell("host_given_up", host.id, cause=cause, restarts=self._limits.max_restarts)
+                        return
+                    if not self._limits.waits(failed, _now() - since):
+                        raise PartDied(host.id, f"{cause}, after {host.restarts - 1} restarts",
                                        remedy=f"rollart logs --role {host.id}")  # fmt: skip
-                    self.tell("host_given_up", host.id, cause=cause, restarts=self._limits.max_restarts)
-                    return
                 if host.restarts > 1:
-                    await asyncio.sleep(min(0.25 * 2**host.restarts, 5.0))
+                    await asyncio.sleep(min(0.25 * 2 ** min(host.restarts, 8), 5.0))
             self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)
         finally:
             await self._end(host)
@@ -293,7 +297,8 @@ class HostFleet:
         if link is not None:
             self._ended(host, link)
         self.places.lost(host)
-        self.tell("host_lost", host.id, cause=cause, episodes=host.live if host.taken is None else host.taken)
+        taken = 0 if link is None else host.live if host.taken is None else host.taken
+        self.tell("host_lost", host.id, cause=cause, episodes=taken)
         if link is not None:
             await link.aclose()
 

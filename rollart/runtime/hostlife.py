@@ -47,6 +47,11 @@ class Host:
         """Whether it takes episodes. One that broke is none that is empty."""
         return self.link is not None and self.link.alive and not self.leaving
 
+    @property
+    def stays(self) -> bool:
+        """Whether it serves, or is on its way and not to go."""
+        return self.link is not None or not self.leaving
+
     async def emptied(self) -> None:
         while self.live or not self.leaving:
             self.changed.clear()

@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollart.errors import EnvironmentFault, LeaseExpired
+from rollart.errors import EnvironmentFault, LeaseExpired, NoPlace
 from rollart.hosted import EnvironmentHost, HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.policy.lease import Expiry
@@ -86,6 +86,12 @@ class HostLimits:
     """Longest wait for an episode's images."""
     max_restarts: int = 5
     """Of a host in a row without an episode that went well: the bound is against crash loops."""
+    patience_s: float = 0.0
+    """How long the last host goes on looking for a node beyond that, while none could hold it."""
+
+    def waits(self, cause: Exception | None, seconds: float) -> bool:
+        """Whether the last host, which has been down for so long and could not start because of that, tries again."""
+        return isinstance(cause, NoPlace) and seconds < self.patience_s
 
 
 class Occupied(Protocol):

@@ -184,7 +184,7 @@ class EngineSupervisor:
                     break
                 except (PartDied, LeaseExpired, EngineError) as error:
                     cause, homeless = str(error), isinstance(error, NoPlace)
-                    await asyncio.sleep(min(0.25 * 2**restarts, 5.0))
+                    await asyncio.sleep(min(0.25 * 2 ** min(restarts, 8), 5.0))
 
     def _wait(self, engine_id: EngineId, cause: str, *, homeless: bool, waited_s: float) -> None:
         """Nobody serves. `PartDied` unless a node may still come for it."""

@@ -26,8 +26,8 @@ class ElasticSpec(Entry):
         default=3600.0,
         ge=0,
         le=604800,
-        description="Longest wait for a node when no engine is left and none that is there could hold one; then the "
-        "run ends.",
+        description="Longest wait for a node when no engine is left, or no environment host or host of function "
+        "workers, and none that is there could hold one; then the run ends.",
     )
 
 

@@ -6,13 +6,14 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.errors import EnvironmentFault, PartDied
+from rollart.errors import EnvironmentFault, NoPlace, PartDied
 from rollart.hosted import HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import tears
@@ -78,10 +79,12 @@ class Part:
         self._broken = broken
         self.lives: list[Link] = []
         self.ended = asyncio.Event()
-        self.closed = False
+        self.closed = self.homeless = False
 
     async def start(self, notify: Callable[[], None]) -> Link:
         await asyncio.sleep(1.0)
+        if self.homeless:
+            raise NoPlace(self.id, "no node could ever hold it")
         if self.id in self._broken:
             raise PartDied(self.id, "ended with status 1 before it was ready")
         self.ended = asyncio.Event()
@@ -101,13 +104,13 @@ class Part:
 
 
 class Bench:
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, limits: HostLimits = LIMITS) -> None:
         self.recorder = MemoryRecorder()
         self.parts: dict[str, Part] = {}
         self.broken: set[str] = set()
         names = (f"reward-{n}" for n in itertools.count())
         leases = Leases(self.recorder)
-        self.fleet = FunctionFleet(self._make, names, count, leases=leases, recorder=self.recorder, limits=LIMITS)
+        self.fleet = FunctionFleet(self._make, names, count, leases=leases, recorder=self.recorder, limits=limits)
 
     async def _make(self, name: str) -> Part:
         self.parts[name] = Part(name, self.recorder, self.broken)
@@ -206,6 +209,27 @@ def test_the_last_host_that_never_starts_ends_the_fleet() -> None:
         assert isinstance(error, PartDied)
         assert "ended with status 1 before it was ready, after 5 restarts" in error.message
         assert bench.parts["reward-0"].closed
+
+    play(main)
+
+
+def test_the_last_host_waits_for_a_node_as_long_as_the_run_does() -> None:
+    async def main() -> None:
+        bench = Bench(2, replace(LIMITS, patience_s=7200.0))
+        async with running(bench):
+            first, last = bench.parts.values()
+            first.homeless = last.homeless = True
+            await first.die()
+            await last.die()
+            await asyncio.sleep(7000.0)
+            assert [name for name, _ in bench.events("host_given_up")] == ["reward-0"]
+            last.homeless = False
+            await asyncio.sleep(60.0)
+            assert bench.fleet.up() == {"reward-1"}
+            last.homeless = True
+            await last.die()
+            await asyncio.sleep(7000.0)
+            assert bench.fleet.names == ("reward-1",)
 
     play(main)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, PartDied
+from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, NoPlace, PartDied
 from rollart.hosted import HostHealth, Images, Made
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import tears
@@ -118,6 +120,8 @@ class Part:
         self.lives: list[Place] = []
         self.ended = asyncio.Event()
         self.closed = False
+        self.start_s = 1.0
+        self.homeless = False
 
     @property
     def id(self) -> str:
@@ -130,7 +134,9 @@ class Part:
     async def start(self) -> Place:
         if self.lives:
             await self.lives[-1].aclose()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.start_s)
+        if self.homeless:
+            raise NoPlace(self._name, "no node could ever hold it")
         if self._name in self._broken:
             raise PartDied(self._name, "ended with status 1 before it was ready")
         self.ended = asyncio.Event()
@@ -357,6 +363,70 @@ def test_the_last_host_that_cannot_be_kept_ends_the_run() -> None:
         assert isinstance(error, PartDied)
         why = "environment-0: ended with status 1 before it was ready, after 5 restarts"
         assert str(error) == f"{why} (rollart logs --role environment-0)"
+
+    play(main)
+
+
+def test_a_host_that_is_given_up_does_not_end_the_run_while_another_is_on_its_way() -> None:
+    async def main() -> None:
+        bench = Bench(2, replace(LIMITS, start_s=300.0))
+        async with running(bench):
+            slow, broken = bench.parts["environment-0"], bench.parts["environment-1"]
+            slow.start_s = 60.0
+            bench.broken.add("environment-1")
+            await slow.die()
+            await broken.die()
+            await asyncio.sleep(59.0)
+            assert [s for s, _ in bench.events("host_given_up")] == ["environment-1"]
+            await asyncio.sleep(2.0)
+            assert bench.fleet.up() == {"environment-0"}
+
+    play(main)
+
+
+@pytest.mark.parametrize(("patience_s", "comes"), [(600.0, True), (600.0, False), (0.0, False)])
+def test_the_last_host_waits_for_a_node_as_long_as_the_run_does(patience_s: float, comes: bool) -> None:
+    async def main() -> None:
+        bench = Bench(1, replace(LIMITS, patience_s=patience_s))
+
+        async def scenario() -> None:
+            async with running(bench):
+                (part,) = bench.parts.values()
+                part.homeless = True
+                await part.die()
+                await asyncio.sleep(0.9 * patience_s)
+                part.homeless = not comes
+                await asyncio.sleep(60.0 + 0.2 * patience_s)
+
+        began = asyncio.get_running_loop().time()
+        if comes:
+            await scenario()
+            assert len(bench.parts["environment-0"].lives) == 2
+        else:
+            with pytest.raises(ExceptionGroup) as group:
+                await scenario()
+            assert group.group_contains(PartDied, match="no node could ever hold it")
+            assert max(patience_s, 5.0) < asyncio.get_running_loop().time() - began < patience_s + 60.0
+
+    play(main)
+
+
+def test_a_host_that_does_not_come_back_takes_its_episodes_once() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            environments = [bench.environment() for _ in range(4)]
+            for environment in environments:
+                await environment.reset(1)
+            bench.broken.add("environment-1")
+            await bench.parts["environment-1"].die()
+            for environment in environments:
+                with contextlib.suppress(EnvironmentFault):
+                    await environment.step("on")
+            await asyncio.sleep(60.0)
+            assert sum(f["episodes"] for _, f in bench.events("host_lost")) == 2
+            for environment in environments:
+                await environment.close()
 
     play(main)
 

@@ -458,3 +458,17 @@ def test_a_run_without_an_engine_waits_no_longer_than_it_may() -> None:
         assert 60.0 <= asyncio.get_running_loop().time() - began <= 70.0
 
     virtual(main)
+
+
+def test_a_run_without_an_engine_waits_for_hours_where_it_may() -> None:
+    async def main() -> None:
+        fleet = Fleet()
+        fleet.supervisor._patience_s = 7200.0
+        part = Homeless(lambda w: FakeEngine("engine-0", w.version))
+        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        part.place = False
+        part.end()
+        with pytest.raises(PartDied, match="no node came for one within 7200 s"):
+            await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+
+    virtual(main)
