@@ -105,6 +105,8 @@ class Broadcasts:
         """The version that was staged to be sent. Raises nothing: what was missed is an event."""
         if not self._engines:
             return
+        for engine in self._engines.values():
+            engine.sent_anew(version)
         began = asyncio.get_running_loop().time()
         try:
             waiting_for = f"a broadcast of v{version} to {len(self._engines)} engines"
@@ -118,6 +120,9 @@ class Broadcasts:
             self._group = None
             self._event("weights_not_sent", f"v{version}", why=error.message)
             return
+        except asyncio.CancelledError:  # the trainer goes on with it, and nobody hears who has it
+            self._group = None
+            raise
         if not self._received(group, version, stamp, sent):
             self._group = None
         seconds = asyncio.get_running_loop().time() - began

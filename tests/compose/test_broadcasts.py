@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import Sent
 from rollart.compose.broadcasts import ASKED_S, Broadcasts, backend_of
 from rollart.compose.dry import commands
 from rollart.errors import EngineError, SpecError, TrainerError
+from rollart.model import EngineId, WeightsRef
 from rollart.ports import RunEvent
 from rollart.runtime.leases import Leases
 from rollart.sim.loop import run
@@ -53,6 +55,9 @@ class Engine:
         if self.mood == "gone":
             raise EngineError(f"{self.id} is gone", retryable=True)
         self.orders.append(order)
+
+    def sent_anew(self, version: int) -> None:
+        """It loads what it has at once."""
 
     def received(self, version: int, stamp: str) -> None:
         assert stamp == self.orders[-1]["stamp"]
@@ -183,6 +188,56 @@ def test_a_trainer_that_fails_or_hangs_is_an_event_and_no_more() -> None:
         assert b.versions == [[3], [3]]
         assert b.events.of("weights_not_sent") == ["v1", "v2"]
         assert len({order["group"] for order in b.trainer.orders}) == 3
+
+    bench(test)
+
+
+class Client(HttpEngine):
+    """The client itself, of a server that takes everything."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(EngineId(name), "http://nowhere")
+        self.loaded: list[Any] = []
+        self.gone = False
+
+    async def _control(self, path: str, body: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
+        if self.gone:
+            raise EngineError("it is gone", retryable=True)
+        self.loaded += [body["update_info"]] if "update_info" in body else []
+        return {}
+
+
+@pytest.mark.parametrize("missed", ["on its way", "at its start"])
+def test_a_version_that_is_sent_anew_is_never_the_one_of_before(missed: str) -> None:
+    """The trainer died before it was written: what is trained instead has its number, and other weights."""
+
+    async def test(b: Bench) -> None:
+        client = Client("one")
+        b.broadcasts.join(client)
+        first = await b.send(1)
+        await client.update_weights(WeightsRef(1, "there"))
+        assert client.loaded == [{"path": "there", "stamp": first["stamp"]}]
+        b.trainer.fails, client.gone = {2: "it was damaged"}, missed == "at its start"
+        await b.broadcasts.send(b.trainer, 1)  # type: ignore[arg-type]
+        client.gone = False
+        await client.update_weights(WeightsRef(1, "again"))
+        assert client.loaded[1:] == [{"path": "again"}]
+
+    bench(test, Engine("two"))
+
+
+def test_a_broadcast_that_was_cancelled_leaves_its_group() -> None:
+    async def test(b: Bench) -> None:
+        b.trainer.hangs = True
+        sending = asyncio.ensure_future(b.send(1))
+        while not b.trainer.orders:
+            await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        b.trainer.hangs = False
+        before = b.trainer.orders[-1]
+        assert (await b.send(2))["group"] != before["group"]
 
     bench(test)
 

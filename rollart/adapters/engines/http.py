@@ -174,6 +174,12 @@ class HttpEngine:
         """It has that version in memory: `update_weights` puts that one in, without reading its files."""
         self._broadcast = version, stamp
 
+    def sent_anew(self, version: int) -> None:
+        """A broadcast of that version begins: what came under its number, or a later one, before was never committed
+        (its publish came to nothing), and is not put in."""
+        if self._broadcast[0] >= version:
+            self._broadcast = -1, ""
+
     async def _begin_update(self) -> None:
         await self._control("/start_weight_update", {})
 
