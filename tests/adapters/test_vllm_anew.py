@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ class Server:
     version: str = "default"
     updating: bool = False
     loads: bool = True
+    workers: int = 1
     asked: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
@@ -40,6 +42,12 @@ class Server:
         self.asked.append(path)
         body = await request.json() if request.can_read_body else {}
         match path:
+            case "/get_world_size":
+                return web.json_response({"world_size": self.workers})
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/collective_rpc":
+                return web.json_response({"results": self._by_the_plugin(*body["args"])})
             case "/start_weight_update":
                 if self.updating:
                     said = "start_weight_update called while a weight update is already active. Call finish first."
@@ -62,10 +70,24 @@ class Server:
                 return web.json_response({"choices": [choice]})
         return web.json_response({"success": True})
 
+    def _by_the_plugin(self, call: str, told: str) -> list[dict[str, str]]:
+        """The last of its workers is the one that may refuse."""
+        said = ""
+        if call == "start_weight_update":
+            said, self.updating = "already active" if self.updating else "", True
+        elif call == "update_weights":
+            self.told.append(json.loads(told)["update_info"]["path"])
+            if not self.loads or self.told[-1] == "/dev/null":
+                said, self.updating = "not a whole version", False
+        elif call == "finish_weight_update":
+            assert json.loads(told) == {}
+            self.updating = False
+        return [{"error": ""}] * (self.workers - 1) + [{"error": said}]
+
 
 @contextlib.asynccontextmanager
-async def loaded(version: int = 3) -> AsyncIterator[tuple[Server, VllmEngine]]:
-    server = Server()
+async def loaded(version: int = 3, *, workers: int = 1) -> AsyncIterator[tuple[Server, VllmEngine]]:
+    server = Server(workers=workers)
     async with TestServer(server.app()) as site:
         engine = VllmEngine(EngineId("e"), str(site.make_url("")).rstrip("/"), version=version)
         await engine.update_weights(WeightsRef(version, f"v{version}"))
@@ -112,16 +134,26 @@ async def test_of_a_server_that_was_given_no_version_a_word_is_the_one_that_it_s
         await engine.close()
 
 
-async def test_an_update_that_nobody_ended_is_ended() -> None:
-    async with loaded() as (server, engine):
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_update_that_nobody_ended_is_ended(workers: int) -> None:
+    async with loaded(workers=workers) as (server, engine):
         server.updating = True
         await engine.update_weights(WeightsRef(4, "v4"))
         assert server.told == ["v3", "/dev/null", "v4"]
         assert (await engine.generate(TURN)).spans[0].version == 4
 
 
-async def test_while_it_loads_and_after_it_failed_to_nobody_takes_it_for_another() -> None:
-    async with loaded() as (server, engine):
+async def test_several_workers_are_asked_so_that_none_of_them_raises() -> None:
+    async with loaded(workers=2) as (server, _):
+        assert server.version == "3"
+        assert [path for path in server.asked if path != "/get_world_size"] == [
+            *["/collective_rpc"] * 3, "/update_weight_version", "/reset_prefix_cache",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_while_it_loads_and_after_it_failed_to_nobody_takes_it_for_another(workers: int) -> None:
+    async with loaded(workers=workers) as (server, engine):
         server.loads = False
         with pytest.raises(EngineError, match="not a whole version"):
             await engine.update_weights(WeightsRef(4, "v4"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
+from rollart.adapters.weights.manifests import FileEntry, Manifest
 from rollart.errors import StorageFailed
 from rollart.ports import WeightStore
 
@@ -57,3 +59,12 @@ def test_a_root_that_cannot_be_listed_is_a_storage_error(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageFailed, match=r"cannot list .*file: Not a directory"):
         DirectoryWeightStore(tmp_path / "file").versions()
+
+
+@pytest.mark.parametrize("name", ["../out", "a/../../out", "/out", "", "."])
+def test_a_list_of_buckets_names_no_file_outside_its_version(name: str) -> None:
+    listed = json.dumps({"schema": 1, "version": 1, "files": [[name, 4, 4, ["0" * 64]]]}).encode()
+    with pytest.raises(StorageFailed, match="is no name of a file of a version"):
+        Manifest.decode(listed)
+    whole = Manifest(1, (FileEntry("trainer/rank-0", 4, 4, ("0" * 64,)),))
+    assert Manifest.decode(whole.encode()) == whole

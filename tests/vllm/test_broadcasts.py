@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
+from rollart.adapters.engines.vllm import METHOD, VllmEngine
+from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
 from tests.contracts.broadcasting import BroadcastVllm
 from tests.contracts.engine_contract import request
@@ -24,6 +27,8 @@ def test_every_worker_takes_part_and_loads_its_own_part(tmp_path: Path) -> None:
         try:
             assert await engine.members() == 2
             for version in (1, 2):
+                if version == 2:
+                    await refused(engine, tmp_path)
                 path = publish(tmp_path / f"v{version}", version, TIED)
                 await engine.pause(PauseMode.KEEP)
                 await engine.update_weights(WeightsRef(version, str(path)))
@@ -35,6 +40,14 @@ def test_every_worker_takes_part_and_loads_its_own_part(tmp_path: Path) -> None:
                 assert answer.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
         finally:
             await engine.close()
+
+    async def refused(engine: VllmEngine, nothing: Path) -> None:
+        """By both workers, and what is asked next is answered as it should."""
+        with pytest.raises(EngineError, match="is not a whole version"):
+            await VllmEngine.update_weights(engine, WeightsRef(9, str(nothing)))
+        told = json.dumps({"stamp": "none"})
+        assert [one["unknown"] for one in await engine.workers(METHOD, "look", told)] == [True, True]
+        await engine._control("/start_weight_update", {})  # and nobody ends it
 
     with server(publish(tmp_path / "v0", 0, TIED), tmp_path / "log", extra=PARALLEL) as url:
         asyncio.run(body(url))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -29,6 +30,12 @@ from tests.compose.test_stored import BUCKET, Events, Gate
 from tests.e2e.harness import ROOT
 
 pytestmark = pytest.mark.asyncio
+
+BYTES = bytes(range(256)) * 40
+
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(BYTES) + BYTES
+CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BYTES) + BYTES
+"""Two ways in which a store answers with a bucket."""
 
 
 def plugin() -> ModuleType:
@@ -69,6 +76,13 @@ class Site:
         """Also what is hidden, but the lock."""
         root = self.root / "host"
         return sorted(p.name for p in root.iterdir() if p.name != ".lock") if root.exists() else []
+
+    def settle(self) -> None:
+        """What one worker could not pull the other may still be trying, or clearing away."""
+        for worker in self.workers:
+            for pull in worker._pulls.values():
+                pull.join(60)
+                assert pull.ended
 
     async def answer(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -140,6 +154,7 @@ async def test_it_pulls_while_the_push_goes_on_and_has_all_or_nothing(tmp_path: 
         gate.let.set()
         with pytest.raises(StorageFailed, match="the link is down") if broken else contextlib.nullcontext():
             await pushing
+        s.settle()
         assert s.on_host() == ([] if broken else ["v000003"])
         if broken:
             ((name, why),) = s.events.of("weights_not_pulled", "why")
@@ -162,6 +177,7 @@ async def test_a_damaged_bucket_is_named_and_nothing_of_its_version_is_left(tmp_
                 bucket.write_bytes(damaged)
             with pytest.raises(EngineError, match=f"engine-0 has no v0: http://.*{bucket.name[:12]}.*{said}"):
                 await s.stored.local(s.host, weights)
+            s.settle()
             assert s.on_host() == []
         bucket.write_bytes(whole)
         assert Path(await s.stored.local(s.host, weights)).name == "v000000"
@@ -218,10 +234,7 @@ async def test_what_one_worker_cannot_pull_the_others_give_up(tmp_path: Path) ->
         first.stop()
         while not s.events.of("weights_not_pulled", "why"):
             await asyncio.sleep(0.001)
-        for worker in s.workers:
-            for pull in worker._pulls.values():
-                pull.join(60)
-                assert pull.ended
+        s.settle()
         gate.let.set()
         await pushing
         assert Path(await s.stored.local(s.host, weights)).name == "v000003"
@@ -294,6 +307,66 @@ async def test_a_name_that_leads_out_of_the_version_is_refused(tmp_path: Path) -
     assert "no name of a file" in pull.look()["error"]
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "host")
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([b"nonsense\r\n\r\n", WHOLE], ""),
+        ([WHOLE[:-9], WHOLE], ""),
+        ([CHUNKS[:-9], WHOLE], ""),
+        ([b"nonsense\r\n\r\n"], "BadStatusLine"),
+        ([b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"], "the store answered 403"),
+    ],
+)
+async def test_a_store_that_breaks_off_is_asked_again_and_a_pull_always_ends(
+    tmp_path: Path, answers: list[bytes], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(left.pop(0) if len(left) > 1 else left[0])
+        await writer.drain()
+        writer.close()
+
+    worker = plugin()
+    monkeypatch.setattr(worker, "BACKOFF_S", 0.001)
+    digest = hashlib.sha256(BYTES).hexdigest()
+    manifest = json.dumps({"schema": 1, "version": 1, "files": [["model", len(BYTES), len(BYTES), [digest]]]})
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = "http://127.0.0.1:{1}/bucket?Signature=secret".format(*server.sockets[0].getsockname())
+        pull = worker.Pull({"root": str(tmp_path / "host"), "manifest": manifest, "keep": [], "in_flight": 0,
+                            "sources": {digest: url}, "over": True, "whole": True})  # fmt: skip
+        await asyncio.to_thread(pull.join, 60)
+    seen = pull.look()
+    assert pull.ended
+    assert "secret" not in seen["error"]
+    if said:
+        assert said in seen["error"]
+    else:
+        assert (Path(seen["path"]) / "model").read_bytes() == BYTES
+
+
+async def test_what_a_worker_refuses_is_an_answer() -> None:
+    class Worker:
+        def __init__(self) -> None:
+            self.asked: list[object] = []
+
+        def update_weights(self, update_info: object) -> None:
+            self.asked.append(update_info)
+            raise RuntimeError("no room")
+
+        def start_weight_update(self) -> None:
+            self.asked.append("start")
+
+    made = plugin()
+    worker = Worker()
+    assert made.weights_of(worker, "start_weight_update", "{}") == {"error": ""}
+    assert made.weights_of(worker, "update_weights", '{"update_info": {"path": "p"}}') == {"error": "no room"}
+    assert worker.asked == ["start", {"path": "p"}]
+    assert "no attribute" in made.weights_of(worker, "finish_weight_update", "{}")["error"]
+    assert "not understood" in made.weights_of(worker, "look", "{}")["error"]
 
 
 async def test_what_a_store_has_is_linked_to(tmp_path: Path) -> None:

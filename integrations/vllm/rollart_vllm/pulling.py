@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import http.client
 import itertools
 import json
+import logging
 import os
 import queue
 import shutil
@@ -37,7 +39,7 @@ IN_FLIGHT = 8
 SILENT_S = 30.0
 """A store that says nothing for so long has broken off, seconds."""
 
-TRIES = 3
+TRIES, BACKOFF_S = 3, 0.25
 """For a bucket whose connection broke; the controller gives a host up that takes too long."""
 
 DESERTED_S = 60.0
@@ -181,7 +183,7 @@ class Pull:
                 failed = ""
                 try:
                     self._bucket(digest, places[digest], have.get(digest))
-                except (OSError, ValueError) as error:
+                except Exception as error:  # whatever it is, the pull ends with it
                     failed = _said(error)
                 with self._changed:
                     left[0] -= 1
@@ -235,15 +237,15 @@ class Pull:
         for attempt in itertools.count(1):
             try:
                 return self._copy(lambda: _opened(source), 0, digest, targets)
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if refused or isinstance(error, FileNotFoundError) or attempt == TRIES:
                     raise ValueError(f"bucket {digest[:12]} cannot be read: {_said(error)}") from None
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopped, timeout=0.25 * 2**attempt)
+                    self._changed.wait_for(lambda: self._stopped, timeout=BACKOFF_S * 2**attempt)
 
     def _copy(self, opened: Callable[[], Any], offset: int, digest: str, targets: Targets) -> None:
-        """`ValueError`: what was there is something else, and so is what was written."""
+        """`ValueError`: what was there is something else, and so is what was written. `OSError`: it broke off."""
         found, count = hashlib.sha256(), targets[0][2]
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(opened())
@@ -259,6 +261,8 @@ class Pull:
                 left -= len(data)
                 for file, _ in files:
                     file.write(data)
+        if left and isinstance(source, http.client.HTTPResponse):
+            raise ConnectionError(f"it ended {left} bytes early")
         if found.hexdigest() != digest:
             raise ValueError(f"bucket {digest[:12]} of v{self._version} came damaged")
 
@@ -323,12 +327,24 @@ def asked(call: str, told: Mapping[str, Any]) -> dict[str, Any]:
     return {"error": "", "path": "", "unknown": True} if pull is None else pull.look()
 
 
+CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+"""Methods of vLLM's worker, that raise."""
+
+
 def weights_of(worker: object, call: str, told: str) -> dict[str, Any]:
-    """A method of vLLM's workers, for `/collective_rpc`. It returns at once, between two steps of the engine."""
+    """A method of vLLM's workers, for `/collective_rpc`: one of `CALLS`, or of a pull, which returns at once, between
+    two steps of the engine. It does not raise: where several workers do, vLLM (0.32) reads the first one's answer, and
+    takes those of the others for answers to later calls."""
     try:
+        if call in CALLS:
+            getattr(worker, call)(**json.loads(told))
+            return {"error": ""}
         return asked(call, json.loads(told))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return {"path": "", "error": f"not understood: {_said(error)}"}
+    except Exception as error:
+        if call not in CALLS:
+            return {"path": "", "error": f"not understood: {_said(error)}"}
+        logging.getLogger("vllm.rollart").exception("%s failed", call)
+        return {"error": _said(error)}
 
 
 def _opened(source: str) -> Any:
@@ -341,6 +357,8 @@ def _opened(source: str) -> Any:
 def _said(error: BaseException) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"the store answered {error.code}"
+    if isinstance(error, http.client.HTTPException):
+        return f"the store's answer is none ({type(error).__name__})"
     if isinstance(error, OSError):
         why = getattr(error, "reason", None) or error.strerror or error
         return f"{error.filename}: {why}" if error.filename else str(why)

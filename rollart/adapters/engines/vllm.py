@@ -20,7 +20,13 @@ from rollart.adapters.engines.http import CONNECT_S, VLLM_PREFIX, HttpEngine, as
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
-__all__ = ["KEEPALIVE_S", "PROBE", "VllmEngine"]
+__all__ = ["KEEPALIVE_S", "METHOD", "PROBE", "VllmEngine"]
+
+METHOD = "rollart_weights"
+"""Of vLLM's workers, from integrations/vllm."""
+
+IN_WORKERS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
+"""Routes that call a method of that name in every worker."""
 
 ABORT_S, ABORTS = 0.25, 8
 """Seconds that an aborted request may take to answer before it is aborted again, and how often. vLLM reports success
@@ -72,6 +78,8 @@ class VllmEngine(HttpEngine):
         """So many were begun."""
         self._settled = True
         """The last of them succeeded."""
+        self._several: bool | None = None
+        """Whether one engine core has several workers."""
         self._tolerance = tolerance
         self.silent = asyncio.Event()
         """Set once it did not answer whether it is healthy, or another server did: `why`."""
@@ -228,6 +236,26 @@ class VllmEngine(HttpEngine):
         self.why = f"{self.url} was started anew: its weights are '{found}', not v{self._loaded}"
         self.silent.set()
         return EngineError(self.why, retryable=True)
+
+    async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
+        """Where several workers refuse a call, vLLM takes what it has not read of their answers for answers to later
+        calls: there, the plugin's method makes the call, and refusals are values."""
+        if path not in IN_WORKERS or not await self._in_step():
+            return await super()._control(path, body, optional=optional)
+        version = body.get("weight_version")
+        told = json.dumps({key: value for key, value in body.items() if key != "weight_version"})
+        for answer in await self.workers(METHOD, path[1:], told):
+            if answer.get("error"):
+                raise EngineError(f"{self._url}{path}: {' '.join(str(answer['error']).split())}", retryable=True)
+        return {} if version is None else await super()._control("/update_weight_version", {"new_version": version})
+
+    async def _in_step(self) -> bool:
+        """Whether its workers are several, and all answer `/collective_rpc` (of data-parallel cores only one does)."""
+        if self._several is None:
+            told = as_object(await self._request("GET", "/get_world_size?include_dp=false", optional=True))
+            workers = int(told.get("world_size", 1))
+            self._several = workers > 1 and workers == await self.members()
+        return self._several
 
     async def _begin_update(self) -> None:
         """An update that somebody began and did not end (a controller that was killed, a version that failed at its

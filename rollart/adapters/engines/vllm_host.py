@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rollart.adapters.engines.vllm import VllmEngine
+from rollart.adapters.engines.vllm import METHOD, VllmEngine
 from rollart.adapters.weights.buckets import Progress, Pulled
 from rollart.adapters.weights.hosts import Place
 from rollart.adapters.weights.manifests import Manifest, bucket_key, version_key
@@ -22,8 +22,6 @@ from rollart.errors import EngineError, StorageFailed
 from rollart.model import EngineId
 
 __all__ = ["VllmHost"]
-
-METHOD = "rollart_weights"
 
 LOOK_S, LOOKS_S = 0.02, 0.5
 """Seconds between two looks at a pull: a look waits for a step of the engine. The first, and the longest."""

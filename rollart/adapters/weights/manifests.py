@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from rollart.errors import StorageFailed
 
@@ -62,10 +63,14 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """`StorageFailed` for bytes that are none."""
+        """`StorageFailed` for bytes that are none, or that name a file outside the version: others may write there."""
         try:
             raw = json.loads(data)
             files = tuple(FileEntry(str(n), int(s), int(b), tuple(map(str, d))) for n, s, b, d in raw["files"])
+            for file in files:
+                name = PurePosixPath(file.name)
+                if name.is_absolute() or ".." in name.parts or not name.parts:
+                    raise ValueError(f"{file.name!r} is no name of a file of a version")
             return cls(int(raw["version"]), files)
         except (ValueError, KeyError, TypeError) as error:
             raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
