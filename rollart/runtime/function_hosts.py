@@ -15,7 +15,7 @@ from rollart.ledger.intervals import State
 from rollart.policy.lease import Expiry
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.hosting import HOST_DOWN, HOST_RESTART
-from rollart.runtime.hostwatch import HostLimits, trouble
+from rollart.runtime.hostwatch import HostLimits, all_or_none, trouble
 from rollart.runtime.leases import Leases
 
 __all__ = ["FunctionFleet", "FunctionPart"]
@@ -141,7 +141,7 @@ class FunctionFleet:
 
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest workers retired."""
-        await asyncio.gather(*(self.spawn() for _ in range(max(1, count) - self.size)))
+        await all_or_none(self.spawn() for _ in range(max(1, count) - self.size))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: 0 if host.link is None else host.link.workers).part.id)

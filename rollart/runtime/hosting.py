@@ -19,7 +19,7 @@ from rollart.policy.lease import Expiry
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
 from rollart.runtime.hosted_environment import HostedEnvironment, host_of
 from rollart.runtime.hostlife import Host
-from rollart.runtime.hostwatch import HostLimits, HostPart, trouble
+from rollart.runtime.hostwatch import HostLimits, HostPart, all_or_none, trouble
 from rollart.runtime.leases import Leases
 from rollart.runtime.pictures import Pictures
 from rollart.runtime.places import Place, Places
@@ -129,7 +129,7 @@ class HostFleet:
 
     async def resize(self, count: int) -> None:
         """As many hosts as that, at least one: new ones are started, or those with the fewest episodes retired."""
-        await asyncio.gather(*(self.spawn() for _ in range(max(1, count) - self.size)))
+        await all_or_none(self.spawn() for _ in range(max(1, count) - self.size))
         while self.size > max(1, count):
             staying = [host for host in self._hosts.values() if not host.leaving]
             self.retire(min(reversed(staying), key=lambda host: host.live).id)

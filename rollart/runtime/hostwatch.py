@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollart.errors import EnvironmentFault, LeaseExpired, NoPlace
 from rollart.hosted import EnvironmentHost, HostHealth
@@ -15,7 +15,7 @@ from rollart.ledger.clock import ResourceClock
 from rollart.policy.lease import Expiry
 from rollart.runtime.leases import Leases
 
-__all__ = ["HostLimits", "HostPart", "Occupied", "Watched", "trouble"]
+__all__ = ["HostLimits", "HostPart", "Occupied", "Watched", "all_or_none", "trouble"]
 
 REAP_S = 2.0
 """How long the end of a dead process may take to be known, seconds: it says more than the connection that it broke."""
@@ -105,6 +105,19 @@ class Occupied(Protocol):
 
     async def emptied(self) -> None:
         """Returns when it is to end and holds no episode any more."""
+
+
+async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Do all of it at a time; of the rest nothing is under way any more when the first error is raised."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def trouble(host: Occupied, part: Process, link: Watched, leases: Leases, limits: HostLimits) -> str:

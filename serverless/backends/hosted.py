@@ -49,6 +49,9 @@ class WorkerHosts:
         cannot run there. `notify`: see `HostLink`."""
 
         def changed() -> None:
+            there = self._links.get(name)
+            if there is not None and not there[0].alive:
+                del self._links[name]
             self._notify()
             notify()
 

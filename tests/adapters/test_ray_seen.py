@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from hypothesis import given
@@ -33,6 +34,37 @@ def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
     runtime._seen([row("id-1", "n1", alive=False), row("id-2", "n1")])
     runtime.give("id-1", actor)
     assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], "what the dead one held is no room here"
+
+
+def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> None:
+    class Slow:
+        looks = 0
+
+        async def nodes(self) -> list[dict[str, Any]]:
+            self.looks += 1
+            look = self.looks
+            await answered.wait()
+            if look == 2:
+                raise ConnectionError("the head is busy")
+            return [row(f"id-{n}", f"n{n}") for n in range(look)]
+
+    async def scenario() -> None:
+        runtime.link = link  # type: ignore[assignment]
+        first = asyncio.create_task(runtime.look())
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(runtime.look()) for _ in range(50)]
+        await asyncio.sleep(0)
+        answered.set()
+        await first
+        done = await asyncio.gather(*others, return_exceptions=True)
+        assert [type(one) for one in done if one is not None] == [ConnectionError], "an error is no answer"
+        assert link.looks == 3
+        assert len(runtime.nodes()) == 3, "none has what was asked before it"
+        await runtime.look()
+        assert link.looks == 4
+
+    runtime, link, answered = RayRuntime("auto"), Slow(), asyncio.Event()
+    asyncio.run(scenario())
 
 
 Lives = st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12)

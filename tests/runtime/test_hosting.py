@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, NoPlace, PartDied
+from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, NoPlace, PartDied, UsageError
 from rollart.hosted import HostHealth, Images, Made
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import tears
@@ -427,6 +427,28 @@ def test_a_host_that_does_not_come_back_takes_its_episodes_once() -> None:
             assert sum(f["episodes"] for _, f in bench.events("host_lost")) == 2
             for environment in environments:
                 await environment.close()
+
+    play(main)
+
+
+def test_no_host_is_made_after_one_of_the_first_could_not_be() -> None:
+    async def main() -> None:
+        bench = Bench(3)
+        make = bench._make
+
+        async def made(name: str) -> Part:
+            if name == "environment-1":
+                raise UsageError("no room")
+            await asyncio.sleep(5.0)
+            return await make(name)
+
+        bench.fleet._make = made
+        with pytest.raises(ExceptionGroup) as group:
+            await bench.fleet.run()
+        assert isinstance(group.value.exceptions[0], UsageError)
+        await asyncio.sleep(10.0)
+        assert not bench.parts
+        assert not bench.fleet._hosts
 
     play(main)
 

@@ -65,6 +65,8 @@ class RayRuntime:
         self._events = EventLog()
         self._looking: asyncio.Task[None] | None = None
         self._look = asyncio.Lock()
+        self._looks = self._answered = 0
+        """Looks that were begun, and the number of the last that was answered."""
 
     async def start(self) -> None:
         """Connect. `ProviderError` when there is no cluster, or it refuses us."""
@@ -215,9 +217,15 @@ class RayRuntime:
             self._take(ray_id, spec.resources, -1.0)
 
     async def look(self) -> None:
-        """See which nodes are there. One look at a time: an older answer must not undo a newer one."""
+        """See which nodes are there. One look at a time: an older answer must not undo a newer one. Who waited while
+        one that began after it asked was answered has that: hundreds of actors may start at a time."""
+        asked = self._looks
         async with self._look:
+            if self._answered > asked:
+                return
+            self._looks = number = self._looks + 1
             self._seen(await self.link.nodes())
+            self._answered = number
 
     def _seen(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """One that joins under the name of one that is gone is another node."""
