@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rollart.spec.run_parts import DomainSpec
 __all__ = [
     "ROLE",
     "HostProgram",
+    "Rooms",
     "environment_fleet",
     "examples_of",
     "fitting_hosts",
@@ -67,28 +69,12 @@ def environment_fleet(
     if not count:
         return None
     domains = write_domains(resolved, directory)
-    token, begun = secrets.token_hex(16), {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}
-    rooms, coming, plan = dict[str, str](), set[str](), (wanted or resolved).plan.of(Role.ENVIRONMENT)
-
-    def room(name: str) -> Assignment | None:
-        """What the plan gave to environments, is there, and no host has that stays: first to the one of its name."""
-        there = coming.union(fleet.where())
-        free = [a for a in plan if (a.replica < count or a.name not in begun) and rooms.get(a.name, "") not in there]
-        if len(plan) - len(free) >= fitting_hosts(wanted or resolved, present_devices(resolved, runtime)):
-            return None
-        found = next((a for a in free if a.name == name), free[0]) if free else None
-        if found is not None:
-            rooms[found.name] = name
-        return found
+    token, rooms = secrets.token_hex(16), Rooms(resolved, wanted or resolved)
 
     async def make(name: str) -> HostProgram:
-        given = room(name)
-        coming.add(name)
-        try:
+        with rooms.given(name, fleet.where(), present_devices(resolved, runtime)) as given:
             actor = host_actor(resolved, directory, name, domains, token, given=given)
             program = await placed(resolved, runtime, actor)
-        finally:
-            coming.discard(name)
         return HostProgram(name, program, runtime, _clock(resolved, name, recorder, given), token)
 
     numbers = [int(n.rpartition("-")[2]) for n in used if n.startswith(f"{ROLE}-") and n.rpartition("-")[2].isdecimal()]
@@ -105,9 +91,45 @@ def environment_fleet(
             pull_s=spec.pull_s,
             patience_s=nodes_patience_s(resolved),
         ),
-        later=max([*numbers, *(a.replica for a in plan)], default=-1) + 1,
+        later=max([rooms.later, *(n + 1 for n in numbers)]),
     )
     return fleet
+
+
+class Rooms:
+    """What the plan gave to environments, for the hosts of a run as they come: each has its own, or none."""
+
+    def __init__(self, resolved: Resolved, wanted: Resolved) -> None:
+        """`wanted`: the run with all of its plan, `resolved` with what of it fits on the nodes of the start."""
+        self._wanted = wanted
+        self._plan = wanted.plan.of(Role.ENVIRONMENT)
+        begun, count = {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}, host_count(resolved)
+        self._open = [a for a in self._plan if a.replica < count or a.name not in begun]
+        self._of: dict[str, str] = {}
+        self._coming: set[str] = set()
+
+    @property
+    def later(self) -> int:
+        """The first number that no part of the plan has."""
+        return max((a.replica for a in self._plan), default=-1) + 1
+
+    @contextlib.contextmanager
+    def given(
+        self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
+    ) -> Iterator[Assignment | None]:
+        """While the host looks for its place: what is there, of so many devices by pool, and none has of the hosts that
+        stay. First to the one of its name."""
+        there = self._coming.union(staying)
+        free = [a for a in self._open if self._of.get(a.name, "") not in there]
+        found = None
+        if free and len(self._plan) - len(free) < fitting_hosts(self._wanted, devices):
+            found = next((a for a in free if a.name == name), free[0])
+            self._of[found.name] = name
+        self._coming.add(name)
+        try:
+            yield found
+        finally:
+            self._coming.discard(name)
 
 
 def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:

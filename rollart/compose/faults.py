@@ -12,10 +12,8 @@ from rollart.compose.environments import ROLE, host_count
 from rollart.compose.routing import SERVING
 from rollart.compose.simulated_functions import simulated_hosts
 from rollart.report.faults import TroubleSeen
-from rollart.runtime.hostwatch import HostLimits
 from rollart.sim.environments import Host, ResetFaults
 from rollart.sim.faults import FaultPlan, Outage, Rate, Subject, engine, host, trainer
-from rollart.sim.hosts import START_S, ModelledHosts
 from rollart.sim.links import SharedLink
 from rollart.sim.machines import Machine, Machines
 from rollart.sim.modelled import ModelledRun
@@ -23,10 +21,7 @@ from rollart.spec.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, Reset
 from rollart.spec.resolve import Resolved
 from serverless.backends.simulated import SimulatedMachines
 
-__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machines_of", "modelled_hosts", "parts_of"]
-
-ROOM = 1_000_000
-"""Episodes of a host that only a fault plan names: nobody said how many it has room for."""
+__all__ = ["Trouble", "TroubleSeen", "host_names", "kv_pairs", "machine_of", "machines_of", "parts_of"]
 
 
 def parts_of(resolved: Resolved) -> dict[str, tuple[str, ...]]:
@@ -63,22 +58,6 @@ def host_names(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
     return [f"{ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
 
 
-def modelled_hosts(resolved: Resolved, trouble: Trouble) -> ModelledHosts | None:
-    """The hosts of a simulation, kept by the product's own fleet; None where environments live in the controller and
-    nothing can happen to them there."""
-    spec, some = resolved.cluster.environments, host_count(resolved)
-    if not some and not trouble.of_hosts:
-        return None
-    limits = HostLimits(
-        per_host=spec.per_worker if some else ROOM,
-        health_s=math.inf,
-        start_s=START_S,
-        call_s=resolved.run.leases.env_step_s,
-        pull_s=spec.pull_s,
-    )
-    return ModelledHosts(trouble.hosts, {}, limits)
-
-
 def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
     """Pools between which KV is handed over, each pair sorted."""
     plan = resolved.plan
@@ -88,19 +67,24 @@ def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
 
 
 def machines_of(resolved: Resolved) -> dict[str, Machine]:
-    """Every machine of each pool, all up; a pool that knows no hosts is one."""
+    """Every machine of each pool, all up; a pool that knows no hosts is one. What environment hosts have, they take
+    themselves."""
     found = {}
     for pool in resolved.cluster.pools:
         size = min(pool.devices_per_host or pool.count, pool.count)
         for number, start in enumerate(range(0, pool.count, size)):
             found[f"machine-{pool.name}-{number}"] = Machine(pool.name, min(size, pool.count - start))
+    later = (*SERVING, Role.ENVIRONMENT) if host_count(resolved) else SERVING
     for a in resolved.plan.assignments:
-        if a.role not in SERVING:
-            pool = next(p for p in resolved.cluster.pools if p.name == a.pool)
-            size = min(pool.devices_per_host or pool.count, pool.count)
-            for device in a.devices:
-                found[f"machine-{a.pool}-{device // size}"].taken += 1
+        for device in a.devices if a.role not in later else ():
+            found[machine_of(resolved, a.pool, device)].taken += 1
     return found
+
+
+def machine_of(resolved: Resolved, pool: str, device: int) -> str:
+    """The machine of a device of the plan."""
+    of = next(p for p in resolved.cluster.pools if p.name == pool)
+    return f"machine-{pool}-{device // min(of.devices_per_host or of.count, of.count)}"
 
 
 class Trouble:

@@ -17,12 +17,14 @@ from placement.architecture import Shape as ModelShape
 from placement.roofline import Roofline
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity, log_normal
+from rollart.compose.crews import keepers
 from rollart.compose.elastic import elastic_planner, fitting, modelled_nodes
-from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs, modelled_hosts
+from rollart.compose.faults import Trouble, TroubleSeen, kv_pairs
 from rollart.compose.parallelism import elastic, reshard_settings
 from rollart.compose.recording import SIMULATED, MachineSeen, Recording
 from rollart.compose.routing import SERVING, PlannedTurns, seat
 from rollart.compose.simulated_functions import SimulatedFunctions, behaviours, troubled
+from rollart.compose.simulated_hosts import modelled_hosts
 from rollart.compose.starts import trainer_start
 from rollart.compose.wiring import control_settings
 from rollart.errors import SpecError
@@ -137,7 +139,8 @@ async def _main(
         functions = troubled(behaviours(resolved, recording), faults)
         scoring = SimulatedFunctions(functions, resolved, ledger, seed)
         async with scoring as rewarder:
-            hosts = modelled_hosts(resolved, trouble)
+            hosts = modelled_hosts(resolved, trouble, wanted)
+            nodes = None if machines is None else modelled_nodes(wanted, machines, ledger)
             run = ModelledRun(
                 [_domain(resolved, n, seed, replay, trouble, hosts) for n in range(len(resolved.run.domains))],
                 world.places(),
@@ -149,11 +152,12 @@ async def _main(
                 unused=() if elastic(resolved) else world.unused(),
                 site=world.site(ledger, machines) if elastic(resolved) else None,
                 planner=None if machines is None else elastic_planner(wanted, resolved),
-                nodes=None if machines is None else modelled_nodes(wanted, machines, ledger),
+                nodes=nodes,
                 on_step=on_step,
                 help=world.help,
                 beside=trouble.beside,
                 hosts=hosts,
+                keepers=None if nodes is None else lambda fleet: keepers(wanted, nodes, fleet, None, ledger),
                 restart_s=trainer_start(resolved),
             )
             trouble.begin(run, world.links(), scoring.machines)

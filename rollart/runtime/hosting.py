@@ -149,7 +149,7 @@ class HostFleet:
         host.leaving = True
         self.places.lost(host)
         host.changed.set()
-        if host.link is None:  # it is on its way, perhaps for ever
+        if host.kept and host.link is None:  # it is on its way, perhaps for ever
             self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)
             self._keeping[name].cancel()
 
@@ -250,6 +250,7 @@ class HostFleet:
 
     async def _keep(self, host: Host) -> None:
         """Start the host, watch it, start it again; until it retires or is given up."""
+        host.kept = True
         cause, failed, since = "", None, _now()
         try:
             while not host.leaving:

@@ -29,6 +29,8 @@ class Host:
     """It gets none while another does not rest either: it is to be started again once it is empty."""
     leaving: bool = False
     """It gets no more episodes."""
+    kept: bool = False
+    """Whoever keeps it has begun: a task that is cancelled before would not end it."""
     restarts: int = 0
     faults: int = 0
     episodes: int = 0

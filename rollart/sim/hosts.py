@@ -13,12 +13,14 @@ from rollart.hosted import HostHealth, Images, Made
 from rollart.ledger.clock import ResourceClock
 from rollart.model import Observation, Step
 from rollart.ports import Environment, Recorder
+from rollart.runtime.crews import CrewKeeper
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.sim.environments import Host
+from rollart.sim.machines import HostRoom
 
-__all__ = ["START_S", "ModelledHost", "ModelledHosts", "ModelledLife"]
+__all__ = ["START_S", "ModelledHost", "ModelledHosts", "ModelledLife", "kept"]
 
 T = TypeVar("T")
 
@@ -38,8 +40,9 @@ class ModelledLife:
 
     pictured: frozenset[str] = frozenset()
 
-    def __init__(self, host: Host, make: Mapping[str, Make], number: int) -> None:
+    def __init__(self, host: Host, make: Mapping[str, Make], number: int, *, node: str = "") -> None:
         self._host, self._make = host, make
+        self._node = node or host.node or host.name
         self.life = f"{host.name} of life {number}"
         self.episodes: dict[str, Environment] = {}
         self.most = 0
@@ -53,7 +56,7 @@ class ModelledLife:
 
     @property
     def node(self) -> str:
-        return self._host.node or self._host.name
+        return self._node
 
     @property
     def alive(self) -> bool:
@@ -126,13 +129,20 @@ class ModelledLife:
 
 
 class ModelledHost:
-    """Implements `hostwatch.HostPart`: a process that is there whenever its machine is up."""
+    """Implements `hostwatch.HostPart`: a process that is there whenever its machine is up; with a `room`, on whichever
+    machine has one for it."""
 
-    def __init__(self, host: Host, make: Mapping[str, Make], clock: ResourceClock, *, start_s: float = 0.0) -> None:
+    def __init__(
+        self, host: Host, make: Mapping[str, Make], clock: ResourceClock, *, start_s: float = 0.0,
+        room: HostRoom | None = None,
+    ) -> None:  # fmt: skip
         self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
         self.lives: list[ModelledLife] = []
         self._changed = asyncio.Event()
         host.watch = self._watch
+        self._room = room
+        if room is not None:
+            room.told = self._watch
 
     @property
     def id(self) -> str:
@@ -144,17 +154,17 @@ class ModelledHost:
 
     @property
     def node(self) -> str:
-        return self.host.node
+        return self.host.node if self._room is None else self._room.machine
 
     async def start(self) -> ModelledLife:
         while True:
-            while not self.host.up:
+            while not self._there():
                 self._changed.clear()
                 await self._changed.wait()
             await asyncio.sleep(self._start_s)
-            if self.host.up:
+            if self._there():
                 break
-        self.lives.append(ModelledLife(self.host, self._make, len(self.lives)))
+        self.lives.append(ModelledLife(self.host, self._make, len(self.lives), node=self.node))
         return self.lives[-1]
 
     async def wait(self) -> str:
@@ -162,6 +172,12 @@ class ModelledHost:
 
     async def close(self) -> None:
         self.host.watch = None
+        if self._room is not None:
+            self._room.told = lambda _: None
+            self._room.leave()
+
+    def _there(self) -> bool:
+        return self.host.up and (self._room is None or self._room.take())
 
     def _watch(self, up: bool) -> None:
         if not up and self.lives:
@@ -172,13 +188,19 @@ class ModelledHost:
 @dataclass
 class ModelledHosts:
     """The hosts of one simulated run. `environment` is what a domain makes its environments by; `open` once its leases
-    are there. A fleet that grows beyond `hosts` has machines of its own."""
+    are there. A fleet that grows beyond `hosts` has machines of its own, or with `room` those that have room."""
 
     hosts: Sequence[Host]
     make: dict[str, Make]
     """By domain; it may be filled until the run begins."""
     limits: HostLimits
     start_s: float = 0.0
+    count: int | None = None
+    """At the start, if not all of `hosts`."""
+    later: int = 0
+    """The first number of hosts that come later."""
+    room: Callable[[str], Awaitable[HostRoom]] | None = None
+    """Looks for one on the machines. `RollartError` if it finds none in time."""
     fleet: HostFleet = field(init=False)
     parts: dict[str, ModelledHost] = field(default_factory=dict)
 
@@ -191,13 +213,26 @@ class ModelledHosts:
 
         async def part(name: str) -> ModelledHost:
             host = given.get(name) or Host(name)
+            room = None if self.room is None else await self.room(name)
             now = asyncio.get_running_loop().time
             clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=now)
-            made = self.parts[host.name] = ModelledHost(host, self.make, clock, start_s=self.start_s)
+            made = self.parts[host.name] = ModelledHost(host, self.make, clock, start_s=self.start_s, room=room)
             return made
 
-        self.fleet = HostFleet(part, len(self.hosts), leases=leases, recorder=recorder, limits=self.limits)
+        count = len(self.hosts) if self.count is None else self.count
+        self.fleet = HostFleet(part, count, leases=leases, recorder=recorder, limits=self.limits, later=self.later)
         return self.fleet
+
+
+async def kept(fleet: HostFleet, keepers: Callable[[HostFleet], Sequence[CrewKeeper]]) -> None:
+    """Run the hosts, and once those of the start serve those who keep their number. These end first: a host that is on
+    its way needs the fleet."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fleet.run(), name="hosts of environments")
+        await fleet.ready()
+        async with asyncio.TaskGroup() as keeping:
+            for keeper in keepers(fleet):
+                keeping.create_task(keeper.run(), name="keep the number of hosts")
 
 
 def _now() -> float:

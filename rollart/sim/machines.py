@@ -1,29 +1,63 @@
-"""Hosts under modelled engines that come and go, as a cluster's nodes do."""
+"""Machines under modelled engines and environment hosts that come and go, as a cluster's nodes do."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollart.model import EngineId
 from rollart.runtime.nodes import Nodes
 
-__all__ = ["Machine", "Machines"]
+__all__ = ["HostRoom", "Machine", "Machines"]
 
 
 @dataclass(slots=True)
 class Machine:
-    """`devices` of a pool, of which `taken` are other parts' than engines."""
+    """`devices` of a pool, of which `taken` are other parts' than engines and environment hosts."""
 
     pool: str
     devices: int
     taken: int = 0
     up: bool = True
+    leaves: bool = False
+    """It is to go: nothing new is put there."""
+
+
+@dataclass(slots=True, eq=False)
+class HostRoom:
+    """What an environment host takes of a machine, for as long as it is wanted: `devices` of a pool (0: it runs beside
+    what holds them). It goes with its machine, and is looked for again on others."""
+
+    machines: Machines
+    pool: str
+    devices: int
+    first: str = ""
+    """The machine that is tried before others."""
+    machine: str = ""
+    told: Callable[[bool], None] = lambda _: None
+    """Called with False when its machine is gone, with True when there may be room for it."""
+
+    def take(self) -> bool:
+        """Whether it has a machine: the one it is on, or one that has room now."""
+        return self.machines.house(self)
+
+    async def found(self) -> None:
+        """Returns once there is room for it."""
+        changed = asyncio.Event()
+        self.told = lambda _: changed.set()
+        while not self.take():
+            changed.clear()
+            await changed.wait()
+
+    def leave(self) -> None:
+        self.machines.empty(self)
 
 
 class Machines:
-    """Called by the site, which seats engines, and by a fault plan. `died` is told which engine a machine took with it,
-    and `nodes`, once there are some, what came and went. Invariant: engines on a machine hold no more than it has."""
+    """Called by the site, which seats engines, by environment hosts, and by a fault plan. `died` is told which engine a
+    machine took with it, and `nodes`, once there are some, what came and went. Invariant: engines and hosts on a
+    machine hold no more than it has."""
 
     def __init__(self, machines: Mapping[str, Machine]) -> None:
         self.machines = machines
@@ -31,6 +65,8 @@ class Machines:
         self.nodes: Nodes | None = None
         self.tell: Callable[[str, str], None] = lambda *_: None
         self._on: dict[EngineId, tuple[str, int]] = {}
+        self._rooms: dict[HostRoom, None] = {}
+        """Of all hosts that are wanted, on a machine or not."""
 
     def there(self) -> dict[str, int]:
         """Devices by pool on machines that are up."""
@@ -47,21 +83,43 @@ class Machines:
         if engine in self._on and self.machines[self._on[engine][0]].up:
             return True
         self._on.pop(engine, None)
-        room = {name: self._room(name) for name, m in self.machines.items() if m.up and m.pool == pool}
-        fitting = [name for name, free in room.items() if free >= tp]
+        fitting = self._fitting(pool, tp)
         if not fitting:
             return False
-        self._on[engine] = (min(fitting, key=lambda name: room[name]), tp)
+        self._on[engine] = (min(fitting, key=lambda name: fitting[name]), tp)
         return True
+
+    def house(self, room: HostRoom) -> bool:
+        """Whether there is one for it: where it is, else its first choice, else the fullest machine that has room; one
+        that takes no device goes where the fewest such are."""
+        self._rooms[room] = None
+        if room.machine:
+            return True
+        fitting = self._fitting(room.pool, room.devices)
+        if not room.devices:
+            beside = [other.machine for other in self._rooms if not other.devices]
+            fitting = {name: beside.count(name) for name in fitting}
+        if fitting:
+            room.machine = min(fitting, key=lambda name: (name != room.first, fitting[name]))
+        return bool(room.machine)
+
+    def empty(self, room: HostRoom) -> None:
+        """It is wanted no more."""
+        if room in self._rooms:
+            del self._rooms[room]
+            room.machine = ""
+            self._look()
 
     def holds(self, engine: EngineId) -> bool:
         return engine in self._on and self.machines[self._on[engine][0]].up
 
     def leave(self, engine: EngineId) -> None:
         self._on.pop(engine, None)
+        self._look()
 
     def warn(self, name: str) -> None:
         """It is to go."""
+        self.machines[name].leaves = True
         self.tell("node_leaving", name)
         if self.nodes is not None:
             self.nodes.leaving(name)
@@ -72,6 +130,11 @@ class Machines:
         self.machines[name].up = False
         for engine in [e for e, (on, _) in self._on.items() if on == name]:
             self.died(engine)
+        lost = [room for room in self._rooms if room.machine == name]
+        for room in lost:
+            room.machine = ""
+        for room in lost:
+            room.told(False)
         self.tell("node_lost", name)
         if self.nodes is not None:
             self.nodes.lost(name)
@@ -79,11 +142,23 @@ class Machines:
     def come(self, name: str) -> None:
         machine = self.machines[name]
         if not machine.up:
-            machine.up = True
+            machine.up, machine.leaves = True, False
             self.tell("node_joined", name)
             if self.nodes is not None:
                 self.nodes.joined(name, {machine.pool: machine.devices})
+            self._look()
+
+    def _look(self) -> None:
+        """There may be room for hosts that have none."""
+        for room in [room for room in self._rooms if not room.machine]:
+            room.told(True)
+
+    def _fitting(self, pool: str, devices: int) -> dict[str, int]:
+        """What is free on each machine that could take so many."""
+        room = {name: self._room(name) for name, m in self.machines.items() if m.up and not m.leaves and m.pool == pool}
+        return {name: free for name, free in room.items() if free >= devices}
 
     def _room(self, name: str) -> int:
         machine = self.machines[name]
-        return machine.devices - machine.taken - sum(tp for on, tp in self._on.values() if on == name)
+        engines = sum(tp for on, tp in self._on.values() if on == name)
+        return machine.devices - machine.taken - engines - sum(r.devices for r in self._rooms if r.machine == name)

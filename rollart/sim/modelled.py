@@ -22,14 +22,16 @@ from rollart.model import EngineId, WeightsRef
 from rollart.policy.lease import Expiry
 from rollart.ports import Clock, Planner, Rewarder
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
+from rollart.runtime.crews import CrewKeeper
 from rollart.runtime.domain import Domain
 from rollart.runtime.fleet import EngineFleet
+from rollart.runtime.hosting import HostFleet
 from rollart.runtime.leases import Leases
 from rollart.runtime.nodes import Nodes
 from rollart.runtime.supervise import EngineSupervisor
 from rollart.runtime.training import StepDone
 from rollart.sim.elastic import Billed, ModelledPart, ModelledSite, Place
-from rollart.sim.hosts import ModelledHosts
+from rollart.sim.hosts import ModelledHosts, kept
 from rollart.sim.mass import MassTokenizer, mass_of
 from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.world import MemoryWeights
@@ -121,6 +123,8 @@ class ModelledRun:
     """What happens to the world while the run is on; ends with it."""
     hosts: ModelledHosts | None = None
     """Where environments live, if not in the controller."""
+    keepers: Callable[[HostFleet], Sequence[CrewKeeper]] | None = None
+    """Who keeps their number where nodes come and go."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back; then the restart has failed."""
     seen: list[StepSeen] = field(default_factory=list)
@@ -166,7 +170,8 @@ class ModelledRun:
                 around = [self._tasks.create_task(one(), name="what happens to the world") for one in self.beside]
                 if self.hosts is not None:
                     fleet = self.hosts.open(self._leases, self.ledger)
-                    around.append(self._tasks.create_task(fleet.run(), name="environment hosts"))
+                    running = fleet.run() if self.keepers is None else kept(fleet, self.keepers)
+                    around.append(self._tasks.create_task(running, name="environment hosts"))
                 session = self.control.session(supervisor=self.supervisor, parts=parts)
                 await session.run(step=0, steps=self.settings.schedule.steps)
                 for task in (*self._looked_at.values(), *around):
