@@ -378,11 +378,12 @@ def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
 @contextlib.contextmanager
 def _errors_are_ours() -> Iterator[None]:
     """Read when a group is made: who finds a member gone drops the group, and does not end its process."""
-    before = {NCCL_ERRORS: os.environ.get(NCCL_ERRORS, "")}
-    os.environ[NCCL_ERRORS] = "0"
-    yield
-    os.environ.pop(NCCL_ERRORS)
-    os.environ |= {name: value for name, value in before.items() if value}
+    before, os.environ[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS), "0"
+    try:
+        yield
+    finally:  # the process's other groups are made as it likes
+        del os.environ[NCCL_ERRORS]
+        os.environ |= {} if before is None else {NCCL_ERRORS: before}
 
 
 def _drop(holder: list[Any], nccl: bool) -> None:

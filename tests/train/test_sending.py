@@ -159,6 +159,19 @@ def test_nccl_without_a_gpu_is_refused_in_one_line(bench: Callable[..., Bench]) 
     assert sent.errors[0] == "weights.collective.backend is nccl, and the trainer has no GPU (rule: gloo)"
 
 
+@pytest.mark.parametrize("before", [None, "1"])
+def test_a_group_that_cannot_be_made_leaves_the_process_its_settings(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(collective.NCCL_ERRORS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(collective.NCCL_ERRORS, before)
+    with contextlib.suppress(RuntimeError), collective._errors_are_ours():
+        assert os.environ[collective.NCCL_ERRORS] == "0"
+        raise RuntimeError("no GPU")
+    assert os.environ.get(collective.NCCL_ERRORS) == before
+
+
 def test_the_store_keeps_nothing_of_the_broadcasts_before_the_last(bench: Callable[..., Bench]) -> None:
     b = bench(workers=1)
     keys = []
