@@ -11,9 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
 from rollart.compose.environments import hook, made_by_hosts
@@ -115,10 +116,7 @@ def _asked_hosts(specs: Resolved | Specs) -> Iterator[Found]:
     asked = {"path": [specs.base], "domains": made_by_hosts(specs.run), "images": hook(spec), "worked": _worked(specs)}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as hosts have it
     try:
-        done = subprocess.run(
-            [python, "-m", WATCHED, str(os.getpid()), MODULE], input=json.dumps(asked), capture_output=True, text=True,
-            errors="replace", timeout=spec.start_s, env=env,
-        )  # fmt: skip
+        done = _ran([python, "-m", WATCHED, str(os.getpid()), MODULE], json.dumps(asked), spec.start_s, env)
     except OSError as error:
         why = f"environments.python is '{python}', which cannot be run: {error.strerror or error}"
         yield Found(blamed, why, "name an interpreter that is there")
@@ -143,6 +141,23 @@ def _asked_hosts(specs: Resolved | Specs) -> Iterator[Found]:
             yield Found(blamed, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter")
         else:
             yield _stopped(specs, where, f"{how}: {last}", blamed)
+
+
+def _ran(command: Sequence[str], said: str, seconds: float, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Its end alone is waited for: a pipe would stay open as long as anything that an environment has started."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+
+        def text(file: IO[bytes]) -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+        try:
+            code = subprocess.run(
+                command, input=said.encode(), stdout=out, stderr=errors, timeout=seconds, env=env
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise subprocess.TimeoutExpired(command, seconds, text(out)) from None
+        return subprocess.CompletedProcess(command, code, text(out), text(errors))
 
 
 def _stopped(specs: Resolved | Specs, where: str | None, how: str, blamed: tuple[str | int, ...]) -> Found:

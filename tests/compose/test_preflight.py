@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -18,7 +20,7 @@ from rollart.spec.where import Where
 from tests.e2e.harness import CLUSTER, ROOT, tiny
 
 WORLDS = """
-import ctypes, time
+import ctypes, subprocess, time
 
 class Whole:
     def __init__(self, size=4):
@@ -40,6 +42,11 @@ class Hangs(Whole):
     def __init__(self):
         print("not yet")
         time.sleep(3600)
+
+class Serves(Whole):
+    def __init__(self, note):
+        with open(note, "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
 """
 
 
@@ -105,6 +112,16 @@ def test_one_that_takes_the_interpreter_along_or_is_not_over_is_named(
     refused(run, cluster).match(r"environment of domain 'coin' was killed by SIGSEGV: Fatal Python error")
     run, cluster = written(tmp_path, "worlds:Hangs", {}, workers=1, start_s=3.0)
     refused(run, cluster).match(r"not over within 3 s \(environments.start_s\)")
+
+
+@pytest.mark.slow
+def test_what_an_environment_has_started_is_not_waited_for(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    run, cluster = written(tmp_path, "worlds:Serves", {"note": str(note)}, workers=1, start_s=60.0)
+    try:
+        refuse_environments(read_specs(run, cluster), Where.files(run, cluster))
+    finally:
+        os.kill(int(note.read_text()), signal.SIGKILL)  # it is there: it has the look's stdout and stderr still
 
 
 @pytest.mark.slow
