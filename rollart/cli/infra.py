@@ -35,8 +35,8 @@ def infra() -> None:
     "--image",
     multiple=True,
     metavar="[POOL=]IMAGE",
-    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, or "
-    "rollart-vllm:VERSION for vLLM.",
+    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, "
+    "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
 )
 @click.option("--namespace", help="Of Kubernetes. Default: default.")
 def render(

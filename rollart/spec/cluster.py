@@ -212,15 +212,17 @@ class TrainerSpec(Entry):
     @field_validator("external")
     @classmethod
     def _address(cls, value: str | None) -> str | None:
-        host_and_port(value or "127.0.0.1:0")
+        try:
+            host_and_port(value or "127.0.0.1:0")
+        except ValueError:
+            raise ValueError("HOST:PORT") from None
         return value
 
     @model_validator(mode="after")
     def _guarded(self) -> TrainerSpec:
         if self.external is not None and not self.external_token and not loopback(host_and_port(self.external)[0]):
             raise ValueError(
-                f"external {self.external!r} is reachable from elsewhere (rule: with a token; set "
-                "external_token to file or env:VAR)"
+                f"external_token, file or env:VAR, with external {self.external!r}, which is reachable from elsewhere"
             )
         return self
 

@@ -228,6 +228,8 @@ def _words(error: Any) -> str:
 
 def _rule(kind: str, message: str) -> str:
     """Pydantic's message, with the regular expressions that people meet put into words."""
+    if kind == "string_pattern_mismatch" and "env:" in message:
+        return "file, or env:VAR"
     if kind == "string_pattern_mismatch":
         return (
             "an import path like package.module:attribute"

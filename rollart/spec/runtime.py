@@ -6,9 +6,13 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rollart.addresses import host_and_port
 from rollart.spec.base import Entry
 
 __all__ = ["ElasticSpec", "RuntimeSpec"]
+
+ADDRESSES = ("local", "start", "auto")
+"""Of a Ray cluster, beside those with a port."""
 
 
 class ElasticSpec(Entry):
@@ -42,8 +46,9 @@ class RuntimeSpec(Entry):
         min_length=1,
         description="Of the Ray cluster: `local`: a private one on this machine while the run runs, with a node per "
         "host of each pool; `start`: a head on this machine while the run runs, which hosts join by the commands that "
-        "are printed; `auto`: the one that RAY_ADDRESS names; `host:port`, from one of its nodes; `ray://host:port`: "
-        "its client server, from a machine that is no node of it and reaches the nodes' addresses.",
+        "are printed; `auto`: the one that RAY_ADDRESS names, else one of this machine; `host:port`, from one of its "
+        "nodes; `ray://host:port`: its client server, from a machine that is no node of it and reaches the "
+        "nodes' addresses.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="Of the head of `address: start`; 0: a free one.")
     token: str | None = Field(
@@ -68,9 +73,23 @@ class RuntimeSpec(Entry):
         "started with settings of their own.",
     )
 
+    @field_validator("address")
+    @classmethod
+    def _of_a_cluster(cls, value: str) -> str:
+        """Ray itself looks for minutes for what is no address."""
+        try:
+            host = "" if value in ADDRESSES else host_and_port(value.removeprefix("ray://").partition("?")[0])[0]
+        except ValueError:
+            host = "/"
+        if "/" in host:
+            raise ValueError(f"{', '.join(ADDRESSES)}, HOST:PORT or ray://HOST:PORT")
+        return value
+
     @field_validator("elastic", mode="before")
     @classmethod
     def _switch(cls, value: object) -> object:
+        if isinstance(value, str | int | float | list) and not isinstance(value, bool):
+            raise ValueError("true, false, or a mapping of keys to values")
         return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")

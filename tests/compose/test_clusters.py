@@ -136,6 +136,18 @@ def test_what_happens_to_the_cluster_is_told() -> None:
         ("cluster.runtime.health_s=0", "health_s"),
         ("cluster.runtime.port=6379", "port is for address: start"),
         ("cluster.runtime.address=", "address"),
+        *(
+            (f"cluster.runtime.address='{wrong}'", r"\(rule: local, start, auto, HOST:PORT or ray://HOST:PORT\)")
+            for wrong in (
+                "lokal",
+                "10.0.0.1",
+                "ray//10.0.0.1:10001",
+                "rya://10.0.0.1:10001",
+                "ray://10.0.0.1",
+                "ray://10.0.0.1:x",
+            )
+        ),
+        ("cluster.runtime.elastic=treu", r"runtime.elastic is 'treu' \(rule: true, false, or a mapping"),
     ],
 )
 def test_wrong_runtimes_are_refused(override: str, says: str | None) -> None:
@@ -144,6 +156,11 @@ def test_wrong_runtimes_are_refused(override: str, says: str | None) -> None:
         return
     with pytest.raises(SpecError, match=says):
         resolve_files(None, FAKE, [override])
+
+
+@pytest.mark.parametrize("address", ["auto", "start", "head:6379", "[::1]:6379", "ray://10.0.0.1:10001"])
+def test_an_address_has_a_port_or_is_a_word(address: str) -> None:
+    assert resolve_files(None, FAKE, [f"cluster.runtime.address='{address}'"]).cluster.runtime.address == address
 
 
 def test_an_address_is_for_ray() -> None:

@@ -16,13 +16,18 @@ ELSEWHERE = ["cluster.trainer.external=0.0.0.0:8200"]
 
 def test_an_address_that_others_reach_needs_a_token() -> None:
     for address in ("0.0.0.0:8200", "[::]:8200", "trainer.example.com:8200", "10.0.0.7:0"):
-        with pytest.raises(SpecError, match=r"is reachable from elsewhere \(rule: with a token"):
+        with pytest.raises(SpecError, match=r"\(rule: external_token, file or env:VAR, with external"):
             resolve_files(overrides=[f"cluster.trainer.external='{address}'"])
     for address in ("127.0.0.1:8200", "localhost:0", "[::1]:8200"):
         resolve_files(overrides=[f"cluster.trainer.external='{address}'"])
     for wrong in ("8200", "host:x", "::1:8200", "host:70000"):
-        with pytest.raises(SpecError, match="HOST:PORT"):
+        with pytest.raises(SpecError, match=r"\(rule: HOST:PORT\)"):
             resolve_files(overrides=[f"cluster.trainer.external='{wrong}'"])
+
+
+def test_a_token_that_is_none_is_told_what_it_may_be() -> None:
+    with pytest.raises(SpecError, match=r"external_token is 'flie' \(rule: file, or env:VAR\)"):
+        resolve_files(overrides=[*ELSEWHERE, "cluster.trainer.external_token=flie"])
 
 
 def test_where_the_token_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
