@@ -12,14 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth, prepare, raylet
 from rollart.ports import Node
 
-__all__ = ["RayCluster", "client_server_of", "ray_cluster_of"]
+__all__ = ["IMPORTS", "RayCluster", "client_server_of", "ray_cluster_of"]
+
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])}
+"""For actors of the tests' own modules behind a client server: nodes look for them where that server does, and nobody
+tells it of its client's directories."""
 
 HEALTH_S = 10.0
 """A busy machine keeps a raylet from answering for seconds. One that was killed is noticed in a quarter of it."""
@@ -40,10 +44,10 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def ray_cluster_of(nodes: Sequence[Node], directory: Path) -> Iterator[RayCluster]:
-    """The first node is the head."""
+def ray_cluster_of(nodes: Sequence[Node], directory: Path, env: Mapping[str, str] = {}) -> Iterator[RayCluster]:
+    """The first node is the head; `env`: of the nodes' processes beside this one's."""
     temporary = tempfile.mkdtemp(prefix="rollart-ray-")
-    env = {**os.environ, **prepare(directory, nodes, health_s=HEALTH_S, temporary=temporary)}
+    env = {**os.environ, **env, **prepare(directory, nodes, health_s=HEALTH_S, temporary=temporary)}
     watched = "rollart.adapters.clusters.pdeathsig"
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(

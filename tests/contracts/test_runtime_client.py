@@ -16,7 +16,7 @@ from rollart.adapters.clusters.ray_cluster import TOKEN, auth
 from rollart.errors import PartDied, ProviderError
 from rollart.ports import Node
 from tests.contracts import test_runtime as suite
-from tests.contracts.ray_fixture import RayCluster, client_server_of, ray_cluster_of
+from tests.contracts.ray_fixture import IMPORTS, RayCluster, client_server_of, ray_cluster_of
 from tests.contracts.test_runtime import Run, Scenario, nodes, spec
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ray = pytest.importorskip("ray")
     spare = Node("n2", {"gpu": "H20", "zone": "c"}, {"CPU": 1.0}, {})
     with (
-        ray_cluster_of([*nodes(), spare], tmp_path_factory.mktemp("ray")) as cluster,
+        ray_cluster_of([*nodes(), spare], tmp_path_factory.mktemp("ray"), IMPORTS) as cluster,
         client_server_of(cluster) as (address, process),
     ):
         yield Served(address, cluster, process)
