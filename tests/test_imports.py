@@ -1,8 +1,7 @@
-"""What stays light: `import rollart` and `rollart --help` load nothing heavy; modules and functions stay small."""
+"""What stays light: `import rollart` and `rollart --help` load nothing heavy."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +22,6 @@ HEAVY = [
     "vllm",
     "gymnasium",
 ]
-MODULE_LINES = 400
-FUNCTION_LINES = 60
 
 
 def loaded(code: str) -> set[str]:
@@ -52,15 +49,6 @@ def test_light(code: str) -> None:
 
 def sources() -> list[Path]:
     return [p for package in ("rollart", "placement", "serverless") for p in sorted((ROOT / package).rglob("*.py"))]
-
-
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_modules_and_functions_are_small(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MODULE_LINES, "split the module"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < FUNCTION_LINES, f"split {node.name} (line {node.lineno})"
 
 
 def test_nothing_of_the_machine_is_in_the_sources() -> None:
