@@ -199,9 +199,9 @@ def _show_reports(directory: Path) -> None:
     from rollart.report.utilization import utilization
 
     def sparklines(rows: RunRows) -> Report:
-        """The curves without their points: those are for `rollart report curve`."""
+        """The curves without their points, which `rollart report curve` shows."""
         report = curve(rows)
-        return replace(report, tables=report.tables[:1])
+        return replace(report, tables=report.tables[:1], notes=("every point: rollart report curve",))
 
     show(directory, [sparklines, cost, utilization])
     click.echo(f"\nrun directory: {directory}")

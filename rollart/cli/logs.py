@@ -48,7 +48,10 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
     for path in found:
         said = path.read_bytes()
         seen[path] = said.rfind(b"\n") + 1
-        for line in said.decode(errors="replace").splitlines()[-lines:] if lines else ():
+        written = said.decode(errors="replace").splitlines()
+        if 0 < lines < len(written):
+            click.echo(f"{path.stem}: last {lines:,} of {len(written):,} lines (all: -n {len(written)})", err=True)
+        for line in written[-lines:] if lines else ():
             _say(path, line)
     while follow:
         ended = pidfile.owner(directory) is None

@@ -24,8 +24,6 @@ Row = tuple[Cell, ...]
 
 REACHED = 0.01
 """A plan that its window sustains but for so much is taken to be sustained: slopes are those near it."""
-FEW_PARTS = 16
-"""Parts that are listed device by device; of more, the deployments say enough."""
 
 
 def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = ()) -> Report:
@@ -46,8 +44,7 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
             tables += _reasons(explain(problem, found, resolve=not fast and problem.fixed is None), problem, found)
             away += [f"{o.name}: {o.answer.message}" for o in others if isinstance(o.answer, Infeasible)]
         tables += _rewards(found)
-        if len(resolved.plan.assignments) <= FEW_PARTS:
-            tables.append(_parts(resolved))
+        tables.append(_parts(resolved))
         notes += [f"binds: {'; '.join(found.binds)}", *found.notes, *away]
     tables += extra
     tables.append(_batch(resolved))

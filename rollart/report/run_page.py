@@ -15,9 +15,6 @@ from rollart.report.timeline_chart import duration, timeline_chart, timeline_leg
 
 __all__ = ["cost_page", "timeline_page"]
 
-MOST = 10
-"""Bars of a chart; the table below has all rows."""
-
 BUSY = (("busy", "busy"), ("not busy", "idle"))
 """Name and class of the two parts of what a role costs."""
 
@@ -54,7 +51,7 @@ def _drawn(title: str, unit: str, groups: Sequence[Group], keys: Node | None = N
 def _by_role(table: Table) -> list[Group]:
     at = {column.name: n for n, column in enumerate(table.columns)}
     groups = []
-    for row in table.rows[:MOST]:
+    for row in table.rows:
         name = str(row[at["role"]])
         parts = (row[at["busy_usd"]], row[at["not_busy_usd"]])
         segments = tuple(Segment(part, _number(usd), paint) for (part, paint), usd in zip(BUSY, parts, strict=True))
@@ -66,7 +63,7 @@ def _single(table: Table, *, names: int, value: int) -> list[Group]:
     """One bar a row, the largest first: named by its first columns."""
     rows = sorted(table.rows, key=lambda row: -_number(row[value]))
     named = [(": ".join(str(cell).replace("_", " ") for cell in row[:names]), _number(row[value])) for row in rows]
-    return [Group(name, (Bar(name, (Segment(name, usd, "s0"),)),)) for name, usd in named[:MOST]]
+    return [Group(name, (Bar(name, (Segment(name, usd, "s0"),)),)) for name, usd in named]
 
 
 def _without_sketches(table: Table) -> Table:

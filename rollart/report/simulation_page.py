@@ -18,9 +18,6 @@ __all__ = ["simulation_page"]
 PARTS = (("waited_s", "waiting for samples", "idle"), ("train_s", "training", "busy"), ("publish_s", "publish", "sync"))
 """What a step is made of: figure, name, class."""
 
-MOST_CAUSES = 8
-"""Causes that are drawn; the table has them all."""
-
 
 def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
     """`report` is `report.simulation.simulation`'s, whose figures are what is drawn."""
@@ -88,7 +85,7 @@ def _grouped(
 ) -> Node:
     """One group for each row, one bar for each schedule."""
     groups = []
-    for row in table.rows[:MOST_CAUSES]:
+    for row in table.rows:
         own = []
         for n, (schedule, paint) in enumerate(paints.items()):
             value, half = _pair(row[1:], n)
@@ -96,9 +93,7 @@ def _grouped(
         groups.append(Group(name(row[0]), tuple(own)))
     if not groups:
         return card(title, element("p", "nothing", class_="muted"), under=unit)
-    left_out = len(table.rows) - len(groups)
-    more = element("p", f"and {left_out} smaller ones in the table below", class_="sub") if left_out else None
-    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bars(title, groups, unit=kind), more]
+    shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bars(title, groups, unit=kind)]
     return card(title, *shown, under=unit)
 
 

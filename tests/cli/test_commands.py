@@ -308,7 +308,9 @@ class TestLogs:
     def test_of_a_role_a_part_or_all(self, rollart: Call, logs: Path) -> None:
         assert rollart("logs", "--role", "trainer").out == "trainer-0: a\ntrainer-0: b\n"
         assert rollart("logs", "--role", "engine-0", "-n", "2").out == "engine-0: line 28\nengine-0: line 29\n"
-        assert len(rollart("logs").out.splitlines()) == 22
+        latest = rollart("logs")
+        assert len(latest.out.splitlines()) == 22
+        assert latest.err == "engine-0: last 20 of 30 lines (all: -n 30)\n"
         assert rollart("logs", "-f", "--role", "trainer").out == "trainer-0: a\ntrainer-0: b\n", "it has ended"
 
     def test_of_nobody(self, rollart: Call, logs: Path) -> None:
