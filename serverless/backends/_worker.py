@@ -2,8 +2,9 @@
 
 Frames on its socket are a 4-byte big-endian length and msgpack:
   in   [request id, event, time limit in ms]
-  out  ["ready", init seconds, error or None] once, then ["ok", run seconds, body] or
-       ["fault", run seconds, kind, detail, retryable, keep] per call
+  out  ["", "ready", init seconds, error or None] once, then [request id, "ok", run seconds, body] or
+       [request id, "fault", run seconds, kind, detail, retryable, keep] per call
+A process that the function forks has no channel: it can neither take a call nor answer one.
 The clock here is the process's own: this is what is billed. An order with `exec` becomes that program instead, under
 the same limits, and keeps the socket open without using it, so that its end is seen.
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,28 +66,45 @@ def run(channel: socket.socket, order: dict[str, Any]) -> None:
     if "exec" in order:
         _become(channel, order)
     began = time.perf_counter()
-    error = None
     handler = None
-    try:
-        _confine(order, _data_bytes())
-        if "wall" in order:
-            from serverless.sandbox import required
+    error = _attempted(lambda: _enter(channel, order))
+    frames = _Frames(channel)
 
-            required.enter(channel, order["package"], order["scratch"])
+    def load() -> None:
+        nonlocal handler
         module, _, name = str(order["handler"]).rpartition(".")
         handler = getattr(importlib.import_module(module), name)
-    except BaseException as failure:
-        traceback.print_exc()
-        error = f"{type(failure).__name__}: {failure}"[:500]
-    _send(channel, ["ready", time.perf_counter() - began, error])
-    frames = _Frames(channel)
+
+    if error is None:
+        error = _attempted(load)
+    frames.send(["", "ready", time.perf_counter() - began, error])
     while handler is not None:
         frame = frames.next()
         if frame is None:
             return
-        answer = _call(handler, order, *msgpack.unpackb(frame))
-        if not _send(channel, answer) or (answer[0] == "fault" and not answer[5]):
+        request, event, limit_ms = msgpack.unpackb(frame)
+        answer = _call(handler, order, request, event, limit_ms)
+        if not frames.send([request, *answer]) or (answer[0] == "fault" and not answer[5]):
             return
+
+
+def _enter(channel: socket.socket, order: dict[str, Any]) -> None:
+    """Become the function's process: behind the wall, this goes on in a child."""
+    _confine(order, _data_bytes())
+    if "wall" in order:
+        from serverless.sandbox import required
+
+        required.enter(channel, order["package"], order["scratch"])
+
+
+def _attempted(step: Callable[[], None]) -> str | None:
+    """Why a step of the start failed, None if it did not."""
+    try:
+        step()
+    except BaseException as failure:
+        traceback.print_exc()
+        return f"{type(failure).__name__}: {failure}"[:500]
+    return None
 
 
 def end_line(request: str) -> bytes:
@@ -190,25 +209,33 @@ def _data_bytes() -> int:
     return 0
 
 
-def _send(channel: socket.socket, message: list[Any]) -> bool:
-    try:
-        body = msgpack.packb(message)
-    except (TypeError, ValueError, OverflowError) as error:
-        detail = f"the answer has no wire form: {error}"[:500]
-        body = msgpack.packb(["fault", message[1], "bad_answer", detail, False, True])
-    try:
-        channel.sendall(struct.pack(">I", len(body)) + body)
-    except OSError:
-        return False
-    return True
-
-
 class _Frames:
-    """Reads frames; a small one, which a call is, with one system call."""
+    """Sends and reads frames; a small one, which a call is, with one system call.
+
+    The channel is this process's alone: it is closed in every child. A child that Python does not know of (a fork by a
+    library in C) is recognised by its process id.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._buffer = bytearray()
+        self._owner = os.getpid()
+        os.register_at_fork(after_in_child=channel.close)
+
+    def send(self, message: list[Any]) -> bool:
+        """False if the channel is gone."""
+        try:
+            body = msgpack.packb(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            detail = f"the answer has no wire form: {error}"[:500]
+            body = msgpack.packb([message[0], "fault", message[2], "bad_answer", detail, False, True])
+        if os.getpid() != self._owner:
+            return False
+        try:
+            self._channel.sendall(struct.pack(">I", len(body)) + body)
+        except OSError:
+            return False
+        return True
 
     def next(self) -> bytes | None:
         """One frame, or None at the other end's close."""
@@ -223,6 +250,8 @@ class _Frames:
 
     def _fill(self, count: int) -> bool:
         while len(self._buffer) < count:
+            if os.getpid() != self._owner:
+                return False
             try:
                 part = self._channel.recv(1 << 18)
             except OSError:

@@ -11,7 +11,6 @@ import os
 import pathlib
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any, cast
 
 import msgpack
 
+from serverless.backends.frames import Frames, packed
 from serverless.backends.pool import Answer, Request, WorkerFault
 from serverless.types import FaultKind, InfraFault
 
@@ -232,8 +232,9 @@ class ForkServer:
 class ProcessWorker(asyncio.Protocol):
     """A worker process and its channel. Implements `pool.Worker`.
 
-    One call at a time; it waits for the worker's frame and is unblocked by it or by the channel's end. A worker that is
-    not `framed` says nothing there: only its end is seen. `ended` has its wait status.
+    One call at a time; it waits for the frame of its request id and is unblocked by it or by the channel's end. A
+    worker that sends any other frame is killed. A worker that is not `framed` sends none: only its end is seen. `ended`
+    has its wait status.
     """
 
     def __init__(
@@ -244,8 +245,10 @@ class ProcessWorker(asyncio.Protocol):
         self._pidfd = pidfd
         self.ended = ended
         self._gone = gone
-        self._buffer = bytearray()
+        self._frames = Frames()
         self._transport: asyncio.Transport | None = None
+        self._framed = framed
+        self._asked = ""
         self._reply: asyncio.Future[list[Any]] | None = None
         if framed:
             self._reply = asyncio.get_running_loop().create_future()
@@ -256,27 +259,35 @@ class ProcessWorker(asyncio.Protocol):
 
     async def ready(self) -> None:
         """Wait for the end of the init phase. `WorkerFault` if it failed; not retryable if the code itself did."""
-        _, self.init_s, error = await self._message()
-        if error is not None:
-            detail = f"the function did not load: {error}"
-            raise WorkerFault(InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
+        match await self._message():
+            case ["ready", int() | float() as init_s, None]:
+                self.init_s = float(init_s)
+            case ["ready", int() | float(), str(error)]:
+                detail = f"the function did not load: {error}"
+                raise WorkerFault(InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
+            case _:
+                raise self._broke_protocol()
 
     async def call(self, request: Request) -> Answer:
         transport = self._transport
         if transport is None:
             raise WorkerFault(await self.cause())
         try:
-            body = msgpack.packb([request.id, request.event, request.remaining_s * 1000.0])
+            frame = packed([request.id, request.event, request.remaining_s * 1000.0])
         except (TypeError, ValueError, OverflowError) as error:
             detail = f"the event has no wire form: {error}"
             return Answer(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        self._asked = request.id
         self._reply = asyncio.get_running_loop().create_future()
-        transport.write(struct.pack(">I", len(body)) + body)
-        message = await self._message()
-        if message[0] == "ok":
-            return Answer(message[2], message[1])
-        _, run_s, kind, detail, retryable, keep = message
-        return Answer(None, run_s, InfraFault(FaultKind(kind), retryable=retryable, detail=detail), keep)
+        transport.write(frame)
+        match await self._message():
+            case ["ok", int() | float() as run_s, body]:
+                return Answer(body, float(run_s))
+            case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(keep)] if (
+                kind in FaultKind.__members__.values()
+            ):
+                return Answer(None, float(run_s), InfraFault(FaultKind(kind), retryable=retryable, detail=detail), keep)
+        raise self._broke_protocol()
 
     def kill(self) -> None:
         if self._pidfd >= 0:
@@ -288,6 +299,7 @@ class ProcessWorker(asyncio.Protocol):
             self._transport.abort()
 
     async def _message(self) -> list[Any]:
+        """The frame that is awaited, without its id. `WorkerFault` if the worker ends, or sends another."""
         assert self._reply is not None
         try:
             return await self._reply
@@ -314,16 +326,19 @@ class ProcessWorker(asyncio.Protocol):
         self.ended.add_done_callback(lambda _: connected.abort())
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if len(self._buffer) < 4:
+        if not self._framed:
             return
-        (length,) = struct.unpack_from(">I", self._buffer)
-        if len(self._buffer) < 4 + length:
-            return
-        frame = bytes(self._buffer[4 : 4 + length])
-        del self._buffer[: 4 + length]
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(msgpack.unpackb(frame))
+        try:
+            messages = self._frames.feed(data)
+        except ValueError:
+            messages = [None]
+        for message in messages:
+            waiting = self._reply is not None and not self._reply.done()
+            if not (waiting and isinstance(message, list) and message and message[0] == self._asked):
+                self._broke_protocol()
+                return
+            assert self._reply is not None
+            self._reply.set_result(message[1:])
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -331,3 +346,13 @@ class ProcessWorker(asyncio.Protocol):
             self._reply.set_exception(ConnectionResetError())
             self._reply.exception()  # whoever waits gets it; a start that was cancelled before it waited has nobody
         self._gone()
+
+    def _broke_protocol(self) -> WorkerFault:
+        """Kill a worker that sent a frame that answers no call, and fail the call that waits for another one."""
+        self.kill()
+        detail = "the worker sent a frame that answers no call of it (does the function write to inherited sockets?)"
+        fault = WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(fault)
+            self._reply.exception()
+        return fault

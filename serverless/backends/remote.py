@@ -204,7 +204,8 @@ class HostLink:
 
 
 class RemoteWorker(asyncio.Protocol):
-    """Implements `worker.Worker` over its own connection: whichever end closes it, the worker is over."""
+    """Implements `worker.Worker` over its own connection: if either end closes it, the worker ends. So it does after a
+    frame that is not the answer to the request that waits."""
 
     def __init__(self, link: HostLink, gone: Callable[[], None]) -> None:
         self.init_s = 0.0
@@ -214,6 +215,7 @@ class RemoteWorker(asyncio.Protocol):
         self._gone = gone
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
+        self._asked = ""
         self._reply: asyncio.Future[list[Any]] | None = None
 
     @property
@@ -222,7 +224,7 @@ class RemoteWorker(asyncio.Protocol):
 
     async def ready(self, hello: Sequence[Any]) -> None:
         """Ask for it and wait for the end of its init phase. `WorkerFault` if that failed."""
-        match await self._ask(packed(["hello", *hello])):
+        match await self._ask("", packed(["hello", *hello])):
             case ["ready", int() | float() as init_s]:
                 self.init_s, self.started = float(init_s), True
             case ["failed", str(kind), str(detail), bool(retryable)]:
@@ -239,7 +241,7 @@ class RemoteWorker(asyncio.Protocol):
         self.busy = True
         self._link.changed(1)
         try:
-            message = await self._ask(frame)
+            message = await self._ask(request.id, frame)
         finally:
             self.busy = False
             self._link.changed(-1)
@@ -269,10 +271,14 @@ class RemoteWorker(asyncio.Protocol):
         try:
             messages = self._frames.feed(data)
         except ValueError:
-            messages = [["none"]]
+            messages = [None]
         for message in messages:
-            if self._reply is not None and not self._reply.done():
-                self._reply.set_result(message)
+            waiting = self._reply is not None and not self._reply.done()
+            if not (waiting and isinstance(message, list) and message and message[0] == self._asked):
+                self._lied()
+                return
+            assert self._reply is not None
+            self._reply.set_result(message[1:])
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -284,10 +290,11 @@ class RemoteWorker(asyncio.Protocol):
         if self.started:
             self._gone()
 
-    async def _ask(self, frame: bytes) -> list[Any]:
+    async def _ask(self, request: str, frame: bytes) -> list[Any]:
         """What is answered. `WorkerLost` if the connection ends before."""
         if self._transport is None or self._transport.is_closing():
             raise WorkerLost(self._link.fault())
+        self._asked = request
         self._reply = asyncio.get_running_loop().create_future()
         self._transport.write(frame)
         try:
@@ -298,10 +305,14 @@ class RemoteWorker(asyncio.Protocol):
             self._reply = None
 
     def _lied(self) -> WorkerFault:
-        """What came is no answer: nothing else of it is listened to."""
+        """End a connection that carried anything but the awaited answer, and fail the call that waits."""
         self.kill()
         detail = f"what {self._link.name} sent is no answer"
-        return WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
+        fault = WorkerFault(InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(fault)
+            self._reply.exception()
+        return fault
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -83,6 +83,7 @@ class _RuntimeWorker:
         self._process = process
         self._server = server
         self._log = log
+        server.broken.add_done_callback(lambda _: process.kill())
 
     @property
     def alive(self) -> bool:
@@ -140,13 +141,16 @@ class _RuntimeWorker:
 class _Server:
     """The Runtime API of one worker: hands out one event at a time and takes its answer.
 
-    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`.
+    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is done once the worker
+    asks for an event before it has answered the last one, or answers another request than the current one.
     """
 
     def __init__(self, function: str) -> None:
         loop = asyncio.get_running_loop()
         self._function = function
         self.ready: asyncio.Future[str | None] = loop.create_future()
+        self.broken: asyncio.Future[None] = loop.create_future()
+        self._taken = False
         self._asked: asyncio.Future[tuple[Request, bytes] | None] = loop.create_future()
         self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
         self._current = ""
@@ -188,18 +192,27 @@ class _Server:
         if request.method != "POST" or kind != "invocation" or what not in ("response", "error"):
             return _said(404, {"errorType": "NotFound", "errorMessage": request.path})
         if key != self._current or self._answer is None:
+            self._break()
             return _said(400, {"errorType": "InvalidRequestID", "errorMessage": key})
         body = await _body(request)
         if len(body) > _EVENT_BYTES:
             body, what = _too_large(len(body)), "error"
         if not self._answer.done():
             self._answer.set_result((what == "error", body))
-        self._current = ""
+        self._current, self._taken = "", False
         return _said(202, {"status": "OK"})
+
+    def _break(self) -> None:
+        if not self.broken.done():
+            self.broken.set_result(None)
 
     async def _next(self) -> web.Response:
         if not self.ready.done():
             self.ready.set_result(None)
+        if self._taken:
+            self._break()
+            return _said(403, {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"})
+        self._taken = True
         asked = await self._asked
         if asked is None:
             return _said(410, {"errorType": "Closed", "errorMessage": "the worker ends"})

@@ -6,8 +6,8 @@ it says `ready tcp://ADDRESS:PORT`. SERVERLESS_HOST_TOKEN is what a client must 
   control  in   ["hello", token], then ["deploy", n, spec, version, files] or ["ping", n]
            out  ["ok", pid], then [n, error or None, remedy]
   worker   in   ["hello", token, version, slot], then [request id, event, time limit in ms]
-           out  ["ready", init seconds] or ["failed", kind, detail, retryable], then per call what a worker answers
-                (`_worker`), or ["died", kind, detail, retryable]
+           out  ["", "ready", init seconds] or ["", "failed", kind, detail, retryable], then per call what a worker
+                answers (`_worker`), or [request id, "died", kind, detail, retryable]
 
 There is one control connection at a time. Its end is the end of every worker, the end of a worker's connection that of
 the worker, and the other way round: nothing is left of a client that is gone, and a client learns at once of what died.
@@ -157,6 +157,7 @@ class WorkerHost:
     ) -> None:
         """The connection closes when it is over."""
         worker: Worker | None = None
+        current = ""
         try:
             package = self._packages.get(version)
             if package is None:
@@ -164,12 +165,13 @@ class WorkerHost:
                 raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail))
             name = f"{package.spec.name}/{slot}"
             worker = await self._backend.start(package, name, slot, lambda: requests.put_nowait(None))
-            writer.write(packed(["ready", worker.init_s]))
+            writer.write(packed(["", "ready", worker.init_s]))
             while (request := await requests.get()) is not None:
+                current = request.id
                 writer.write(await self._answer(worker.call(request), request))
                 await writer.drain()
         except WorkerFault as error:
-            writer.write(packed([*(["died"] if worker else ["failed"]), *_told(error.fault)]))
+            writer.write(packed([current, "died" if worker else "failed", *_told(error.fault)]))
         except ConnectionError:
             pass
         finally:
@@ -180,8 +182,8 @@ class WorkerHost:
     async def _answer(self, call: Coroutine[Any, Any, Answer], request: Request) -> bytes:
         answer = await call
         if answer.fault is not None:
-            return packed(["fault", answer.run_s, *_told(answer.fault), answer.keep])
-        return packed(["ok", answer.run_s, answer.body])
+            return packed([request.id, "fault", answer.run_s, *_told(answer.fault), answer.keep])
+        return packed([request.id, "ok", answer.run_s, answer.body])
 
 
 def _told(fault: InfraFault) -> list[Any]:

@@ -19,6 +19,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import pathlib
 import sys
 import traceback
@@ -37,8 +38,23 @@ def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = 
     """Turn a user's callable into a list handler. A class is instantiated, and `load(artefacts)` called, once.
 
     The handler of an async callable runs it to its end; called inside a running event loop, it gives an awaitable.
+    A process that the callable forks ends where the callable returns: it must not answer in its parent's place.
     `SpecInvalid` for parameters of no known convention (`serverless.signatures`).
     """
+    handler = _handler(target, takes, artefacts)
+
+    def run(event: list[dict[str, Any]], context: Any) -> Any:
+        process = os.getpid()
+        try:
+            result = handler(event, context)
+        finally:
+            _end_if_forked(process)
+        return _awaited(result, process) if inspect.isawaitable(result) else result
+
+    return run
+
+
+def _handler(target: Any, takes: str, artefacts: pathlib.Path | None) -> ListHandler:
     convention = convention_of(target, takes)
     shape = of_object(target)
     if inspect.isclass(target):
@@ -54,6 +70,20 @@ def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = 
     if call.batch:
         return lambda event, _: _score_batch(target, call, shape, event)
     return lambda event, _: [_score(target, call, shape, raw) for raw in event]
+
+
+async def _awaited(result: Awaitable[Any], process: int) -> Any:
+    try:
+        return await result
+    finally:
+        _end_if_forked(process)
+
+
+def _end_if_forked(process: int) -> None:
+    """End this process if it is a child of `process`."""
+    if os.getpid() != process:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def convention_of(target: Any, takes: str = "auto") -> Convention:
@@ -207,8 +237,12 @@ def load(root: pathlib.Path) -> ListHandler:
     for path in (root / "artefacts", root / "function", root / "shims"):
         if str(path) not in sys.path:
             sys.path.insert(0, str(path))
-    module = _module(root / "function", manifest)
-    return adapt(getattr(module, manifest["attribute"]), takes=manifest["takes"], artefacts=root / "artefacts")
+    process = os.getpid()
+    try:
+        module = _module(root / "function", manifest)
+        return adapt(getattr(module, manifest["attribute"]), takes=manifest["takes"], artefacts=root / "artefacts")
+    finally:
+        _end_if_forked(process)
 
 
 def _module(directory: pathlib.Path, manifest: dict[str, Any]) -> Any:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import pathlib
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -33,8 +37,6 @@ plain = st.recursive(
 @given(plain)
 def test_plain_values_arrive_as_they_were(value: Any) -> None:
     """Through JSON, types included."""
-    import json
-
     arrived = unpack(json.loads(json.dumps(pack(value))))
     assert arrived == value
     assert repr(arrived) == repr(value) or isinstance(value, set | dict | list | tuple)
@@ -274,3 +276,54 @@ def test_who_does_not_greet_is_not_listened_to_for_long(
         assert not caplog.records
 
     fronted(scenario)
+
+
+class Forks:
+    """An environment whose forked child returns from the same call."""
+
+    async def reset(self, seed: int) -> Observation:
+        return Observation("begin")
+
+    async def step(self, action: str) -> Step:
+        child = os.fork()
+        if child == 0:
+            return Step(Observation("the child's"), -1.0, True)
+        os.waitpid(child, 0)
+        return Step(Observation(action), 1.0, False)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.slow  # a process
+def test_a_child_that_an_environment_forked_does_not_serve_its_host(tmp_path: pathlib.Path) -> None:
+    """It would answer in its parent's place, and take bytes of the host's loop."""
+    domains = {"forks": {"environment": f"{__name__}:Forks", "arguments": {}}}
+    (tmp_path / "domains.json").write_text(json.dumps(domains))
+
+    async def main() -> list[Any]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rollart.adapters.envs.host",
+            "--domains",
+            str(tmp_path / "domains.json"),
+            "--path",
+            str(pathlib.Path(__file__).parents[2]),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "ROLLART_HOST_TOKEN": "t"},
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(60):
+                said = (await process.stdout.readline()).decode().split()
+                connection = await HostConnection.open("environment-0", said[1], "t")
+                await connection.reset("e", "forks", 1)
+                steps = [(await connection.step("e", str(n)))[0] for n in range(5)]
+                await connection.aclose()
+        finally:
+            process.kill()
+            await process.wait()
+        return [(step.observation.text, step.reward) for step in steps if step.observation is not None]
+
+    assert asyncio.run(main()) == [(str(n), 1.0) for n in range(5)]

@@ -21,7 +21,7 @@ from serverless.pipeline import Offload
 from serverless.policy.retry import RetryPolicy
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 from serverless.wire import encode
-from tests.serverless.support import Books, alive, descendants, item, package, until
+from tests.serverless.support import PROVIDERS, Books, alive, descendants, item, package, until
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -362,3 +362,20 @@ def test_a_missing_requirement_is_refused_at_deployment() -> None:
                 await backend.deploy(package(requirements=("no-such-dist>=1",)))
 
     run(main())
+
+
+@pytest.mark.parametrize("provider", ["local", "hosted", "awslambdaric"])
+def test_a_reward_that_forks_gets_the_answers_of_its_own_items(provider: str) -> None:
+    """A child that returns from the handler must neither answer nor take a later call."""
+    ways = [{"do": way, "raises": raises} for way in ("os", "libc") for raises in (False, True)]
+    items = [item("same", value=float(n), **ways[n % 4]) for n in range(8)]
+    items += [item("same", value=8.0, do="multiprocessing"), item("same", value=9.0, do="os")]
+
+    async def main() -> list[Outcome]:
+        one = package("forks", concurrency=1, batch={"max_items": 1}, deterministic=False)
+        async with PROVIDERS[provider]().open([one]) as backend, Offload([one], backend) as offload:
+            return [await offload.submit("forks", each, 60.0) for each in items]
+
+    if PROVIDERS[provider].missing:
+        pytest.skip(PROVIDERS[provider].missing)
+    assert run(main()) == [Scored(float(n)) for n in range(10)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -91,10 +92,14 @@ async def timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     task.set_name(name)
-    began = loop.time()
+    began, process = loop.time(), os.getpid()
     try:
         async with turn:
-            value = await work()
+            try:
+                value = await work()
+            finally:
+                if os.getpid() != process:  # forked by the environment: it must not go on as the host
+                    os._exit(0)
     except Lie as error:
         return Told.LIED, str(error), loop.time() - began
     except asyncio.CancelledError:

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import urllib.request
 
 from serverless.declare import reward
 from serverless.errors import PolicyFault
@@ -37,6 +38,8 @@ def behave(sample: Item):
         os._exit(3)
     elif what == "environ":
         return {"score": 1.0, "metrics": {"leaked": float("ROLLART_SECRET" in os.environ)}}
+    elif what == "next":
+        urllib.request.urlopen(f"http://{os.environ['AWS_LAMBDA_RUNTIME_API']}/2018-06-01/runtime/invocation/next")
     elif what == "pid":
         return float(os.getpid())
     return RESULTS[what](sample)

@@ -1,0 +1,36 @@
+"""A reward that forks in ways that users' code does. Run as a function; never imported by the code under test."""
+
+import ctypes
+import multiprocessing
+import os
+
+from serverless.declare import reward
+from serverless.types import Item
+
+_WAYS = {
+    "os": os.fork,
+    "libc": lambda: ctypes.CDLL(None).fork(),
+}
+
+
+def _double(value, queue):
+    queue.put(value * 2.0)
+
+
+@reward(memory_mb=256, timeout_s=20.0)
+def forks(sample: Item):
+    value = sample.metadata["value"]
+    way = sample.metadata["do"]
+    if way == "multiprocessing":
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        child = context.Process(target=_double, args=(value, queue))
+        child.start()
+        doubled = queue.get()
+        child.join()
+        return doubled / 2.0
+    if _WAYS[way]() == 0:
+        if sample.metadata.get("raises"):
+            raise ValueError("in the child")
+        return -value - 1000.0
+    return value
