@@ -50,7 +50,7 @@ class Judged(enum.StrEnum):
     """Where n - v0 is held against alpha."""
 
     NOWHERE = "nowhere"
-    """The order of the stages leaves no other lag than alpha."""
+    """The order of the stages leaves no other lag than alpha; the buffer checks it all the same."""
     AT_START = "at_start"
     """Admission alone; a trajectory that outlives its bound is trained as it is."""
     AT_BATCH = "at_batch"
@@ -153,8 +153,8 @@ class Schedule:
 
     @property
     def drops_stale(self) -> bool:
-        """Whether complete groups past their bound are kept out of batches (I3)."""
-        return self.judged in (Judged.AT_BATCH, Judged.EVERY_TURN)
+        """True if no batch may hold a group past its bound (I3): every schedule but AReaL's."""
+        return self.judged is not Judged.AT_START
 
     def window(self, batch: int) -> int:
         """Samples that may wait, run or be in training at once: (alpha + 1) batches under every schedule."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollart.errors import RunFailed
 from rollart.model import Group, GroupId, TrainSample
 from rollart.policy.batching import ReadyGroup, select_batch
 from rollart.policy.samplers import Deadline, Fifo
@@ -64,8 +65,9 @@ class SampleBuffer:
     """Owns the complete groups that no batch has taken. Admission bounds it: it holds at most (alpha + 1) batches.
 
     `add` is called by the scheduler and never waits. `take` and `grow` are called by training alone; `take` waits for a
-    whole batch, `grow` for any group of it, both unblocked by `add` or `published`. Invariant: a group enters once and
-    leaves once, by `take`, `grow` or `discard`.
+    whole batch, `grow` for any group of it, both unblocked by `add` or `published`. Invariants: a group enters once and
+    leaves once, by `take`, `grow` or `discard`; with `enforced`, none leaves for training past its bound (I3). `_take`
+    is the one place where groups leave for training, and checks it whatever selected them.
     """
 
     def __init__(
@@ -73,14 +75,18 @@ class SampleBuffer:
         quotas: Mapping[str, int],
         *,
         bound: StalenessBound,
+        enforced: bool = True,
+        on_excess: Callable[[int, Sequence[Group]], None] = lambda *_: None,
         token_budget: int | None = None,
         due: Due | None = None,
         measure: Callable[[Sequence[int]], int] = len,
         shares: Shares | None = None,
         columns: Sequence[Column] = (),
     ) -> None:
-        """`measure`: how many tokens ids stand for, which the budget is in. `shares`: say what a batch takes of each
-        domain, instead of the quotas. `columns` are filled by tasks of their own; training reads them all."""
+        """`enforced`: groups past `bound` are never trained; otherwise they are, and `on_excess` gets the version and
+        the groups of each such batch. `measure`: how many tokens ids stand for, which the budget is in. `shares`: say
+        what a batch takes of each domain, instead of the quotas. `columns` are filled by tasks of their own; training
+        reads them all."""
         self._measure = measure
         self._due = due
         every = (*COLUMNS, *columns)
@@ -92,7 +98,10 @@ class SampleBuffer:
         self._filled: dict[str, TrainSample] = {}
         """Samples in the table with what is written of them, where there are columns to fill."""
         self._quotas = dict(quotas)
-        self._bound = bound
+        self._limit = bound
+        self._bound = bound if enforced else StalenessBound(NEVER)
+        """The bound that selection keeps."""
+        self._on_excess = on_excess
         self._token_budget = token_budget
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, ReadyGroup] = {}
@@ -177,9 +186,9 @@ class SampleBuffer:
         late = False
         while True:
             if self._due is not None:
-                chosen = self._take(lambda ready, late=late: self._by_deadline(ready, version, late))  # type: ignore[misc]
+                chosen = self._take(version, lambda ready, late=late: self._by_deadline(ready, version, late))  # type: ignore[misc]
             else:
-                chosen = self._take(self._of(self._select(version))) if self._may_suffice() else ()
+                chosen = self._take(version, self._of(self._select(version))) if self._may_suffice() else ()
             if chosen:
                 self._taken(chosen)
                 return chosen
@@ -208,7 +217,7 @@ class SampleBuffer:
         while any(room.values()):
             chosen = self._fitting(version, room)
             if chosen:
-                return self._take(self._of(chosen))
+                return self._take(version, self._of(chosen))
             self._changed.clear()
             await self._changed.wait()
         return ()
@@ -233,7 +242,7 @@ class SampleBuffer:
             if any(room.values()):
                 chosen = self._fitting(version, room)
                 shares.growing.update(ready.domain for ready in chosen)
-                return self._take(self._of(chosen))
+                return self._take(version, self._of(chosen))
             self._changed.clear()
             await self._changed.wait()
         shares.take(taken)
@@ -268,13 +277,23 @@ class SampleBuffer:
                 chosen.append(ready)
         return chosen
 
-    def _take(self, sampler: Sampler) -> tuple[Group, ...]:
-        """What the sampler chooses, in its order; nothing if it waits."""
+    def _take(self, version: int, sampler: Sampler) -> tuple[Group, ...]:
+        """Remove the groups that the sampler chooses for training from `version`, in its order; none if it waits.
+
+        RunFailed for a group past an enforced bound: the selection is wrong then, and training it would be too."""
         taken = self.table.take(TRAINING, sampler)
         if taken is None:
             return ()
         picks = [pick for batch in taken.batches for pick in batch]
         groups = tuple(self._forget(GroupId(group)) for group in dict.fromkeys(pick.row.group for pick in picks))
+        if excess := [g for g in groups if self._limit.stale(g.v0, version)]:
+            if self._bound is self._limit:
+                raise RunFailed(
+                    f"the batch for training from v{version} holds {excess[0].id}, begun under v{excess[0].v0} "
+                    f"(rule: at most {self._limit.alpha} versions behind)",
+                    remedy="report it with the run spec: no schedule may select such a group",
+                )
+            self._on_excess(version, excess)
         weights = {pick.row.id: pick.weight for pick in picks if pick.weight != 1.0}
         return tuple(_weighted(group, weights) for group in groups) if weights else groups
 

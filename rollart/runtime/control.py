@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,9 @@ from rollart.ledger.intervals import State
 from rollart.model import EngineId, Group, PauseMode
 from rollart.policy.routing import Router
 from rollart.policy.schedules import Admission, InFlight, Schedule, Turns
-from rollart.policy.staleness import StalenessBound
 from rollart.policy.updates import UpdatePolicy
 from rollart.policy.workload import WorkloadMeter
-from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, Tokenizer, Trainer, WeightStore
+from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
 from rollart.runtime.barrier import FreeRunning, TurnBarrier
 from rollart.runtime.buffer import Column, Due, SampleBuffer
 from rollart.runtime.columns import Columns
@@ -42,9 +42,6 @@ from rollart.runtime.trajectory import TrajectoryRunner, WaitLimits
 from rollart.runtime.updating import UpdateRule
 
 __all__ = ["ControlPlane", "ControlSettings", "Hooks"]
-
-ANY_AGE = 2**31
-"""A bound that no sample exceeds, for schedules that judge at the start or nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ class ControlPlane:
         self.resharder = self._resharding(runner, leases, recorder)
         self.lender = self._lending(recorder, trainer_clock)
         shares = _shares(domains, recorder, settings.schedule)
-        buffer = _buffer(domains, settings, shares)
+        buffer = _buffer(domains, recorder, settings, shares)
         self.scheduler = Scheduler(
             domains, runner, Rewarding(rewarder, leases, reward_s=settings.waits.reward_s), buffer, journal, recorder,
             settings=settings.schedule, prefetch=prefetch, shares=shares, together=together,
@@ -287,13 +284,23 @@ def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSe
     )  # fmt: skip
 
 
-def _buffer(domains: Sequence[Domain], settings: ControlSettings, shares: Shares | None) -> SampleBuffer:
+def _buffer(
+    domains: Sequence[Domain], recorder: Recorder, settings: ControlSettings, shares: Shares | None
+) -> SampleBuffer:
     rules = settings.schedule.rules
-    bound = rules.bound if rules.drops_stale else StalenessBound(ANY_AGE)
     quotas = {d.name: d.quota for d in domains}
+
+    def excess(version: int, groups: Sequence[Group]) -> None:
+        samples = sum(rules.bound.stale(s.v0, version) for g in groups for s in g.samples)
+        oldest = max(version - g.v0 for g in groups)
+        fields = {"samples": samples, "oldest": oldest, "staleness": rules.alpha}
+        recorder.event(RunEvent(asyncio.get_running_loop().time(), "batch_over_staleness", f"v{version}", fields))
+
     return SampleBuffer(
         quotas,
-        bound=bound,
+        bound=rules.bound,
+        enforced=rules.drops_stale,
+        on_excess=excess,
         token_budget=settings.token_budget,
         due=settings.due,
         measure=settings.measure,

@@ -98,6 +98,14 @@ def _sampler(run: RunSpec) -> Iterable[Problem]:
         if batch.tokens is not None:
             yield Problem(("batch", "tokens"), "batch.tokens is given with sampler 'deadline' (rule: one of them)")
         return
+    if batch.sampler == "fifo" and batch.tokens is not None and run.schedule in LAG:
+        yield Problem(
+            ("batch", "tokens"),
+            f"batch.tokens is {batch.tokens} under `schedule: {run.schedule}` (rule: a schedule of whole batches "
+            "trains the batch that it admitted; what a budget leaves of it would be trained too late, or lost for "
+            "ending last). For even steps: batch.sampler: token_budget; for smaller batches: batch.trajectories; or a "
+            "schedule with a window of groups",
+        )
     for key in ("deadline_s", "least", "age_decay"):
         if getattr(batch, key) is not None:
             yield Problem(

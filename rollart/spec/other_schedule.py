@@ -36,6 +36,9 @@ def under(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
     if batches and run.batch.sampler == "deadline":
         left.append("batch.sampler=deadline")
         whole["batch"] = run.batch.model_copy(update={"sampler": "fifo", "deadline_s": None, "least": None})
+    if batches and run.batch.sampler == "fifo" and run.batch.tokens is not None:
+        left.append("batch.tokens")
+        whole["batch"] = run.batch.model_copy(update={"tokens": None})
     if rollout:
         whole["rollout"] = run.rollout.model_copy(update=rollout)
     return run.model_copy(update=whole) if whole else run, tuple(left)

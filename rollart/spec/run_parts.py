@@ -62,7 +62,8 @@ class BatchSpec(Entry):
         default=None,
         ge=1,
         le=1_000_000_000_000,
-        description="Optional bound on the tokens of one batch; groups stay whole.",
+        description="Optional bound on the tokens of one batch; groups stay whole. With sampler fifo only under a "
+        "schedule with a window of groups.",
     )
     sampler: Literal["fifo", "token_budget", "deadline"] = Field(
         default="fifo",

@@ -145,3 +145,20 @@ def test_a_slow_trainer_is_the_bound_of_all_asynchronous_schedules() -> None:
         run = run_of(schedule, steps=4)
         run.trainer = SimulatedTrainer(0, lambda r: 100.0, frozenset())
         assert 400.0 < seconds(run) < 440.0, schedule
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "areal"])
+def test_what_a_token_budget_leaves_behind_is_never_trained_too_late(schedule: str) -> None:
+    world = make(schedule=schedule, alpha=FIXED_LAG.get(schedule, 1), steps=6, token_budget=20, quotas={"a": (8, 2)},
+                 engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 2.0)  # fmt: skip
+    loop.run(world.run(), seed=1)
+    assert any(len(batch) < 8 for _, batch in world.trainer.batches), "the budget leaves groups behind"
+    assert all(version - s.v0 <= world.alpha for version, batch in world.trainer.batches for s in batch)
+
+
+def test_what_areal_trains_beyond_its_bound_is_reported_by_batch() -> None:
+    run = run_of("areal", tail=1.6, steps=10)
+    seconds(run)
+    counts = {f"v{v}": sum(v - s.v0 > run.alpha for s in batch) for v, batch in run.trainer.batches}
+    reported = {e.subject: e.fields["samples"] for e in run.recorder.events if e.kind == "batch_over_staleness"}
+    assert reported == {v: n for v, n in counts.items() if n} != {}

@@ -23,6 +23,7 @@ SPECS = {
     "rollout: {dispatch: skew_aware, concurrency: {mode: on}}": {"rollout.dispatch=skew_aware", "rollout.concurrency"},
     "weights: {update: staggered}": {"weights.update=staggered"},
     "batch: {trajectories: 16, sampler: deadline, deadline_s: 60}": {"batch.sampler=deadline"},
+    "batch: {trajectories: 16, tokens: 9000}": {"batch.tokens"},
 }
 
 

@@ -75,6 +75,18 @@ def test_a_round_has_no_token_budget(write: Write) -> None:
         load_run(write(text + "schedule: sync\nrollout: {tail_batching: {}}\n"))
 
 
+@pytest.mark.parametrize("schedule", ["sync", "sync_plus", "one_off"])
+def test_a_schedule_of_whole_batches_has_no_token_budget_that_leaves_groups_behind(write: Write, schedule: str) -> None:
+    text = RUN.replace("trajectories: 16", "trajectories: 16\n  tokens: 1000")
+    with pytest.raises(
+        SpecError, match=rf"batch\.tokens is 1000 under `schedule: {schedule}` \(rule: a schedule of whole"
+    ):
+        load_run(write(text + f"schedule: {schedule}\n"))
+    even = text.replace("tokens: 1000", "tokens: 1000\n  sampler: token_budget")
+    assert load_run(write(even + f"schedule: {schedule}\n")).batch.tokens == 1000
+    assert load_run(write(text + "schedule: rollart\n")).batch.tokens == 1000
+
+
 def test_only_what_has_no_advantage_is_filtered(write: Write) -> None:
     """A group of like rewards teaches something where its mean is not its baseline."""
     text = RUN.replace("max_tokens: 4", "max_tokens: 4\n    advantage: {baseline: none}")
