@@ -40,6 +40,7 @@ from rollart.compose.trainer_hosts import on_its_hosts
 from rollart.compose.weights import nodes_patience_s, patience_s, stall_seconds, update_policy
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
+from rollart.ledger.prices import PriceBook
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.redundancy import Redundancy
@@ -91,7 +92,7 @@ class Parts:
     site: LocalSite
     clocks: Sequence[ResourceClock]
     weights: DirectoryWeightStore
-    spent_before: float
+    devices_before: float
     environments: HostFleet | None
     functions: FunctionFleet | None
     workers: WorkerHosts | None
@@ -260,9 +261,9 @@ class Parts:
             clock.flush()
 
     def _spent(self) -> float:
-        """Dollars so far, over all lives of the run: every device is paid while a part holds it, whatever it does, and
-        those of pools that are not rented always."""
-        return self.spent_before + self.site.spent_usd()
+        """Dollars billed so far, over all lives of the run: every device while a part holds it, whatever it does, those
+        of pools that are not rented always, and calls of functions whose provider sends a bill."""
+        return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
 
 
 def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> ControlSettings:
@@ -342,9 +343,14 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
     config = trainer_config(resolved, directory, tokenizer_dir)
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(
-            Ledger(directory, clock=asyncio.get_running_loop().time, config=resolved.to_dict())
+            Ledger(
+                directory,
+                clock=asyncio.get_running_loop().time,
+                config=resolved.to_dict(),
+                prices=PriceBook(resolved.prices),
+            )
         )
-        spent_before = ledger.spent_usd
+        devices_before = ledger.spent_usd - ledger.functions_usd
         leases = Leases(ledger)
         weights = weight_store(resolved, directory, leases, ledger)
         if (stored := weights if isinstance(weights, StoredWeights) else None) is not None:
@@ -374,7 +380,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         parts = Parts(
             resolved, start.resolved, start.roles, directory, progress, ledger, runtime, leases, tokenizer,
             domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir), hosted(fleet)),
-            trainer, by_part["trainer-0"], site, tuple(by_part.values()), weights, spent_before, fleet,
+            trainer, by_part["trainer-0"], site, tuple(by_part.values()), weights, devices_before, fleet,
             *function_fleet(*told, used=start.names),
         )  # fmt: skip
         parts_of.append(parts)

@@ -65,7 +65,8 @@ class Database:
             self._clock = self._last_second()
             self._shift = self._clock - now
             self._heal()
-            self.spent_usd = self._spent()
+            self.functions_usd = self._spent_on_functions()
+            self.spent_usd = self._spent_on_devices() + self.functions_usd
         except sqlite3.Error as error:
             os.close(self._lock)
             raise self._failed(error) from None
@@ -95,12 +96,14 @@ class Database:
             raise
         if self.segments.rolled:
             self._sweep()
-        self.spent_usd += rows.usd + sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
-        self.spent_usd += sum(
+        functions = sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
+        functions += sum(
             self._idle(provider, seconds, memory_mb)
             for (_, provider, memory_mb, state, _), (seconds, _) in rows.worker_time.items()
             if state == WorkerState.IDLE
         )
+        self.functions_usd += functions
+        self.spent_usd += rows.usd + functions
         return results
 
     def recover(self) -> Recovered | None:
@@ -223,9 +226,11 @@ class Database:
         ).fetchone()[0]
         return float(latest)
 
-    def _spent(self) -> float:
-        """Dollars of everything in the file."""
+    def _spent_on_devices(self) -> float:
         intervals = self.connection.execute("SELECT sum((t1 - t0) * units * price / 3600.0) FROM intervals").fetchone()
+        return float(intervals[0] or 0.0)
+
+    def _spent_on_functions(self) -> float:
         calls = self.connection.execute(
             "SELECT provider, sum(billed_s), memory_mb, count(*) FROM invocations GROUP BY provider, memory_mb"
         ).fetchall()
@@ -233,16 +238,15 @@ class Database:
             "SELECT provider, sum(seconds), memory_mb FROM worker_time WHERE state = ? GROUP BY provider, memory_mb",
             (WorkerState.IDLE,),
         ).fetchall()
-        functions = sum(self._bill(*call) for call in calls) + sum(self._idle(*row) for row in idle)
-        return float(intervals[0] or 0.0) + functions
+        return sum(self._bill(*call) for call in calls) + sum(self._idle(*row) for row in idle)
 
     def _bill(self, provider: str, billed_s: float, memory_mb: int, requests: int) -> float:
-        if self._prices is None:
+        if self._prices is None or not self._prices.billed(provider):
             return 0.0
         return self._prices.function_usd(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
 
     def _idle(self, provider: str, seconds: float, memory_mb: int) -> float:
-        if self._prices is None:
+        if self._prices is None or not self._prices.billed(provider):
             return 0.0
         return self._prices.idle_usd(provider, seconds=seconds, memory_mb=memory_mb)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rollart.errors import SpecError
@@ -9,7 +10,11 @@ from rollart.spec.load import builtin, load_prices
 from rollart.spec.prices import PriceEntry, PriceList
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["PriceBook"]
+__all__ = ["ON_OWN_CORES", "PriceBook"]
+
+ON_OWN_CORES = "local"
+"""The provider whose workers run on cores that the run pays for by the hour. Its calls have no bill of their own: its
+prices say what the calls would cost elsewhere."""
 
 
 class PriceBook:
@@ -32,20 +37,24 @@ class PriceBook:
         return found
 
     def function_usd(self, provider: str, *, billed_s: float, memory_mb: float, requests: int = 1) -> float:
-        """Bill of `requests` calls that ran `billed_s` seconds together on workers of `memory_mb` and one core.
+        """Price of `requests` calls that ran `billed_s` seconds together on workers of `memory_mb` and one core. A
+        provider without any price costs nothing here; `sources` shows that. `billed` says if it is a bill."""
+        items = self.function_items(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
+        return sum(price.usd * amount for price, amount in items)
 
-        Adds up whatever the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts), GiB-seconds,
-        core-seconds, requests. A provider without any price costs nothing here; `sources` shows that.
-        """
+    def function_items(
+        self, provider: str, *, billed_s: float, memory_mb: float, requests: int
+    ) -> Iterator[tuple[PriceEntry, float]]:
+        """Amounts of what the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts), GiB-seconds,
+        core-seconds, requests."""
         memory_s = billed_s * memory_mb / 1024.0
-        amounts = {
+        return self._items(provider, {
             "GB-second": memory_s, "GiB-second": memory_s, "core-second": billed_s, "million-requests": requests / 1e6,
-        }  # fmt: skip
-        return sum(
-            self._table[provider, unit].usd * amount
-            for unit, amount in amounts.items()
-            if (provider, unit) in self._table
-        )
+        })  # fmt: skip
+
+    def billed(self, provider: str) -> bool:
+        """True if somebody is charged for the provider's calls; otherwise they are part of no total and no budget."""
+        return provider != ON_OWN_CORES
 
     def charges_idle(self, provider: str) -> bool:
         """Whether the provider has a price for workers that wait."""
@@ -54,14 +63,20 @@ class PriceBook:
     def idle_usd(self, provider: str, *, seconds: float, memory_mb: float) -> float:
         """Bill of `seconds` worker-seconds in which no call ran, on workers of `memory_mb` and one core; 0 where the
         provider charges nothing for them."""
+        return sum(p.usd * amount for p, amount in self.idle_items(provider, seconds=seconds, memory_mb=memory_mb))
+
+    def idle_items(self, provider: str, *, seconds: float, memory_mb: float) -> Iterator[tuple[PriceEntry, float]]:
+        """Amounts of idle worker time that the provider has a price for."""
         memory_s = seconds * memory_mb / 1024.0
-        amounts = {"idle-GB-second": memory_s, "idle-GiB-second": memory_s, "idle-core-second": seconds}
-        return sum(
-            self._table[provider, unit].usd * amount
-            for unit, amount in amounts.items()
-            if (provider, unit) in self._table
+        return self._items(
+            provider, {"idle-GB-second": memory_s, "idle-GiB-second": memory_s, "idle-core-second": seconds}
         )
 
     def sources(self, name: str) -> tuple[PriceEntry, ...]:
         """Every price of a name, for the foot of a report."""
         return tuple(entry for (known, _), entry in self._table.items() if known == name)
+
+    def _items(self, provider: str, amounts: Mapping[str, float]) -> Iterator[tuple[PriceEntry, float]]:
+        for unit, amount in amounts.items():
+            if (price := self._table.get((provider, unit))) is not None:
+                yield price, amount

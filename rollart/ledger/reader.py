@@ -221,6 +221,16 @@ class Reader:
             )
         ]
 
+    def device_hours(self) -> list[tuple[float, float]]:
+        """Hours of devices by their price per hour, for as long as somebody pays for them."""
+        return [
+            (price, hours)
+            for price, hours in self._query(
+                """SELECT price, sum((t1 - t0) * units) / 3600.0 FROM intervals WHERE price > 0
+                GROUP BY price ORDER BY price"""
+            )
+        ]
+
     def charge_sums(self) -> list[ChargeSum]:
         """Trajectories by (domain, purpose, fate, first version)."""
         return [

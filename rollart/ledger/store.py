@@ -52,9 +52,14 @@ class Ledger:
 
     @property
     def spent_usd(self) -> float:
-        """Dollars that have reached the file, over all of the run's lives: intervals, and calls where `prices` are
-        known. What open resources have spent since their last change is not in it (`ResourceClock.flush`)."""
+        """Dollars billed that have reached the file, over all of the run's lives: intervals, and calls where `prices`
+        are known. What open resources have spent since their last change is not in it (`ResourceClock.flush`)."""
         return self._database.spent_usd
+
+    @property
+    def functions_usd(self) -> float:
+        """The part of `spent_usd` that providers of functions bill."""
+        return self._database.functions_usd
 
     def interval(self, interval: Interval) -> None:
         self.record(interval)

@@ -15,10 +15,26 @@ from serverless.meter import WorkerState
 from serverless.pipeline_stats import Stage, StageCounts
 from serverless.types import Cause
 
-__all__ = ["COLD_START", "IDLE", "REWARD", "calls", "health", "lines", "notes", "savings", "stages", "workers"]
+__all__ = [
+    "BILLED",
+    "COLD_START",
+    "ELSEWHERE",
+    "IDLE",
+    "REWARD",
+    "calls",
+    "health",
+    "lines",
+    "notes",
+    "savings",
+    "stages",
+    "workers",
+]
 
 REWARD = "reward"
 """Role of functions."""
+
+BILLED, ELSEWHERE = "billed", "elsewhere"
+"""Dollars that are part of the totals, and those that the run's own cores saved somebody else from charging."""
 
 COLD_START = "function cold start"
 IDLE = "function idle"
@@ -27,20 +43,25 @@ IDLE = "function idle"
 def lines(rows: RunRows) -> list[CostLine]:
     """Every dollar of functions once: calls without their start-up, start-up, and workers that waited.
 
-    A failed call is one line with its failure as the cause, start-up included.
+    A failed call is one line with its failure as the cause, start-up included. Lines of workers on the run's own cores
+    are not billed: they say what the calls would cost elsewhere.
     """
     found = []
     for call in rows.invocations:
+        billed = rows.prices.billed(call.provider)
         resource, usd, start_usd = f"{call.provider}:{call.function}", _usd(rows, call), _start_usd(rows, call)
         start_s = min(call.cold_billed_s, call.billed_s) if start_usd else 0.0
-        found.append(CostLine(REWARD, resource, State.BUSY, _why(call), call.billed_s - start_s, usd - start_usd))
+        found.append(
+            CostLine(REWARD, resource, State.BUSY, _why(call), call.billed_s - start_s, usd - start_usd, billed)
+        )
         if start_usd:
-            found.append(CostLine(REWARD, resource, State.STARTUP, COLD_START, start_s, start_usd))
+            found.append(CostLine(REWARD, resource, State.STARTUP, COLD_START, start_s, start_usd, billed))
     for worker in rows.workers:
         if worker.state == WorkerState.IDLE and rows.prices.charges_idle(worker.provider):
             usd = rows.prices.idle_usd(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
             resource = f"{worker.provider}:{worker.function}"
-            found.append(CostLine(REWARD, resource, State.IDLE, IDLE, worker.seconds, usd))
+            billed = rows.prices.billed(worker.provider)
+            found.append(CostLine(REWARD, resource, State.IDLE, IDLE, worker.seconds, usd, billed))
     return found
 
 
@@ -71,7 +92,7 @@ def calls(rows: RunRows) -> Table:
         Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
         Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds", people=False),
         Column("cold_billed_s", "seconds", people=False), Column("billed_s", "seconds"),
-        Column("gb_s", "number", people=False), Column("usd", "usd"),
+        Column("gb_s", "number", people=False), Column("usd", "usd"), Column("cost", people=False),
         Column("usd_per_1000_items", "usd", people=False),
     )  # fmt: skip
     found: list[tuple[Cell, ...]] = []
@@ -79,9 +100,10 @@ def calls(rows: RunRows) -> Table:
         gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
         found.append(
             (call.function, call.provider, call.status, call.cause, call.calls, call.items, call.cold_starts,
-             call.cold_start_s, call.cold_billed_s, call.billed_s, gb_s, usd, _ratio(usd * 1000, call.items))
+             call.cold_start_s, call.cold_billed_s, call.billed_s, gb_s, usd, _kind(rows, call.provider),
+             _ratio(usd * 1000, call.items))
         )  # fmt: skip
-    return Table("functions", "Function calls", columns, tuple(found))
+    return Table("functions", "Function calls, at list prices", columns, tuple(found))
 
 
 def workers(rows: RunRows) -> Table:
@@ -89,7 +111,7 @@ def workers(rows: RunRows) -> Table:
     columns = (
         Column("function"), Column("provider"), Column("memory_mb", "count", people=False), Column("how"),
         Column("cold_s", "seconds"), Column("busy_s", "seconds"), Column("idle_s", "seconds"),
-        Column("idle_share", "share"), Column("idle_usd", "usd"),
+        Column("idle_share", "share"), Column("idle_usd", "usd"), Column("cost", people=False),
     )  # fmt: skip
     groups: dict[tuple[str, str, int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for w in rows.workers:
@@ -100,7 +122,7 @@ def workers(rows: RunRows) -> Table:
         usd = rows.prices.idle_usd(provider, seconds=idle_s, memory_mb=memory_mb)
         found.append(
             (function, provider, memory_mb, "estimated" if estimated else "metered", states[WorkerState.COLD],
-             states[WorkerState.BUSY], idle_s, _ratio(idle_s, math.fsum(states.values())), usd)
+             states[WorkerState.BUSY], idle_s, _ratio(idle_s, math.fsum(states.values())), usd, _kind(rows, provider))
         )  # fmt: skip
     return Table("function_workers", "Function workers: seconds by state", columns, tuple(found))
 
@@ -108,13 +130,13 @@ def workers(rows: RunRows) -> Table:
 def savings(rows: RunRows) -> Table:
     """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
     columns = (Column("function"), Column("stage"), Column("items", "count"), Column("billed_s", "seconds"),
-               Column("usd", "usd"))  # fmt: skip
-    found: list[tuple[Cell, ...]] = [
-        (s.function, s.stage, s.items, s.billed_s, rows.prices.function_usd(
-            _provider(rows).get(s.function, ("", 0))[0], billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0))
-        for s in rows.savings
-    ]  # fmt: skip
-    return Table("savings", "Saved by the cache and by calls under way", columns, tuple(found))
+               Column("usd", "usd"), Column("cost", people=False))  # fmt: skip
+    found: list[tuple[Cell, ...]] = []
+    for s in rows.savings:
+        provider = _provider(rows).get(s.function, ("", 0))[0]
+        usd = rows.prices.function_usd(provider, billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0)
+        found.append((s.function, s.stage, s.items, s.billed_s, usd, _kind(rows, provider)))
+    return Table("savings", "Saved by the cache and by calls under way, at list prices", columns, tuple(found))
 
 
 def stages(rows: RunRows) -> Table:
@@ -125,7 +147,7 @@ def stages(rows: RunRows) -> Table:
         Column("helped", "count"), Column("waited_s", "seconds"), Column("extra_calls", "count", people=False),
         Column("extra_billed_s", "seconds", people=False), Column("extra_usd", "usd"),
         Column("saved_calls", "count", people=False), Column("saved_billed_s", "seconds", people=False),
-        Column("saved_usd", "usd"),
+        Column("saved_usd", "usd"), Column("cost", people=False),
     )  # fmt: skip
     sums = _summed(rows.stages, key="stage")
     order = {str(stage): n for n, stage in enumerate(Stage)}
@@ -144,9 +166,12 @@ def stages(rows: RunRows) -> Table:
         )
         found.append(
             (function, stage, int(n["entered"]), int(n["acted"]), int(n["helped"]), n["waited_s"],
-             int(n["extra_calls"]), n["extra_billed_s"], extra, int(n["saved_calls"]), n["saved_billed_s"], saved)
+             int(n["extra_calls"]), n["extra_billed_s"], extra, int(n["saved_calls"]), n["saved_billed_s"], saved,
+             _kind(rows, provider))
         )  # fmt: skip
-    return Table("stages", "What each stage of the function pipeline did, cost and saved", columns, tuple(found))
+    return Table(
+        "stages", "What each stage of the function pipeline did, cost and saved, at list prices", columns, tuple(found)
+    )
 
 
 def health(rows: RunRows) -> Table:
@@ -167,12 +192,10 @@ def health(rows: RunRows) -> Table:
 
 
 def notes(rows: RunRows) -> Iterable[str]:
-    """Where the prices are from, and what is an estimate."""
-    idling = {w.provider for w in rows.workers if w.state == WorkerState.IDLE}
-    for provider in sorted({call.provider for call in rows.invocations} | idling):
-        for price in rows.prices.sources(provider):
-            if provider in idling or not price.unit.startswith("idle-"):
-                yield f"{provider}: ${price.usd:g} per {price.unit} ({price.source}, {price.date})"
+    """What is an estimate, and what no price is known of."""
+    for provider in sorted({call.provider for call in rows.invocations}):
+        if not rows.prices.sources(provider):
+            yield f"{provider}: no price is known: its calls count as $0 (add its prices to the cluster's price_list)"
     for provider in sorted({w.provider for w in rows.workers if w.estimated}):
         yield f"{provider}: idle seconds are estimated: the gaps between a container's calls, up to keep_alive_s each"
 
@@ -195,6 +218,10 @@ def _provider(rows: RunRows) -> Mapping[str, tuple[str, int]]:
         if call.function not in most or call.calls > most[call.function].calls:
             most[call.function] = call
     return {name: (call.provider, call.memory_mb) for name, call in most.items()}
+
+
+def _kind(rows: RunRows, provider: str) -> str:
+    return BILLED if rows.prices.billed(provider) else ELSEWHERE
 
 
 def _ratio(a: float, b: float) -> float | None:

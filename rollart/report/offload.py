@@ -157,7 +157,7 @@ class _View:
         if given.core_gb:
             cores = max(cores, self.memory_mb * MIB_GB / given.core_gb)
         self.worker_usd_s = cores * given.core_usd_hour / 3600.0
-        self.billed_usd = sum(line.usd for line in functions.lines(rows) if line.resource.partition(":")[2] in names)
+        self.functions_usd = sum(line.usd for line in functions.lines(rows) if line.resource.partition(":")[2] in names)
         self._names = names
         self.few = fewest(calls, wait_s)
         self.peak = fewest(calls, 0.0, quantile=1.0)
@@ -224,7 +224,7 @@ def _ways(views: Iterable[_View]) -> Table:
         starts = sum(row.cold_start_s > 0 for row in view.own)
         found.append(
             (view.name, "as billed", None, life, used, 1e3 * view.waited(0.5), 1e3 * view.waited(0.99),
-             starts, view.billed_usd)
+             starts, view.functions_usd)
         )  # fmt: skip
         for workers, why in _choices(view):
             one, worker_s, usd = view.dedicated(workers)
@@ -265,9 +265,9 @@ def _summary(views: Iterable[_View]) -> Table:
     found: list[tuple[Cell, ...]] = []
     for view in views:
         one, worker_s, usd = view.dedicated(view.few)
-        per_s = view.billed_usd / view.work_s if view.work_s else 0.0
+        per_s = view.functions_usd / view.work_s if view.work_s else 0.0
         found.append(
-            (view.name, len(view.calls), view.work_s, view.billed_usd, view.few, usd,
+            (view.name, len(view.calls), view.work_s, view.functions_usd, view.few, usd,
              one.busy_s / worker_s if worker_s else None, view.worker_usd_s / per_s if per_s else None)
         )  # fmt: skip
     return Table("summary", "Functions as billed against the fewest dedicated workers that are quick enough", columns,
@@ -290,4 +290,10 @@ def _notes(rows: RunRows, given: Trace, views: Sequence[_View], found: int, call
         yield "no call is known to have waited for a worker: calls are replayed as they were begun"
     if any(len(view.calls) == MOST for view in views if view.name != ALL):
         yield f"only the last {MOST:,} calls of a function are replayed"
+    own = [view.provider for view in views if view.name != ALL and not rows.prices.billed(view.provider)]
+    for provider in sorted(set(own)):
+        yield f"{provider}: workers on the run's own cores: dollars of its calls are what they would cost elsewhere"
+    for provider in sorted({view.provider for view in views if view.name != ALL}):
+        for price in rows.prices.sources(provider):
+            yield f"{provider}: ${price.usd:g} per {price.unit} ({price.source}, {price.date})"
     yield from functions.notes(rows)

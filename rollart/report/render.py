@@ -16,7 +16,7 @@ __all__ = ["FORMATS", "SCHEMA_VERSION", "render"]
 
 FORMATS = ("table", "json", "csv", "html")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the JSON: grows when a key changes its meaning or goes away, not when one is added."""
 
 

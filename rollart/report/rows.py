@@ -29,9 +29,21 @@ from rollart.policy.replication import FILTERED_AGAINST_KEPT
 from rollart.policy.updates import ENGINE_UPDATED
 from rollart.ports import RunEvent
 from rollart.report.idle import ESTIMATED, estimated_workers
+from rollart.spec.fleet import device_name
 from rollart.spec.prices import PriceList
 
-__all__ = ["ENGINE_ROLES", "Cell", "Column", "CostLine", "Report", "RunRows", "Table", "collect"]
+__all__ = [
+    "ENGINE_ROLES",
+    "Cell",
+    "Column",
+    "CostLine",
+    "PoolPrice",
+    "Report",
+    "RunRows",
+    "Table",
+    "collect",
+    "pool_prices",
+]
 
 ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
 """Roles whose busy time is charged to trajectories."""
@@ -81,6 +93,19 @@ class CostLine:
     cause: str
     seconds: float
     usd: float
+    billed: bool = True
+    """False for dollars that somebody else's machines would have cost: they are part of no total."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPrice:
+    """What a device of a pool costs per hour, who says so, and when it was read (empty where nobody noted it)."""
+
+    pool: str
+    device: str
+    usd: float
+    source: str
+    date: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +144,9 @@ class RunRows:
     """What engines did by their own counters, an event per engine and interval."""
     nodes: Sequence[RunEvent] = ()
     """Nodes that joined, were to leave or were lost, and what the plan did about it, by time."""
+    device_hours: Sequence[tuple[float, float]] = ()
+    """Hours of devices by their price per hour."""
+    pools: Sequence[PoolPrice] = ()
     fault_threshold: float | None = None
     """Share of platform faults above which the run ends."""
 
@@ -150,8 +178,27 @@ def collect(reader: Reader, run: str) -> RunRows:
         places=reader.events(PLACES),
         engines=reader.events(ENGINE_DID),
         nodes=_nodes(reader),
+        device_hours=reader.device_hours(),
+        pools=pool_prices(config),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
+
+
+def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:
+    """Prices of the pools of a run's configuration (`Resolved.to_dict`), those of its own cluster spec included."""
+    hourly = config.get("usd_per_device_hour", {})
+    listed = {p["name"]: p for p in config.get("prices", {}).get("prices", ()) if p["unit"] == "device-hour"}
+    listed = {device_name(name): price for name, price in listed.items()} | listed
+    found = []
+    for pool in config.get("cluster", {}).get("pools", ()):
+        name, device = pool["name"], pool["device"]
+        if name not in hourly:
+            continue
+        if pool.get("price") is not None:
+            found.append(PoolPrice(name, device, hourly[name], f"the cluster spec: price of pool '{name}'", ""))
+        elif (price := listed.get(device) or listed.get(device_name(device))) is not None:
+            found.append(PoolPrice(name, device, hourly[name], price["source"], str(price["date"])))
+    return found
 
 
 NODES = ("node_joined", "node_leaving", "node_lost")

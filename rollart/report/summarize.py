@@ -1,6 +1,7 @@
 """Where the money went. Pure: a run's sums in, tables out.
 
 Every dollar is one `CostLine`; all tables are sums of the same lines, so they agree with the total (property test).
+Totals are what is billed. What function workers on the run's own cores would have cost elsewhere stands beside them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from rollart.ledger.intervals import State
 from rollart.report import functions
+from rollart.report.prices import prices_table
 from rollart.report.rows import ENGINE_ROLES, Cell, Column, CostLine, Report, RunRows, Table
 
 __all__ = ["CostLine", "FateCost", "cost", "cost_lines", "fates", "waste"]
@@ -43,6 +45,8 @@ def cost(rows: RunRows) -> Report:
             _total(rows, lines),
             _by_role(lines),
             _by_resource(lines),
+            _elsewhere(rows),
+            prices_table(rows),
             _fates(rows),
             _waste(rows, lines),
             functions.calls(rows),
@@ -55,9 +59,9 @@ def cost(rows: RunRows) -> Report:
 
 
 def cost_lines(rows: RunRows) -> list[CostLine]:
-    """Every dollar of the run, once: intervals, and functions at their provider's price."""
+    """Every dollar that is billed, once: intervals, and functions at their provider's price."""
     found = [CostLine(i.role, i.resource, i.state, i.cause, i.seconds, i.usd) for i in rows.intervals]
-    return [*found, *functions.lines(rows)]
+    return [*found, *(line for line in functions.lines(rows) if line.billed)]
 
 
 def fates(rows: RunRows) -> list[FateCost]:
@@ -104,6 +108,7 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     wasted = math.fsum(waste(rows, lines).values())
     values: list[tuple[Cell, ...]] = [
         ("total", "USD", usd),
+        ("would cost elsewhere", "USD", _usd(line for line in functions.lines(rows) if not line.billed)),
         ("per hour", "USD", _ratio(usd * 3600, facts.seconds)),
         ("run time", "s", facts.seconds),
         ("versions", "count", len(rows.versions)),
@@ -116,7 +121,25 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
         ("idle and waste", "USD", wasted),
         ("idle and waste", "share", _ratio(wasted, usd)),
     ]
-    return Table("total", "Total", (Column("what"), Column("unit"), Column("value", "number")), tuple(values))
+    return Table(
+        "total", "Total of what is billed", (Column("what"), Column("unit"), Column("value", "number")), tuple(values)
+    )
+
+
+def _elsewhere(rows: RunRows) -> Table:
+    """By function: dollars of workers on the run's own cores at the list prices of a provider of functions."""
+    usd: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
+    for line in functions.lines(rows):
+        if not line.billed:
+            usd[line.resource] += line.usd
+            seconds[line.resource] += line.seconds
+    columns = (Column("resource"), Column("billed_s", "seconds"), Column("usd", "usd"))
+    found = tuple((name, seconds[name], usd[name]) for name in sorted(usd, key=lambda name: -usd[name]))
+    return Table(
+        "elsewhere", "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)",
+        columns, found, people=bool(found),
+    )  # fmt: skip
 
 
 def _by_role(lines: Sequence[CostLine]) -> Table:

@@ -353,5 +353,9 @@ class FaultsSpec(Entry):
 class BudgetSpec(Entry):
     """Where the run stops by itself (exit code 4 for money)."""
 
-    usd: float | None = Field(default=None, gt=0, description="Largest cost in dollars; none if not given.")
+    usd: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest bill in dollars: devices, and functions of providers that send one; none if not given.",
+    )
     wall_s: float | None = Field(default=None, gt=0, description="Longest run in seconds; none if not given.")

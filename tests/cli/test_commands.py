@@ -158,7 +158,7 @@ class TestReports:
     @pytest.mark.parametrize("what", ["cost", "utilization", "curve"])
     def test_of_the_latest_run_in_every_format(self, rollart: Call, run: None, what: str) -> None:
         found = json.loads(rollart("report", what, "-o", "json").out)
-        assert (found["schema_version"], found["report"], found["run"]) == (1, what, "mine")
+        assert (found["schema_version"], found["report"], found["run"]) == (2, what, "mine")
         assert rollart("report", what, "mine", "-o", "csv").out.startswith("run,report,table,row,column,value\n")
         table = rollart("report", what, "runs/mine")
         assert table.out.startswith(f"{what} of mine\n")

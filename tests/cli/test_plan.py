@@ -93,7 +93,7 @@ class TestComputed:
         done = plan("-o", "json")
         assert done.code == 0, done.err
         found = json.loads(done.out)
-        assert (found["schema_version"], found["report"], found["run"]) == (1, "plan", "r")
+        assert (found["schema_version"], found["report"], found["run"]) == (2, "plan", "r")
         tables = found["tables"]
         assert {
             "totals",

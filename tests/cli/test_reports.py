@@ -14,6 +14,8 @@ import pytest
 
 from rollart.ledger.store import Ledger
 from rollart.ports import Interval, RunEvent
+from rollart.spec.load import builtin, load_prices
+from serverless.types import Invocation
 
 Call = Callable[..., Any]
 
@@ -54,3 +56,36 @@ def test_tables_and_charts_of_many_resources_and_causes_are_whole(
     if report == "cost":
         charts = re.findall(r"<svg.*?</svg>", pages["html"], re.DOTALL)
         assert any({int(n) for n in re.findall(r"cause-(\d+)", chart)} == set(range(POINTS)) for chart in charts)
+
+
+def test_the_total_is_what_is_billed_and_each_price_has_its_source(rollart: Call) -> None:
+    """Local workers run on cores that are billed whole: at Lambda's prices, their calls are in no total."""
+    directory = Path("runs/priced")
+    config = {
+        "cluster": {"pools": [{"name": "here", "device": "cpu"}, {"name": "own", "device": "H20", "price": 1.5}]},
+        "usd_per_device_hour": {"here": 0.0472, "own": 1.5},
+        "prices": load_prices(builtin("prices.yaml")).model_dump(mode="json"),
+    }
+    with Ledger(directory, clock=lambda: 0.0, config=config, inline=True) as ledger:
+        ledger.interval(Interval("engine", "engine-0", 0, 3600, "busy", "", 2, 0.0472))
+        ledger.interval(Interval("trainer", "trainer-0", 0, 3600, "busy", "", 1, 1.5))
+        for provider in ("local", "aws_lambda", "http"):
+            ledger.invocation(Invocation("judge", provider, "w", 0, 1, 0, 3600.0, 1024, 1, "ok"))
+    (directory / "resolved.yaml").write_text("")
+    tables = json.loads(rollart("report", "cost", "-o", "json").out)["tables"]
+    total = {row["what"]: row["value"] for row in tables["total"]}
+    assert total["total"] == pytest.approx(0.0944 + 1.5 + LAMBDA_HOUR)
+    assert total["would cost elsewhere"] == pytest.approx(LAMBDA_HOUR)
+    status = {row["what"]: row["value"] for row in json.loads(rollart("status", "--json").out)["tables"]["status"]}
+    assert status["usd"] == pytest.approx(total["total"])
+    priced = tables["prices"]
+    assert sum(row["usd"] for row in priced if row["cost"] == "billed") == pytest.approx(total["total"])
+    assert {(row["price"], row["date"]) for row in priced if row["unit"] == "device-hour"} == {
+        ("cpu (here)", "2026-07-01"), ("H20 (own)", "-"),
+    }  # fmt: skip
+    assert all(row["source"] for row in priced)
+    assert "http: no price is known" in rollart("report", "cost").out
+
+
+LAMBDA_HOUR = 3600 * 0.0000166667 + 0.2e-6
+"""Dollars of one call of an hour with 1 GB."""

@@ -57,8 +57,6 @@ pools:
 STEPS, BATCH, TURNS = 6, 4, 3
 FIRST_S, TRAIN_S, PUBLISH_S, LOAD_S, STARTUP_S, END_S = 1.0, 2.0, 0.3, 0.1, 5.0, 0.5
 ENGINE_S = 0.1
-GB_S, PER_CALL = 1.66667e-05, 0.2e-6
-"""The built-in prices of local functions."""
 
 
 async def write(directory: Path, resolved: Resolved, *, starts: int = 1) -> None:
@@ -158,10 +156,9 @@ def test_what_a_ledger_says_of_its_machine(recorded: Path, resolved: Resolved) -
     assert seen.seen.wall_s == pytest.approx(STARTUP_S + loop_s + END_S)
     profile = seen.functions["exact"]
     assert (profile.call_s, profile.overhead_s) == (pytest.approx(0.1), pytest.approx(0.02))
-    functions = STEPS * (0.1 * 1.0 * GB_S + PER_CALL)
     usd_per_s = 2 * resolved.usd_per_device_hour["here"] / 3600
-    assert seen.seen.usd == pytest.approx(usd_per_s * seen.seen.wall_s + functions)
-    assert seen.seen.loop_usd == pytest.approx(usd_per_s * loop_s + functions)
+    assert seen.seen.usd == pytest.approx(usd_per_s * seen.seen.wall_s), "local functions have no bill"
+    assert seen.seen.loop_usd == pytest.approx(usd_per_s * loop_s)
 
 
 def test_a_run_bound_by_its_trainer_is_predicted(prepared: Prepared) -> None:

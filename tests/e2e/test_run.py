@@ -6,6 +6,9 @@ import csv
 import io
 import json
 import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -82,6 +85,37 @@ def test_a_reward_that_keeps_state_runs_beside_the_environments(home: Home) -> N
 def test_a_run_ends_at_its_budget_of_time(home: Home) -> None:
     run = home.launch(tiny(domains__0__environment_args={"turn_s": 1.0}, budget__wall_s=1.5))
     run.failed(4, "budget", "--resume")
+
+
+def test_a_budget_of_dollars_counts_the_bills_of_functions(home: Home) -> None:
+    """A call over HTTP at $1 passes a budget of which the seconds of devices take nothing."""
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            said = [{"id": item["id"], "aggregate_reward_score": 1.0, "metrics_list": []} for item in items]
+            body = json.dumps(said).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    price = {"name": "http", "unit": "million-requests", "usd": 1e6, "source": "a test", "date": "2026-07-01"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/rule"
+            functions = {"backend": "http", "http": {"rule": url}}
+            run = home.launch(
+                tiny(**held(home), budget__usd=0.9), cluster={**CLUSTER, "functions": functions, "price_list": [price]}
+            )
+            run.failed(4, "budget", "--resume")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_finished_run_may_be_resumed_with_more_steps(home: Home) -> None:

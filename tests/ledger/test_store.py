@@ -328,7 +328,8 @@ def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> No
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_was_spent_is_known_and_survives(tmp_path: Path, inline: bool) -> None:
     prices = PriceBook.load()
-    call = Invocation("f", "local", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
+    call = Invocation("f", "aws_lambda", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
+    unbilled = Invocation("f", "local", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
     hour = Interval("engine", "e", 0, 3600, "busy", "", 2, 1.5)
 
     async def main() -> None:
@@ -336,8 +337,10 @@ def test_what_was_spent_is_known_and_survives(tmp_path: Path, inline: bool) -> N
             with Ledger(tmp_path, clock=zero, prices=prices, inline=inline) as ledger:
                 ledger.interval(hour)
                 ledger.invocation(call)
+                ledger.invocation(unbilled)
                 await ledger.flush()
                 assert ledger.spent_usd == pytest.approx(life * (3.0 + 0.06000032))
+                assert ledger.functions_usd == pytest.approx(life * 0.06000032)
 
     asyncio.run(main())
 

@@ -58,7 +58,8 @@ def test_idle_tails_cost_where_the_provider_charges_them() -> None:
     assert table["g", "modal"]["idle_usd"] == pytest.approx(60 * (CORE + GIB)), "a Modal minute, as it says: $0.0009"
     notes = cost(run).notes
     assert any(n.startswith("modal: idle seconds are estimated") for n in notes)
-    assert any("provisioned concurrency" in n for n in notes), "the price of what was idle is stated"
+    prices = [row["source"] for row in cells(cost(run), "prices")]
+    assert any("provisioned concurrency" in source for source in prices), "the price of what was idle is stated"
 
 
 def test_where_nothing_idled_no_idle_price_is_stated() -> None:

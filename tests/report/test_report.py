@@ -46,8 +46,8 @@ def rows(**more: Any) -> RunRows:
             ChargeSum("lake", "eval", "evaluated", 2, 4, 4.0, 8, 100, 20, 4, 3, 10.0),
         ],
         "invocations": [
-            InvocationSum("exact", "local", 1024, "ok", 10, 100, 2, 0.3, 6000.0),
-            InvocationSum("exact", "local", 1024, "timeout", 1, 10, 0, 0.0, 600.0),
+            InvocationSum("exact", "aws_lambda", 1024, "ok", 10, 100, 2, 0.3, 6000.0),
+            InvocationSum("exact", "aws_lambda", 1024, "timeout", 1, 10, 0, 0.0, 600.0),
         ],
         "versions": [VersionRow(0, 0, 0, 0, 0, {}), VersionRow(1, 1, 1, 10, 1000, {})],
         "evaluations": [
@@ -63,9 +63,9 @@ def rows(**more: Any) -> RunRows:
 def test_overhead_of_functions_is_waste_and_savings_are_shown() -> None:
     """Repeated and hedged calls bought no reward of their own: each has a line, and the total stays the total."""
     calls = [
-        InvocationSum("exact", "local", 1024, "ok", 10, 100, 2, 0.3, 6000.0),
-        InvocationSum("exact", "local", 1024, "ok", 2, 2, 0, 0.0, 30.0, "hedge"),
-        InvocationSum("exact", "local", 1024, "crash", 1, 1, 0, 0.0, 20.0, "retry"),
+        InvocationSum("exact", "aws_lambda", 1024, "ok", 10, 100, 2, 0.3, 6000.0),
+        InvocationSum("exact", "aws_lambda", 1024, "ok", 2, 2, 0, 0.0, 30.0, "hedge"),
+        InvocationSum("exact", "aws_lambda", 1024, "crash", 1, 1, 0, 0.0, 20.0, "retry"),
     ]
     run = rows(invocations=calls, savings=[SavingSum("exact", "cache", 2048, 50, 300.0)])
     lost = {cause: usd for (role, cause), usd in waste(run, cost_lines(run)).items() if role == "reward"}
@@ -103,7 +103,9 @@ def test_the_numbers_of_a_small_run() -> None:
     by_fate = {row["fate"]: row["usd"] for row in cells(report, "trajectories")}
     assert by_fate == pytest.approx({"trained": 4, "stale": 1, "evaluated": 0.4, "unattributed": 0.6})
     assert [row["gb_s"] for row in cells(report, "functions")] == [6000, 600]
-    assert any("AWS Lambda" in note and "2026" in note for note in report.notes)
+    prices = {(row["price"], row["unit"]): row for row in cells(report, "prices")}
+    assert "AWS Lambda" in prices["aws_lambda", "GB-second"]["source"]
+    assert prices["aws_lambda", "GB-second"]["date"].startswith("2026")
 
 
 def test_utilization_of_a_small_run() -> None:
@@ -218,12 +220,20 @@ def test_every_table_adds_up_to_the_same_total(i: list[Any], c: list[Any], f: li
     report, lines = cost(run), cost_lines(run)
     total = math.fsum(line.usd for line in lines)
     billed = math.fsum(
-        PRICES.function_usd(x.provider, billed_s=x.billed_s, memory_mb=x.memory_mb, requests=x.calls) for x in f
+        PRICES.function_usd(x.provider, billed_s=x.billed_s, memory_mb=x.memory_mb, requests=x.calls)
+        for x in f
+        if x.provider != "local"
     )
     waited = math.fsum(
         PRICES.idle_usd(x.provider, seconds=x.seconds, memory_mb=x.memory_mb) for x in w if x.state == "idle"
     )
     assert close(total, math.fsum(x.usd for x in i) + billed + waited), "starts are split out of calls, never added"
+    priced = cells(report, "prices")
+    by_unit = math.fsum(row["usd"] for row in priced if row["cost"] == "billed" and row["unit"] != "device-hour")
+    assert close(by_unit, billed + waited), "prices times amounts"
+    (elsewhere,) = (row["value"] for row in cells(report, "total") if row["what"] == "would cost elsewhere")
+    assert close(elsewhere, math.fsum(row["usd"] for row in cells(report, "elsewhere")))
+    assert close(elsewhere, math.fsum(row["usd"] for row in priced if row["cost"] == "elsewhere"))
     reward = math.fsum(usd for (role, _), usd in waste(run, lines).items() if role == "reward")
     useful = math.fsum(line.usd for line in lines if line.role == "reward" and not line.cause)
     assert close(reward + useful, billed + waited), "by cause too"
@@ -246,7 +256,7 @@ def test_every_table_adds_up_to_the_same_total(i: list[Any], c: list[Any], f: li
 def test_every_format_says_the_same(make: Any) -> None:
     report: Report = make(rows())
     as_json = json.loads(render(report, "json"))
-    assert (as_json["schema_version"], as_json["run"]) == (1, "quick")
+    assert (as_json["schema_version"], as_json["run"]) == (2, "quick")
     as_csv = list(csv.DictReader(io.StringIO(render(report, "csv"))))
     flat = [
         (name, str(n), key, "" if value is None else str(value))
