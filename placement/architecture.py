@@ -127,6 +127,47 @@ class Shape:
         attention = self._pair_flops * self._pairs(0.0, 2.0 * context) / (2.0 * context) if context > 0 else 0.0
         return 3.0 * tokens * (2.0 * (self.body_parameters + self.lm_head_parameters) + attention)
 
+    def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
+        """What a training pass over `tokens` tokens keeps for its backward pass, in bf16, with attention kernels that
+        keep no scores (FlashAttention). Per layer: the inputs of both norms and their results, queries, keys, values,
+        the attention's result, and of the feed-forward part gate, up, activated gate and their product. Counted from
+        the architecture, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4.1)."""
+        wide = self.heads * self.head_dim
+        attention = 4 * self.hidden + 2 * wide + self.kv_elements_per_layer
+        dense = 4 * (self.intermediate or 0)
+        routed = self.experts_per_token * (4 * (self.expert_intermediate or 0) + 2 * self.hidden)
+        kept = self.layers * attention + (self.layers - self.expert_layers) * dense + self.expert_layers * routed
+        if recompute:
+            kept = self.layers * self.hidden + attention + max(dense, routed)
+        return 2.0 * tokens * kept
+
+    def logit_bytes(self, tokens: float) -> float:
+        """One copy of the logits of `tokens` tokens, in float32."""
+        return 4.0 * tokens * self.vocab
+
+    @property
+    def activation_width(self) -> float:
+        """Width of the hidden state over all layers."""
+        return float(self.layers * self.hidden)
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int, int]]:
+        """Inputs, outputs and number of the linear modules, by the name that Llama and Qwen give them. Routed experts
+        and latent attention are left out: adapters of theirs are not counted."""
+        wide, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found = {"o_proj": (wide, self.hidden, self.layers)}
+        if self.mla is None:
+            found |= {
+                "q_proj": (self.hidden, wide, self.layers),
+                "k_proj": (self.hidden, kv, self.layers),
+                "v_proj": (self.hidden, kv, self.layers),
+            }
+        dense = self.layers - self.expert_layers
+        if self.intermediate is not None and dense:
+            found |= dict.fromkeys(("gate_proj", "up_proj"), (self.hidden, self.intermediate, dense))
+            found["down_proj"] = (self.intermediate, self.hidden, dense)
+        return found
+
     def touched_weight_bytes(self, batch: float) -> float:
         """Weights that a step over `batch` tokens reads: all but the input embedding (unless tied) and the experts
         that no token chose, if each chooses `experts_per_token` of them evenly: E (1 - (1 - k/E)^batch) are read."""

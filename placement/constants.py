@@ -15,6 +15,7 @@ __all__ = [
     "Calibration",
     "Constants",
     "Precision",
+    "TrainingConstants",
     "band_of",
     "prior",
 ]
@@ -86,6 +87,54 @@ class Constants:
         for name, value in data.items():
             values[name] = None if value is None and name in EFFECTIVE else number(f"constants: {name}", value)
         return Constants(**values)  # type: ignore[arg-type]  # None only where the field allows it
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConstants:
+    """What no data sheet states about training. `rollart calibrate --from RUN` fits `mfu`, and from the memory that
+    the trainer's GPUs reached `activations`."""
+
+    mfu: float = 0.40
+    """Share of the dense bf16 peak while a device computes. Source: 38 to 43 % on H100 (Llama 3, arXiv 2407.21783,
+    table 4)."""
+    overlap: float = 0.7
+    """Share of the shorter of arithmetic and communication that runs at the same time as the longer. A guess: FSDP
+    gathers one block ahead, but neither the first gather nor the last reduction is hidden."""
+    activations: float = 1.0
+    """Factor of the activations and logits that the architecture asks for. A guess until it is calibrated."""
+    logit_copies: float = 2.0
+    """Copies in float32 of the logits of a micro-batch: log-probabilities kept for the backward pass, and their
+    gradient. A guess: fused losses hold one or less, others more for a moment."""
+    reserve: float = 0.10
+    """Share of the memory for the CUDA context, NCCL's buffers, gathered blocks and fragmentation. A guess, the same
+    as vLLM's default for engines (`gpu_memory_utilization`, 0.9)."""
+    pcie_gb_per_s: float = 32.0
+    """Of a device without NVLink, in one direction. Source: PCI Express 4.0 x16, as the data sheets of L40S, L4 and A10
+    state it (64 GB/s both ways)."""
+    pcie_share: float = 0.5
+    """Of that rate where all devices of a host communicate at a time. A guess: two devices share a root port."""
+    host_gb_per_s: float = 50.0
+    """Network of a host, one direction, where neither the device nor a link of the pool with itself states it. A guess:
+    400 Gb/s, as in RollArt's cluster."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not (math.isfinite(value) and value >= 0 and (value > 0 or f.name in ("overlap", "reserve"))):
+                raise ValueError(f"training constants: {f.name} is {value} (rule: a finite number above 0)")
+            if value > 1 and f.name in ("mfu", "overlap", "pcie_share", "reserve"):
+                raise ValueError(f"training constants: {f.name} is {value} (rule: a share, at most 1)")
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: object) -> TrainingConstants:
+        """ValueError for names that are not constants and for values that are not numbers."""
+        known = [f.name for f in fields(TrainingConstants)]
+        if not isinstance(data, Mapping) or set(data) - set(known):
+            raise ValueError(f"training constants are {data!r} (rule: a table of {', '.join(known)})")
+        return TrainingConstants(**{name: number(f"training constants: {name}", v) for name, v in data.items()})
 
 
 PRIORS: Mapping[str, Constants] = {

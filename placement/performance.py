@@ -31,6 +31,17 @@ class ShapeModel(Protocol):
     def train_flops(self, tokens: float, context: float) -> float:
         """Forward and backward of `tokens` tokens in sequences of mean context `context`."""
 
+    def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
+        """What a training pass over `tokens` tokens keeps for its backward pass, on one device: every activation, or
+        (`recompute`) the inputs of the layers and one layer's activations."""
+
+    def logit_bytes(self, tokens: float) -> float:
+        """One copy of the logits of `tokens` tokens, in float32."""
+
+    @property
+    def activation_width(self) -> float:
+        """Width of the hidden state over all layers: what devices that share a sequence exchange per token."""
+
     def allows_tp(self, tp: int) -> str | None:
         """None if `tp` divides what must be divided; else why not, in words naming the field."""
 

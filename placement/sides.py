@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from placement.problem import Problem
-from placement.types import Pool, Role
+from placement.training import layout
+from placement.types import Role
 from placement.workload import FunctionPrice, RewardCost, Train
 
 if TYPE_CHECKING:
@@ -22,10 +23,8 @@ __all__ = [
     "TrainPlace",
     "environments",
     "function_usd",
-    "least_devices",
     "most_trained",
     "rewards",
-    "train_seconds",
     "training",
 ]
 
@@ -34,7 +33,8 @@ __all__ = [
 class TrainPlace:
     """A pool that can train: columns of its `devices`, of whether it is the `chosen` one, and of the `rate` it takes.
 
-    `work` device-seconds per trajectory, and `fixed` seconds that more devices do not shorten.
+    `work` device-seconds per trajectory, and `fixed` seconds that more devices do not shorten. At least `least` devices
+    hold the state, and more than `most` shorten no step.
     """
 
     pool: int
@@ -44,6 +44,7 @@ class TrainPlace:
     work: float
     fixed: float
     least: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,11 @@ def training(p: Program) -> None:
     if train is None or Role.TRAINER not in problem.roles:
         return
     for g, pool in enumerate(problem.pools):
-        least = least_devices(problem, pool, train)
-        work = train_seconds(problem, pool, train)
-        if isinstance(least, str) or isinstance(work, str):
-            p.refused.append(least if isinstance(least, str) else str(work))
+        found = layout(problem, pool, train)
+        if isinstance(found, str):
+            p.refused.append(found)
             continue
+        least = found.least
         if train.devices is not None:
             if not least <= train.devices <= pool.count:
                 p.refused.append(
@@ -82,7 +83,16 @@ def training(p: Program) -> None:
         if pool.device.is_cpu and pool.memory_gb is None:
             p.notes.append(f"host memory of {pool.name} is not stated: whether training fits there is not checked")
         devices, chosen = m.column(high=float(pool.count), whole=True), m.column(high=1.0, whole=True)
-        place = TrainPlace(g, devices, chosen, m.column(), work, train.seconds_per_step / train.batch, least)
+        place = TrainPlace(
+            g,
+            devices,
+            chosen,
+            m.column(),
+            found.work,
+            train.seconds_per_step / train.batch,
+            least,
+            min(found.most, pool.count),
+        )
         p.trainers.append(place)
         _train_rows(p, place, train)
     m.row(("trained",), [(p.rate, -1.0), *((t.rate, 1.0) for t in p.trainers)], low=0.0, high=0.0)
@@ -94,9 +104,9 @@ def _train_rows(p: Program, place: TrainPlace, train: Train) -> None:
     if train.devices is not None:
         m.row(("train size", g), [(place.devices, 1.0), (place.chosen, -float(train.devices))], low=0.0, high=0.0)
     else:
-        m.row(("train most", g), [(place.devices, 1.0), (place.chosen, -float(p.problem.pools[g].count))], high=0.0)
+        m.row(("train most", g), [(place.devices, 1.0), (place.chosen, -float(place.most))], high=0.0)
         m.row(("train least", g), [(place.devices, 1.0), (place.chosen, -float(place.least))], low=0.0)
-    points = [train.devices - 1, train.devices] if train.devices else _points(p.problem.pools[g].count, place.fixed)
+    points = [train.devices - 1, train.devices] if train.devices else _points(place.most, place.fixed)
 
     def rate(devices: int) -> float:
         return devices / (place.work + place.fixed * devices)
@@ -118,48 +128,16 @@ def _points(count: int, fixed: float) -> list[int]:
     return points
 
 
-def least_devices(problem: Problem, pool: Pool, train: Train) -> int | str:
-    """Devices of a pool that hold weights, gradients and optimizer state together; or why it cannot train."""
-    if train.pool is not None and train.pool != pool.name:
-        return f"training is fixed to {train.pool}"
-    need = train.bytes_per_parameter * problem.performance.shape.parameters / 1e9
-    if pool.device.is_cpu:
-        if pool.memory_gb is not None and need > pool.memory_gb:
-            return f"training needs {need:.4g} GB, and {pool.name} has {pool.memory_gb:g} GB"
-        return 1
-    if pool.device.memory_gb is None:
-        return f"memory of {pool.device.name} is not stated: nothing is trained on {pool.name}"
-    return max(1, math.ceil(need / pool.device.memory_gb))
-
-
-def train_seconds(problem: Problem, pool: Pool, train: Train) -> float | str:
-    """Device-seconds to train on one trajectory of the mix; or the figure that is missing."""
-    total = sum(d.weight for d in problem.domains)
-    peak = pool.device.tflops_bf16
-    if train.seconds_per_token is None and peak is None:
-        return f"tflops_bf16 of {pool.device.name} is not stated: nothing is trained on {pool.name}"
-    seconds = 0.0
-    for d in problem.domains:
-        tokens = d.total_tokens
-        if train.seconds_per_token is not None:
-            once = train.seconds_per_token * tokens
-        else:
-            flops = problem.performance.shape.train_flops(tokens, tokens / 2)
-            once = flops / ((peak or 0.0) * 1e12 * train.mfu)
-        seconds += d.weight / total * once * train.epochs
-    return seconds
-
-
 def most_trained(problem: Problem) -> float:
     """Trajectories/s that the best pool could train on if it did nothing else; infinite where nothing is trained."""
     train, rates = problem.train, []
     if train is None:
         return math.inf
     for pool in problem.pools:
-        work = train_seconds(problem, pool, train)
-        if not isinstance(work, str):
-            devices = train.devices or pool.count
-            rates.append(devices / max(work + devices * train.seconds_per_step / train.batch, 1e-300))
+        found = layout(problem, pool, train)
+        if not isinstance(found, str):
+            devices = train.devices or min(found.most, pool.count)
+            rates.append(devices / max(found.work + devices * train.seconds_per_step / train.batch, 1e-300))
     return max(rates, default=math.inf)
 
 

@@ -154,9 +154,9 @@ def _only(p: Program, case: _Case) -> Iterator[None]:
 
 
 def _range(p: Program, place: TrainPlace) -> tuple[float, float]:
-    """Seconds of a step on all devices of the pool, and on the fewest."""
+    """Seconds of a step on the most devices that shorten it, and on the fewest."""
     size = holding.size_of(p, place)
-    least, most = (place.least, p.problem.pools[place.pool].count) if size is None else (size, size)
+    least, most = (place.least, place.most) if size is None else (size, size)
     return holding.step_s(p, place, most), holding.step_s(p, place, least)
 
 
@@ -268,7 +268,7 @@ def _sizes(p: Program, case: _Case, train_s: float, worth: Worth) -> list[tuple[
 
 def _ranked(p: Program, case: _Case, sizes: Iterable[float], worth: Worth) -> list[tuple[float, float]]:
     """What the relaxed problem is worth at these numbers of devices that train, and the numbers; the best first."""
-    least, most = case.place.least, p.problem.pools[case.place.pool].count
+    least, most = case.place.least, case.place.most
 
     def at(size: float) -> float:
         train_s = holding.step_s(p, case.place, size)
@@ -279,10 +279,11 @@ def _ranked(p: Program, case: _Case, sizes: Iterable[float], worth: Worth) -> li
 
 
 def _room(p: Program, case: _Case, x: Floats) -> int:
-    """Devices of the trainer with all that its pool has left over."""
+    """Devices of the trainer with all that its pool has left over and that shorten a step."""
     g = case.place.pool
     used = sum(round(float(x[column])) * devices for pool, column, devices in p.used() if pool == g)
-    return round(float(x[case.place.devices])) + max(p.problem.pools[g].count - used, 0)
+    room = round(float(x[case.place.devices])) + max(p.problem.pools[g].count - used, 0)
+    return min(room, case.place.most)
 
 
 def _value(p: Program, x: Floats) -> float:

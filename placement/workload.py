@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from placement.constants import TrainingConstants
+
 __all__ = [
     "DomainProfile",
     "EnvironmentCost",
@@ -136,8 +138,21 @@ class Train:
     devices: int | None = None
     bytes_per_parameter: float = 16.0
     """Weights, gradients and optimizer state: bf16 + fp32 master + AdamW in mixed precision."""
-    mfu: float = 0.40
-    """Prior for the share of dense peak that a training step reaches."""
+    trained_parameters: float | None = None
+    """Parameters of low-rank adapters, where only they are trained; None: all of the model's."""
+    frozen_bytes_per_parameter: float = 4.0
+    """Weights that are not trained: float32, as the embedded trainer keeps them."""
+    sequence: int = 0
+    """Longest sequence, tokens: activations and logits of it must fit. 0: they are not counted."""
+    microbatch_tokens: int = 16_384
+    """Tokens of a micro-batch of shorter sequences."""
+    minibatches: int = 1
+    """Optimizer steps per pass over the batch."""
+    recompute: bool | None = None
+    """Whether activations are computed again in the backward pass; None: where it takes fewer device-seconds in all."""
+    split: int | None = None
+    """Devices that share a sequence; None: as many as the memory asks for."""
+    constants: TrainingConstants = field(default_factory=TrainingConstants)
     seconds_per_token: float | None = None
     """Measured device-seconds per trained token, instead of FLOPs and `mfu`."""
     seconds_per_step: float = 0.0

@@ -40,7 +40,8 @@ def calibrate(
     Probes the engine and the trainer alone, then runs the run three times for a few steps, with different mixes of its
     domains. Takes a few minutes; whatever else the machine does meanwhile is measured as well.
 
-    With --from, the engines of a run that was made (vLLM's on GPUs as well) give the constants of their devices.
+    With --from, the engines of a run that was made (vLLM's on GPUs as well) give the constants of their devices, and
+    the steps of its trainer on GPUs those of training.
     """
     if measured is not None:
         if arguments or cluster is not None:
@@ -74,18 +75,23 @@ def calibrate(
 def _from_run(directory: Path, out: Path) -> None:
     import json
 
-    from rollart.compose.engine_fit import fitted_engines
+    from rollart.compose.engine_fit import fitted_engines, fitted_training
     from rollart.spec.resolve import resolve_saved
 
     with native_output_to_stderr():
-        fits = fitted_engines(resolve_saved(directory / RESOLVED, [], measure=measure), directory)
+        resolved = resolve_saved(directory / RESOLVED, [], measure=measure)
+        fits, training = fitted_engines(resolved, directory), fitted_training(resolved, directory)
+        written: list[dict[str, object]] = [one.to_dict() for one in fits]
+        written += [] if training is None else [{"training": training.to_dict()}]
         try:
-            out.write_text(json.dumps([one.to_dict() for one in fits], indent=2) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageFailed(f"{out}: {error.strerror}") from None
     for one in fits:
         found = one.calibration
         click.echo(f"{out}: {found.device}, {found.rows} intervals, off by {found.error:.1%} where held out", err=True)
+    if training is not None:
+        click.echo(f"{out}: the trainer reaches {training.mfu:.1%} of its peak while it computes", err=True)
 
 
 def references(resolved: Resolved) -> list[Resolved]:

@@ -11,6 +11,7 @@ from placement.diff import MoveCosts, diff
 from placement.explain import NOTHING, Explanation, Marginal, explain
 from placement.problem import Problem
 from placement.solve import solve
+from placement.training import layout, mfu
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import Held
 from rollart.compose.window import sustained
@@ -37,6 +38,9 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
     else:
         held = sustained(resolved)
         tables = [_totals(found), *tables, _deployments(found), _flows(found), *_window(held)]
+        if problem is not None:
+            tables += _training(problem, found)
+            notes += _trainer_options(resolved, problem, found)
         notes += _out_of_reach(held, found)
         if problem is not None:
             others = () if fast else _others(problem)
@@ -91,6 +95,45 @@ def _out_of_reach(held: Sequence[Held], found: Placement) -> list[str]:
         f"the window sustains {least.rate:.3g} of the {found.rate:.3g} trajectories/s: a slot of {least.domain} is "
         f"held {least.held_s:.0f} s, so that more needs a higher `staleness`, a larger batch or a faster publish"
     ]
+
+
+def _training(problem: Problem, found: Placement) -> Iterator[Table]:
+    """What one device of the trainer holds, and how much of its peak it reaches."""
+    train, pools = problem.train, {p.name: p for p in problem.pools}
+    for d in found.of(Role.TRAINER):
+        how = "given" if train is None else layout(problem, pools[d.pool], train)
+        if train is None or isinstance(how, str) or pools[d.pool].device.is_cpu:
+            continue
+        held = how.memory(d.devices)
+        columns = (
+            Column("pool"), Column("devices", "count"), Column("least", "count"), Column("most_useful", "count"),
+            Column("sequence_split", "count"), Column("recompute"), Column("state_gb", "number"),
+            Column("activations_gb", "number"), Column("logits_gb", "number"), Column("reserve_gb", "number"),
+            Column("device_gb", "number"), Column("mfu", "share"),
+        )  # fmt: skip
+        row = (d.pool, d.devices, how.least, how.most, how.split, "yes" if how.recompute else "no",
+               held.state, held.activations, held.logits, held.reserve, pools[d.pool].device.memory_gb,
+               mfu(problem, pools[d.pool], train) if train.seconds_per_token is None else None)  # fmt: skip
+        title = f"Training: memory of one device, with sequences of {train.sequence:,} tokens"
+        yield Table("training", title, columns, (row,))
+
+
+def _trainer_options(resolved: Resolved, problem: Problem, found: Placement) -> Iterator[str]:
+    """What the plan's trainer has to do that the spec does not ask the embedded one for, or that it cannot."""
+    train, pools = problem.train, {p.name: p for p in problem.pools}
+    for d in found.of(Role.TRAINER):
+        how = "" if train is None else layout(problem, pools[d.pool], train)
+        if isinstance(how, str) or pools[d.pool].device.is_cpu:
+            continue
+        if how.recompute and not resolved.cluster.trainer.activation_checkpointing:
+            yield "the trainer has to recompute activations: set trainer.activation_checkpointing in the cluster spec"
+        if how.split > 1:
+            yield (
+                f"{how.split} devices of the trainer share each sequence, for its memory; the embedded trainer does "
+                "not divide sequences: give placement.train.split=1 to plan for it"
+            )
+        if train is not None and (train.devices or 0) > how.most:
+            yield f"placement.train.devices is {train.devices}: more than {how.most} shorten a step little"
 
 
 _SIDE = (Column("what"), Column("now", "count"), Column("what_if", "count"), Column("change"))

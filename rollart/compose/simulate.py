@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.architecture import Shape as ModelShape
+from placement.constants import TrainingConstants
 from placement.roofline import Roofline
+from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
 from placement.workload import DomainProfile, Quantity, log_normal
 from rollart.compose.crews import keepers
@@ -250,11 +252,20 @@ class _Cluster:
             self._shape,
             device,
             len(self._train.devices),
-            mfu=spec.mfu,
+            mfu=self._mfu(),
             epochs=training.epochs,
             seconds_per_step=spec.seconds_per_step,
         )
         return ModelledTrainer(speed, transfer=self.transfer, streams=training.stream, penalised=penalised)
+
+    def _mfu(self) -> float:
+        """The share of peak that the plan gives its trainer: communication and recomputation are the same in both."""
+        problem, run = self._resolved.problem, self._resolved.run
+        if problem is None or problem.train is None:
+            return run.placement.train.mfu or TrainingConstants().mfu
+        pool = next(p for p in problem.pools if p.name == self._train.pool)
+        train = replace(problem.train, pool=pool.name, devices=len(self._train.devices))
+        return training_mfu(problem, pool, train)
 
     def help(self, seat: Seat) -> float:
         """How fast an engine's devices train beside the trainer's."""

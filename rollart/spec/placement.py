@@ -16,12 +16,40 @@ class TrainPlacement(Entry):
 
     pool: str | None = Field(default=None, description="Pool or device type; computed if not given.")
     devices: int | None = Field(default=None, ge=1, le=1_000_000, description="Devices; computed if not given.")
-    mfu: float = Field(default=0.40, le=1, ge=1e-4, description="Share of the dense peak that a training step reaches.")
+    mfu: float | None = Field(
+        default=None,
+        le=1,
+        ge=1e-4,
+        description="Share of the dense peak that the trainer reaches while it computes; the calibration's, or 0.40.",
+    )
     bytes_per_parameter: float = Field(
         default=16.0,
         ge=0.01,
         le=1e3,
         description="Weights, gradients and optimizer state: bf16, fp32 master and AdamW.",
+    )
+    frozen_bytes_per_parameter: float = Field(
+        default=4.0,
+        ge=0.01,
+        le=1e3,
+        description="Weights that `training.lora` leaves as they are: 4 (float32) with the embedded trainer.",
+    )
+    sequence: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000_000,
+        description="Longest sequence, whose activations and logits must fit; `model.context` if not given.",
+    )
+    recompute: bool | None = Field(
+        default=None,
+        description="Whether activations are computed again in the backward pass; computed if not given, unless "
+        "`trainer.activation_checkpointing` asks for it.",
+    )
+    split: int | None = Field(
+        default=None,
+        ge=1,
+        le=100_000,
+        description="Devices that share one sequence (tensor or context parallelism); computed if not given.",
     )
     seconds_per_token: float | None = Field(
         default=None, gt=0, le=1e6, description="Measured device-seconds per trained token, instead of FLOPs and `mfu`."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from placement.architecture import Shape, shape_of
-from placement.constants import Calibration
+from placement.constants import Calibration, TrainingConstants
 from placement.problem import Problem, Restriction, Window
 from placement.roofline import RooflinePerformance
 from placement.types import Demand, Deployment, Infeasible, Objective, Placement, Pool, Role
@@ -81,7 +81,7 @@ def question_of(
             domains=domains,
             performance=performance,
             links=links_of(cluster),
-            train=train_of(run, pool, devices),
+            train=train_of(run, cluster, shape, pool, devices, load_training(cluster)),
             objective=Objective(spec.objective),
             rate=spec.rate,
             budget_usd_per_hour=spec.budget_usd_per_hour,
@@ -100,6 +100,18 @@ def question_of(
     except ValueError as error:
         raise SpecError(f"the plan's problem: {error}") from None
     return Question(problem, (*_assumptions(run, domains), *fallbacks))
+
+
+def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
+    """The trainer's constants of the cluster's calibration files; of several the last. None if no file has any."""
+    found = None
+    for entry in _entries(cluster, base):
+        if "training" in entry[1]:
+            try:
+                found = TrainingConstants.from_dict(entry[1]["training"])
+            except ValueError as error:
+                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=ANEW) from None
+    return found
 
 
 def answer(question: Question) -> Placement:
@@ -145,24 +157,41 @@ def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> Shape:
 
 def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibration]:
     """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
+    found: dict[str, Calibration] = {}
+    for name, entry in _entries(cluster, base):
+        if "training" in entry:
+            continue
+        try:
+            one = _calibration(entry)
+        except ValueError as error:
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=ANEW) from None
+        found[one.device] = one
+    return found
+
+
+ANEW = "write it anew with `rollart calibrate`"
+
+
+def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
+    """What the calibration files hold, with the name of the file."""
     import yaml
 
-    found: dict[str, Calibration] = {}
+    found: list[tuple[str, Mapping[str, object]]] = []
     for name in cluster.calibration:
         path = Path(base) / name
         try:
             text = path.read_text(encoding="utf-8")
             data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-            for entry in data if isinstance(data, list) else [data]:
-                if not isinstance(entry, Mapping):
-                    raise ValueError("it holds no mapping (rule: what `rollart calibrate` writes)")
-                one = _calibration(entry)
-                found[one.device] = one
         except OSError as error:
             raise SpecError(f"calibration '{name}': {path} cannot be read: {error.strerror}") from None
         except (ValueError, yaml.YAMLError) as error:
-            text = " ".join(str(error).split())
-            raise SpecError(f"calibration '{name}': {text}", remedy="write it anew with `rollart calibrate`") from None
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=ANEW) from None
+        for entry in data if isinstance(data, list) else [data]:
+            if not isinstance(entry, Mapping):
+                raise SpecError(
+                    f"calibration '{name}': it holds no mapping (rule: what `rollart calibrate` writes)", remedy=ANEW
+                )
+            found.append((name, entry))
     return found
 
 

@@ -10,10 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from placement.architecture import Shape
+from placement.constants import TrainingConstants
 from placement.hardware import catalogue
+from placement.training import adapter_parameters
 from placement.types import Pool
 from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost, Train
 from rollart.errors import SpecError
+from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name
 from rollart.spec.profile import ProfileSpec, QuantitySpec
 from rollart.spec.run import RunSpec
@@ -49,17 +53,33 @@ def profiles_of(
     return tuple(profiles)
 
 
-def train_of(run: RunSpec, pool: str | None, devices: int | None) -> Train:
+def train_of(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    shape: Shape,
+    pool: str | None,
+    devices: int | None,
+    calibrated: TrainingConstants | None = None,
+) -> Train:
     """Training as the placer sees it, fixed to `pool` and `devices` where given."""
-    spec = run.placement.train
+    spec, training = run.placement.train, run.training
+    constants = calibrated or TrainingConstants()
+    lora, checkpointing = training.lora, cluster.trainer.activation_checkpointing
     return Train(
         batch=run.batch.trajectories,
         staleness=run.staleness,
-        epochs=run.training.epochs,
+        epochs=training.epochs,
         pool=pool,
         devices=devices,
         bytes_per_parameter=spec.bytes_per_parameter,
-        mfu=spec.mfu,
+        trained_parameters=None if lora is None else adapter_parameters(shape, lora.rank, tuple(lora.targets)),
+        frozen_bytes_per_parameter=spec.frozen_bytes_per_parameter,
+        sequence=spec.sequence or run.model.context,
+        microbatch_tokens=training.max_tokens_per_microbatch,
+        minibatches=training.minibatches,
+        recompute=True if spec.recompute is None and checkpointing else spec.recompute,
+        split=spec.split,
+        constants=constants if spec.mfu is None else replace(constants, mfu=spec.mfu),
         seconds_per_token=spec.seconds_per_token,
         seconds_per_step=spec.seconds_per_step,
     )

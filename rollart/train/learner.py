@@ -120,6 +120,9 @@ class Learner:
             "lr": optimizer.param_groups[0]["lr"],
             "cpu_seconds": time.thread_time() - cpu,
         }
+        if self.policy.device.type == "cuda":  # of this rank: what a calibration of the plan's memory needs
+            metrics["peak_gb"] = torch.cuda.max_memory_allocated(self.policy.device) / 1e9
+            metrics["largest_microbatch"] = float(job.meter.largest)
         return TrainReport(len(batch.loss), time.perf_counter() - started, metrics)
 
     @property

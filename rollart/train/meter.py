@@ -17,11 +17,14 @@ class Meter:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.real = self.padded = self.updates = self.tokens = 0
+        self.largest = 0
+        """Padded tokens of the largest micro-batch of this rank."""
 
     def add(self, micro: MicroBatch, statistics: dict[str, Tensor], loss: Tensor | None = None) -> None:
         """Per-token statistics [M] of a micro-batch, and its share of the loss where that is known already."""
         self.real += micro.real_tokens
         self.padded += micro.padded_tokens
+        self.largest = max(self.largest, micro.padded_tokens)
         self.tokens += len(micro.pick)
         for name, value in statistics.items():
             self._sum(name, value.sum())

@@ -196,3 +196,58 @@ class TestComputed:
 
 
 _ROOT = str(Path(__file__).parents[2])
+
+
+QWEN3_32B = """\
+name: adapters
+model:
+  context: 16384
+  config:
+    {model_type: qwen3, vocab_size: 151936, hidden_size: 5120, intermediate_size: 25600, num_hidden_layers: 64,
+     num_attention_heads: 64, num_key_value_heads: 8, head_dim: 128, tie_word_embeddings: false}
+batch: {trajectories: 128}
+domains:
+  - name: math
+    environment: tests.envs:Lake
+    max_tokens: 8192
+    profile: {turns: 1, first_tokens: 500, new_tokens: 0, output_tokens: 4000}
+"""
+
+H100 = "name: h\npools: [{name: h100, device: H100, count: 8, devices_per_host: 8}]\n"
+
+
+@pytest.mark.slow
+class TestTraining:
+    """Slow: each solves mixed-integer programs."""
+
+    def planned(self, rollart: Call, cluster: str, *arguments: str) -> Any:
+        Path("r.yaml").write_text(QWEN3_32B)
+        Path("c.yaml").write_text(cluster)
+        done = rollart("plan", "r.yaml", "--cluster", "c.yaml", "--fast", "-o", "json", *arguments)
+        assert done.code == 0, done.err
+        return json.loads(done.out)
+
+    def test_adapters_leave_devices_to_the_engines(self, rollart: Call) -> None:
+        adapters = self.planned(rollart, H100, "training.lora={rank: 32}")["tables"]
+        assert adapters["totals"][0]["trajectories_per_s"] > 0.385
+        assert adapters["training"][0]["least"] <= 4
+        whole = rollart("plan", "r.yaml", "--cluster", "c.yaml", "--fast")
+        assert whole.code == 2
+        assert "devices of h100, which has 8" in whole.err
+
+    def test_the_logits_of_a_long_context_are_seen(self, rollart: Call) -> None:
+        found = self.planned(
+            rollart, H100.replace("H100, count: 8", "H200, count: 64"), "model.context=40960",
+            "placement.train.split=1", "placement.train.recompute=true",
+        )  # fmt: skip
+        (row,) = found["tables"]["training"]
+        assert row["logits_gb"] == pytest.approx(2 * 40_960 * 151_936 * 4 / 1e9), "two copies"
+        assert sum(row[part] for part in ("state_gb", "activations_gb", "logits_gb", "reserve_gb")) <= 141
+        assert any("trainer.activation_checkpointing" in note for note in found["notes"])
+
+    def test_a_trainer_is_no_larger_than_is_useful(self, rollart: Call) -> None:
+        small = ("model.config.hidden_size=4096", "model.config.intermediate_size=12288",
+                 "model.config.num_hidden_layers=36", "model.config.num_attention_heads=32")  # fmt: skip
+        found = self.planned(rollart, H100.replace("count: 8", "count: 256"), *small)["tables"]
+        (row,) = found["training"]
+        assert row["devices"] <= row["most_useful"] == 128 * 4500 // 16_384

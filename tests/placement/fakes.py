@@ -20,12 +20,19 @@ class FakeShape:
     weight_bytes: float = 16e9
     kv: float = 1e5
     heads: int = 8
+    activation_width: float = 0.0
 
     def kv_bytes(self, tokens: float) -> float:
         return self.kv * tokens
 
     def train_flops(self, tokens: float, context: float) -> float:
         return 6 * self.active_parameters * tokens
+
+    def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
+        return tokens * (1e3 if recompute else 1e4)
+
+    def logit_bytes(self, tokens: float) -> float:
+        return tokens * 4e3
 
     def allows_tp(self, tp: int) -> str | None:
         return None if self.heads % tp == 0 else f"heads is {self.heads}, which {tp} does not divide"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from placement.architecture import shape_of
+from placement.constants import TrainingConstants
 from placement.hardware import device
 from placement.performance import InstanceModel, Performance
 from placement.problem import Problem
@@ -256,8 +257,11 @@ def test_a_plan_uses_what_its_flows_cost(seed: int) -> None:
 def test_the_trainer_takes_what_it_can_train(seconds_per_step: float, measured: float | None) -> None:
     """The rate of a plan that its trainer bounds is a batch per step, of all tokens of its trajectories."""
     base = problem_of(3)
-    train = Train(64, epochs=2, pool="p0", devices=2, mfu=0.3, bytes_per_parameter=2.0,
-                  seconds_per_step=seconds_per_step, seconds_per_token=measured)  # fmt: skip
+    train = Train(
+        64, epochs=2, pool="p0", devices=2, bytes_per_parameter=2.0, recompute=False,
+        constants=TrainingConstants(mfu=0.3, overlap=1.0), seconds_per_step=seconds_per_step,
+        seconds_per_token=measured,
+    )  # fmt: skip
     bound = dataclasses.replace(base, train=train, in_flight=10**6, performance=FakePerformance(), pools=(
         Pool("p0", Device("slow", 2.0 if measured is None else 400.0, 80.0, 2.0), 4), Pool("p1", device("B200"), 64)
     ))  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from placement import phases
+from placement.constants import TrainingConstants
 from placement.problem import Problem, Restriction, Running
 from placement.solve import solve
 from placement.tableau import tableau
@@ -197,7 +198,7 @@ def test_affinity_is_kept() -> None:
 
 
 def test_only_what_the_trainer_eats_is_bought() -> None:
-    train = Train(64, devices=2, pool="a")
+    train = Train(64, devices=2, pool="a", constants=TrainingConstants(overlap=1.0))
     free = plan(problem(train=train))
     (trainer,) = free.of(Role.TRAINER)
     assert (trainer.tp, trainer.utilisation) == (2, pytest.approx(1.0))
