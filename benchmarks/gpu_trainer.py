@@ -56,7 +56,7 @@ def trainer_arguments(bench: Bench) -> list[str]:
     config = {
         "model": {"init": bench.config}, "weights_root": str(bench.scratch / "weights"), "durable": False,
         "domains": {"even": {"advantage": {"level": "trajectory", "baseline": "group"}}},
-        "optimizer": {"lr": 1e-5}, "max_tokens_per_microbatch": tokens, "threads": threads,
+        "lr": 1e-5, "max_tokens_per_microbatch": tokens, "threads": threads,
         "device": bench.device.type, "parallel": {"ranks": 1, "dtype": bench.dtype},
     }  # fmt: skip
     path = bench.scratch / "trainer.json"

@@ -61,7 +61,7 @@ class Program:
             "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS,
             "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": HIDDEN // 4,
         }  # fmt: skip
-        advantage = {"level": "trajectory", "baseline": "group", "normalize": True}
+        advantage = {"level": "trajectory", "baseline": "group", "normalize": "batch"}
         config = {
             "model": {"init": init}, "weights_root": str(root / "weights"), "stream": stream, "durable": False,
             "domains": {"a": {"advantage": advantage}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rollart.spec.resolve import Resolved
 
 __all__ = ["engine_dtype", "probe_tolerance", "trainer_dtype", "vllm_dtype"]
@@ -29,7 +31,7 @@ def vllm_dtype(resolved: Resolved) -> str:
     return engines.dtype if engines.vllm.dtype == "auto" else engines.vllm.dtype
 
 
-def trainer_dtype(resolved: Resolved, device: str) -> str:
+def trainer_dtype(resolved: Resolved, device: str) -> Literal["float32", "bfloat16"]:
     """Of the trainer's passes through the model. A streamed step sums gradients exactly, in float32."""
     dtype = resolved.cluster.trainer.dtype
     if dtype != "auto":

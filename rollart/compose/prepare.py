@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.compose.dtypes import trainer_dtype
 from rollart.episodes import HarnessFactory
 from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
+from rollart.learning import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.policy.lease import Expiry
 from rollart.ports import EnvironmentFactory
@@ -88,49 +88,36 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     """Write the trainer's `trainer.json`; its path."""
     run, trainer = resolved.run, resolved.plan.of(Role.TRAINER)[0]
     shape, device = resolved.cluster.trainer, torch_device(resolved, trainer)
-    training, warm = run.training, run.warm_start
-    model: dict[str, Any]
     if run.model.path is not None:
-        model = {"path": str(Path(resolved.base) / run.model.path)}
+        model = PolicyConfig(path=str(Path(resolved.base) / run.model.path))
     else:
         init = run.model.init
-        if isinstance(init, str):
-            init = import_attribute(init, "model.init")()
-        model = {"init": init, "seed": run.seed}
-    config = {
-        "model": model,
-        "weights_root": str(run_dir / "weights"),
-        "tokenizer": str(tokenizer),
-        "seed": run.seed,
-        "optimizer": {
-            "lr": training.lr,
-            "betas": list(training.betas),
-            "weight_decay": training.weight_decay,
-            "grad_clip": training.grad_clip,
-            "decay_steps": run.steps if training.lr_schedule == "linear" else 0,
-        },
-        "loss": {**training.loss.model_dump(), "domain_balance": training.domain_balance == "domains"},
-        "domains": {d.name: {"advantage": d.advantage.model_dump(), "weight": d.loss_weight} for d in run.domains},
-        "imitation": {"lr": warm.lr, "batch": warm.batch, "stop_loss": warm.stop_loss} if warm else {},
-        "epochs": training.epochs,
-        "minibatches": training.minibatches,
-        "stream": training.stream,
-        "max_tokens_per_microbatch": training.max_tokens_per_microbatch,
-        "temperature": run.domains[0].temperature,
-        "threads": max(1, len(trainer.devices) // trainer_ranks(resolved)),
-        "device": device,
-        "parallel": {
-            "ranks": trainer_ranks(resolved),
-            "dtype": trainer_dtype(resolved, device),
-            "activation_checkpointing": shape.activation_checkpointing,
-            "compile": shape.compile,
-            "bucket_mb": shape.bucket_mb,
-        },
-    }
-    if training.lora is not None:
-        config["lora"] = training.lora.model_dump()
+        model = PolicyConfig(
+            init=import_attribute(init, "model.init")() if isinstance(init, str) else init, seed=run.seed
+        )
+    imitation = run.warm_start.model_dump(include=set(ImitationSpec.model_fields)) if run.warm_start else {}
+    config = TrainerConfig(
+        **run.training.model_dump(),
+        model=model,
+        weights_root=str(run_dir / "weights"),
+        tokenizer=str(tokenizer),
+        seed=run.seed,
+        steps=run.steps,
+        domains={d.name: CreditSpec(advantage=d.advantage, loss_weight=d.loss_weight) for d in run.domains},
+        imitation=ImitationSpec(**imitation),
+        temperature=run.domains[0].temperature,
+        threads=max(1, len(trainer.devices) // trainer_ranks(resolved)),
+        device=device,
+        parallel=ParallelConfig(
+            ranks=trainer_ranks(resolved),
+            dtype=trainer_dtype(resolved, device),
+            activation_checkpointing=shape.activation_checkpointing,
+            compile=shape.compile,
+            bucket_mb=shape.bucket_mb,
+        ),
+    )
     path = run_dir / "trainer.json"
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    path.write_text(config.model_dump_json(indent=2) + "\n")
     return path
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollart.addresses import host_and_port, loopback
-from rollart.spec.base import Entry, Name
+from rollart.entry import Entry, Name
 from rollart.spec.environments import EnvironmentsSpec
 from rollart.spec.prices import PriceEntry
 from rollart.spec.runtime import RuntimeSpec

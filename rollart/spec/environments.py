@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollart.spec.base import Entry, ImportPath, Name
+from rollart.entry import Entry, ImportPath, Name
 
 __all__ = ["EnvironmentsSpec"]
 

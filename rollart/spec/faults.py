@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from rollart.spec.base import Entry
+from rollart.entry import Entry
 from rollart.spec.suggest import did_you_mean
 
 if TYPE_CHECKING:

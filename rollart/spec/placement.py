@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollart.spec.base import Entry
+from rollart.entry import Entry
 
 __all__ = ["PlacementSpec", "RebalanceSpec", "TrainPlacement"]
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from rollart.spec.base import Entry, Name
+from rollart.entry import Entry, Name
 
 __all__ = ["STALE_DAYS", "UNITS", "PriceEntry", "PriceList", "Unit"]
 

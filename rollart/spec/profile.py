@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from rollart.spec.base import Entry
+from rollart.entry import Entry
 
 __all__ = ["EnvironmentCostSpec", "ProfileSpec", "QuantitySpec", "RewardCostSpec", "TurnsSpec"]
 

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollart.spec.base import Entry, Name
+from rollart.entry import Entry, Name
+from rollart.learning import TrainingSpec
 from rollart.spec.placement import PlacementSpec
 from rollart.spec.rollout import RolloutSpec
 from rollart.spec.run_parts import (
@@ -18,7 +19,6 @@ from rollart.spec.run_parts import (
     FunctionEntry,
     LeasesSpec,
     ModelSpec,
-    TrainingSpec,
     WarmStartSpec,
 )
 from rollart.spec.weights import WeightsSpec

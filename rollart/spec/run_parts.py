@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollart.spec.base import Entry, ImportPath, Name
+from rollart.entry import Entry, ImportPath, Name
+from rollart.learning import AdvantageSpec, ImitationSpec, LossWeight
 from rollart.spec.profile import ProfileSpec
 from serverless.spec import Takes, Trust
 
 __all__ = [
-    "AdvantageSpec",
     "BatchSpec",
     "BudgetSpec",
     "DomainSpec",
@@ -20,10 +20,8 @@ __all__ = [
     "FunctionEntry",
     "HarnessSpec",
     "LeasesSpec",
-    "LossSpec",
     "ModelSpec",
     "RewardUse",
-    "TrainingSpec",
     "WarmStartSpec",
 ]
 
@@ -89,19 +87,6 @@ class BatchSpec(Entry):
     )
 
 
-class AdvantageSpec(Entry):
-    """How rewards become advantages."""
-
-    level: Literal["token", "turn", "trajectory"] = Field(
-        default="trajectory", description="What a reward-to-go belongs to: a token, a turn, or the trajectory."
-    )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per turn (or token, at that level).")
-    baseline: Literal["domain", "group", "none"] = Field(
-        default="group", description="Mean that is subtracted: of the domain's batch, of the group, or nothing."
-    )
-    normalize: bool = Field(default=True, description="Divide by the standard deviation of the same set.")
-
-
 class RewardUse(Entry):
     """A reward function's part in a domain's reward."""
 
@@ -158,9 +143,7 @@ class DomainSpec(Entry):
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec, description="How rewards become advantages.")
     rewards: list[RewardUse] = Field(default_factory=list, description="Reward functions and their weights.")
     env_reward_weight: float = Field(default=1.0, description="Factor of the rewards that the environment pays.")
-    loss_weight: float = Field(
-        default=1.0, ge=1e-9, le=1e9, description="Weight of its mean in the loss, see domain_balance."
-    )
+    loss_weight: LossWeight = 1.0
     shape: Literal["swe", "frozenlake", "webshop", "gem_math", "gem_game", "math_14b", "production"] | None = Field(
         default=None,
         description="Published shape that `rollart simulate` draws trajectories from; from `profile` if not given.",
@@ -235,79 +218,12 @@ class FunctionEntry(Entry):
     preload: list[str] | None = Field(default=None, description="Modules that a local worker imports at start (none).")
 
 
-class LossSpec(Entry):
-    """The policy loss. For its parts under staleness see docs/training.md."""
-
-    kind: Literal["pg", "ppo", "decoupled", "tis"] = Field(
-        default="ppo",
-        description="pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal "
-        "and behaviour policies apart; tis: truncated importance sampling.",
-    )
-    clip_low: float = Field(default=0.2, ge=0, lt=1, description="Ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(default=0.2, ge=0, description="Ratio is clipped above 1 + clip_high.")
-    cap: float = Field(default=2.0, gt=0, description="Largest importance weight (decoupled, tis).")
-    entropy: float = Field(default=0.0, ge=0, description="Factor of the entropy bonus.")
-    kl: float = Field(
-        default=0.0, ge=0, description="Factor of the KL penalty towards the run's first version (after a warm start)."
-    )
-
-
-class LoraSpec(Entry):
-    """Low-rank adapters (extra `lora`). Engines never see them: they are merged into every version."""
-
-    rank: int = Field(default=16, ge=1, le=65536, description="Rank of an adapter.")
-    alpha: float = Field(default=32.0, gt=0, le=1e6, description="An adapter adds alpha / rank times its product.")
-    targets: list[str] = Field(
-        default_factory=lambda: ["all-linear"],
-        min_length=1,
-        description="Names of the linear modules with an adapter (`q_proj`); `all-linear`: all but the output head.",
-    )
-
-
-class TrainingSpec(Entry):
-    """Optimizer, loss and how a batch is cut."""
-
-    lr: float = Field(default=1e-5, gt=0, description="Learning rate (AdamW).")
-    lr_schedule: Literal["constant", "linear"] = Field(
-        default="constant", description="linear: falls to a tenth of `lr` by the last step."
-    )
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    grad_clip: float = Field(default=1.0, gt=0, description="Largest norm of the gradient.")
-    loss: LossSpec = Field(default_factory=LossSpec, description="The policy loss.")
-    epochs: int = Field(default=1, ge=1, le=1000, description="Passes over a batch.")
-    minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass.")
-    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, description="Padded tokens per forward pass.")
-    stream: bool = Field(
-        default=False,
-        description="Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs "
-        "`epochs` and `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32.",
-    )
-    lora: LoraSpec | None = Field(
-        default=None, description="Train low-rank adapters and leave the model's own weights as they are."
-    )
-    columns: list[Literal["ref_logprobs", "advantage"]] = Field(
-        default_factory=list,
-        description="What is computed as samples and groups end, while the rest of the batch is rolled out, instead of "
-        "in the step; the step is the same. ref_logprobs: of the KL penalty; advantage: without `baseline: domain`.",
-    )
-    domain_balance: Literal["tokens", "domains"] = Field(
-        default="tokens",
-        description="tokens: every token has the same weight; domains: every domain has the same total weight.",
-    )
-
-
-class WarmStartSpec(Entry):
+class WarmStartSpec(ImitationSpec):
     """Cross-entropy on worked examples of some domains, before the first step."""
 
     domains: list[Name] = Field(min_length=1, description="Domains whose environments give worked examples.")
     examples: int = Field(default=300, ge=1, description="Examples per domain.")
     batches: int = Field(default=60, ge=1, description="Mini-batches of imitation.")
-    lr: float = Field(default=1e-3, gt=0, description="Learning rate of the imitation.")
-    batch: int = Field(default=32, ge=1, description="Examples per mini-batch.")
-    stop_loss: float | None = Field(
-        default=None, gt=0, description="Stop early, once the mean loss of the last 5 mini-batches is below it."
-    )
 
 
 class EvaluationSpec(Entry):

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from rollart.addresses import host_and_port
-from rollart.spec.base import Entry
+from rollart.entry import Entry
 
 __all__ = ["ElasticSpec", "RuntimeSpec"]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import dataclasses
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 from rollart.lifeline import die_with_parent
 
 if TYPE_CHECKING:  # torch takes seconds to load, and a port that is taken is told before
-    from rollart.train.config import TrainerConfig
+    from rollart.learning import TrainerConfig
     from rollart.train.followers import Followers
     from rollart.train.server import TrainerService
 
@@ -97,7 +96,7 @@ def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: Fo
     gpu = ""
     if config.device == "cuda":
         number = own_gpu(arguments.local, here)
-        config = dataclasses.replace(config, device=f"cuda:{number}")
+        config = config.model_copy(update={"device": f"cuda:{number}"})
         gpu = str(torch.cuda.get_device_properties(number).uuid)
     host, port = _address(arguments.meet or "127.0.0.1:0")
     host = host or arguments.host

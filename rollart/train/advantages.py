@@ -1,15 +1,22 @@
 """From rewards to advantages, on arrays: credit units, discounted returns, baselines, scaling.
 
 Notation. A sample's sampled tokens fall into *credit units* k = 0, 1, …: each token (`token`), all sampled tokens of
-a turn (`turn`), or all of the sample (`trajectory`). r_k is the sum of the rewards paid at the unit's tokens.
+a turn (`turn`), or all of the sample (`trajectory`). r_k is the sum of the rewards paid at the unit's tokens. The *set*
+of a sample is its domain's part of the batch (`baseline: domain`) or its group (`baseline: group`).
 
     return-to-go   G_k = Σ_{j ≥ k} γ^{j−k} r_j                                   (Sutton & Barto 2018, §3.3)
-    baseline       b_k = mean of G_k over the samples that reach unit k, of the same domain in the batch
-                         (`domain`), of the same group (`group`), or 0 (`none`)
-    advantage      A_k = G_k − b_k
-    group_std      A_k / std of G_k over the group: at trajectory level this is GRPO (arXiv:2402.03300, eq. 3)
-    normalize      A_k / std of A over all units of the domain in the batch (arXiv:1707.06347 practice; scale only,
-                   since the baseline already centres)
+    baseline       b_k at level trajectory: the mean of G over the set, the sample included, as GRPO has it
+                         (arXiv:2402.03300, eq. 3); at level turn or token: the mean of G_k over the *other* samples of
+                         the set that reach unit k, and if none does, over all others of G at their last unit
+    centred        A_k = G_k − b_k                                               (b_k = 0 with `baseline: none`)
+    normalize      A_k / s; s = the sample standard deviation (n − 1, as in TRL and verl) of the centred values over the
+                         units of the group (`group`) or of the domain in the batch (`batch`), or 1 (`none`)
+
+At level turn and token the baseline leaves the sample out because sets differ from unit to unit. The mean of the n_k
+samples that reach unit k, the sample included, shrinks its advantage by (n_k − 1) / n_k: by a half where two reach
+it, to nothing where one does. At level trajectory that factor is one constant for the whole set. Without the sample
+itself b_k depends on nothing that the sample does from unit k on, in either case, so that it leaves the policy gradient
+unbiased (Williams 1992; Kool et al. 2019). A sample that is alone in its set has no baseline and the advantage 0.
 
 Every token of a unit gets the unit's advantage. Rewards at tokens that were not sampled are ignored: the contract of
 `TrainSample` pays a turn at its last action token. Turn-level credit: arXiv:2505.11821.
@@ -21,8 +28,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from rollart.learning import AdvantageSpec, CreditSpec
 from rollart.train.batch import Batch, BoolArray, FloatArray, IntArray, select
-from rollart.train.config import AdvantageConfig, DomainConfig
 
 __all__ = [
     "MIN_STD",
@@ -35,26 +42,25 @@ __all__ = [
     "known",
     "returns_to_go",
     "spread",
-    "unit_baseline",
 ]
 
 MIN_STD = 1e-6
 """A smaller spread counts as none: dividing rounding noise by it would invent a signal."""
 
 
-def batch_advantages(batch: Batch, domains: Mapping[str, DomainConfig]) -> FloatArray:
+def batch_advantages(batch: Batch, domains: Mapping[str, CreditSpec]) -> FloatArray:
     """Advantage of every loss token [N]. `ValueError` for a domain that is not configured."""
     out = np.zeros(len(batch.loss), np.float64)
     for name, pick in _by_domain(batch, domains):
         config = domains[name].advantage
         value, units = credited(config, batch, pick)
-        out[pick] = value / spread(units) if config.normalize else value
+        out[pick] = value / spread(units) if config.normalize == "batch" else value
     return out
 
 
-def group_advantages(batch: Batch, domains: Mapping[str, DomainConfig], *, by_id: bool) -> FloatArray:
-    """Advantage of every token [T] before `normalize`, 0.0 where it carries no loss, of whole groups: what does not
-    wait for the rest of the batch. `by_id`: samples of a group add up in the order of their ids, as in a streamed
+def group_advantages(batch: Batch, domains: Mapping[str, CreditSpec], *, by_id: bool) -> FloatArray:
+    """Advantage of every token [T] of whole groups before `normalize: batch`, 0.0 where it carries no loss: what does
+    not wait for the rest of the batch. `by_id`: samples of a group add up in the order of their ids, as in a streamed
     step. `ValueError` for a domain whose baseline is of the whole batch."""
     out = np.zeros(len(batch.tokens), np.float64)
     for name, _ in _by_domain(batch, domains):
@@ -72,9 +78,9 @@ def group_advantages(batch: Batch, domains: Mapping[str, DomainConfig], *, by_id
     return out
 
 
-def credited(config: AdvantageConfig, batch: Batch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Advantages before `normalize` of some loss tokens [N] of one domain, whole samples, and of their credit units
-    [U]: computed, or read where the batch brings them."""
+def credited(config: AdvantageSpec, batch: Batch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Advantages before `normalize: batch` of some loss tokens [N] of one domain, whole samples, and of their credit
+    units [U]: computed, or read where the batch brings them."""
     sample, at = batch.loss.sample[pick], batch.loss.position[pick]
     if batch.advantage is None:
         return centred(config, sample=sample, turn=batch.turn[at], rewards=batch.rewards[at], group=batch.group)
@@ -84,7 +90,7 @@ def credited(config: AdvantageConfig, batch: Batch, pick: IntArray) -> tuple[Flo
     return value, value[first]
 
 
-def _by_domain(batch: Batch, domains: Mapping[str, DomainConfig]) -> Iterator[tuple[str, IntArray]]:
+def _by_domain(batch: Batch, domains: Mapping[str, CreditSpec]) -> Iterator[tuple[str, IntArray]]:
     """Domains with loss, and their loss tokens."""
     owner = batch.loss.sample
     for index, name in enumerate(batch.domains):
@@ -95,14 +101,14 @@ def _by_domain(batch: Batch, domains: Mapping[str, DomainConfig]) -> Iterator[tu
 
 
 def advantages(
-    config: AdvantageConfig, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
+    config: AdvantageSpec, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
 ) -> FloatArray:
     """Advantages [N] of one domain's loss tokens. `sample` [N] ascends; `group` is indexed by sample."""
     picked, units = centred(config, sample=sample, turn=turn, rewards=rewards, group=group)
-    return picked / spread(units) if config.normalize else picked
+    return picked / spread(units) if config.normalize == "batch" else picked
 
 
-def known(domains: Mapping[str, DomainConfig], name: str) -> DomainConfig:
+def known(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
     """`ValueError` for a domain that is not configured."""
     if name not in domains:
         listed = ", ".join(sorted(domains)) or "none"
@@ -111,15 +117,15 @@ def known(domains: Mapping[str, DomainConfig], name: str) -> DomainConfig:
 
 
 def spread(units: FloatArray) -> float:
-    """What `normalize` divides by: the standard deviation over a domain's units [U], 1 if it is next to nothing."""
-    std = float(units.std())
+    """The divisor of `normalize`: the sample standard deviation of credit units [U], 1 if it is next to nothing."""
+    std = float(units.std(ddof=1)) if len(units) > 1 else 0.0
     return std if std > MIN_STD else 1.0
 
 
 def centred(
-    config: AdvantageConfig, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
+    config: AdvantageSpec, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Advantages before `normalize`: of each loss token [N], and of each credit unit [U]."""
+    """Advantages before `normalize: batch`: of each loss token [N], and of each credit unit [U]."""
     unit = credit_units(config.level, sample, turn)
     present, row = np.unique(sample, return_inverse=True)
     reward = np.zeros((len(present), int(unit.max()) + 1), np.float64)
@@ -129,10 +135,12 @@ def centred(
     value = returns_to_go(reward, config.gamma)
     if config.baseline != "none":
         keys = group[present] if config.baseline == "group" else np.zeros(len(present), np.int64)
-        mean, std = unit_baseline(value, reached, keys)
-        value = value - mean
-        if config.group_std:
-            value = np.where(std > MIN_STD, value / np.maximum(std, MIN_STD), 0.0)
+        _, index = np.unique(keys, return_inverse=True)
+        whole = config.level == "trajectory"
+        value = value - (_mean(value, index) if whole else _mean_of_others(value, reached, index))
+        if config.normalize == "group":
+            for members in (index == number for number in range(int(index.max()) + 1)):
+                value[members] /= spread(value[members][reached[members]])
     picked: FloatArray = value[row, unit]
     return picked, value[reached]
 
@@ -164,13 +172,21 @@ def returns_to_go(rewards: FloatArray, gamma: float) -> FloatArray:
     return out
 
 
-def unit_baseline(value: FloatArray, reached: BoolArray, key: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Mean and standard deviation of each unit over the rows with the same key that reach it. All [samples, units]."""
-    _, index = np.unique(key, return_inverse=True)
+def _mean(value: FloatArray, index: IntArray) -> FloatArray:
+    """The mean over the rows with the same number in `index` [samples]. [samples, 1] -> [samples, 1]."""
+    return (np.bincount(index, value[:, 0]) / np.bincount(index))[index, None]
+
+
+def _mean_of_others(value: FloatArray, reached: BoolArray, index: IntArray) -> FloatArray:
+    """For each unit of a row, the mean over the *other* rows with the same number in `index` [samples] that reach it;
+    if none does, over all of them at their last unit; the row's own value if it is alone. All [samples, units]."""
     shape = (int(index.max()) + 1, value.shape[1])
-    count, total, square = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    count, total = np.zeros(shape), np.zeros(shape)
     np.add.at(count, index, reached.astype(np.float64))
     np.add.at(total, index, np.where(reached, value, 0.0))
-    mean = (total / np.maximum(count, 1.0))[index]
-    np.add.at(square, index, np.where(reached, (value - mean) ** 2, 0.0))
-    return mean, np.sqrt(square / np.maximum(count, 1.0))[index]
+    others = count[index] - reached
+    last = value[np.arange(len(value)), reached.shape[1] - 1 - np.argmax(reached[:, ::-1], axis=1)]
+    members = np.bincount(index)[index]
+    ended = (np.bincount(index, last)[index] - last) / np.maximum(members - 1, 1)
+    beyond = np.where(members[:, None] > 1, ended[:, None], value)
+    return np.where(others > 0, (total[index] - np.where(reached, value, 0.0)) / np.maximum(others, 1.0), beyond)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from rollart.errors import RollartError, TrainerError
+from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
 from rollart.train import lora
 from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import Batch, FloatArray, IntArray
-from rollart.train.config import TrainerConfig
 from rollart.train.losses import kl_estimate, policy_loss, statistics, token_weights
 from rollart.train.meter import Meter
 from rollart.train.microbatch import build
@@ -99,14 +99,14 @@ class Learner:
             batch=batch,
             used=used,
             actions=ActionTensors(batch, self.policy.device),
-            weight=np.array([self.config.domains[d].weight for d in batch.domains]),
+            weight=np.array([self.config.domains[d].loss_weight for d in batch.domains]),
             objective=self._policy_objective(batch, used, advantage),
             entropy_grad=self.config.loss.entropy != 0,
         )
         gap: float | None = None
         rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
         self.optimizers.pop("imitation", None)
-        optimizer = self._optimizer("policy", self.config.optimizer.lr)
+        optimizer = self._optimizer("policy", self.config.lr)
         for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
             self._set_rate(optimizer, version)
             self._update(optimizer, job, part)
@@ -156,7 +156,7 @@ class Learner:
         started, cpu = time.perf_counter(), time.thread_time()
         gradient, loss = step.gradient()
         self.optimizers.pop("imitation", None)
-        optimizer = self._optimizer("policy", self.config.optimizer.lr)
+        optimizer = self._optimizer("policy", self.config.lr)
         self._set_rate(optimizer, step.version)
         for parameter, own in zip(self._parameters, gradient, strict=True):
             parameter.grad = own
@@ -217,7 +217,7 @@ class Learner:
 
     def optimizer(self, name: str) -> torch.optim.AdamW:
         """The optimizer of that name ("policy", "imitation"), made if it is not there: for restoring its state."""
-        return self._optimizer(name, self.config.optimizer.lr if name == "policy" else self.config.imitation.lr)
+        return self._optimizer(name, self.config.lr if name == "policy" else self.config.imitation.lr)
 
     def _policy_objective(self, batch: Batch, used: IntArray, advantage: FloatArray) -> Objective:
         device, dtype, config = self.policy.device, self.policy.dtype, self.config.loss
@@ -257,11 +257,11 @@ class Learner:
 
     def _update(self, optimizer: torch.optim.AdamW, job: _Job, part: IntArray) -> Tensor:
         """One optimizer update on the samples `part`, gradient accumulated over micro-batches; the loss before it."""
-        policy, config, loss = self.policy, self.config, job.batch.loss
+        policy, loss = self.policy, job.batch.loss
         tokens = np.concatenate([np.arange(loss.first[s], loss.first[s + 1]) for s in part])
         shares = np.zeros(len(loss))
         domain = job.batch.domain[loss.sample[tokens]]
-        shares[tokens] = token_weights(domain, job.weight, balance=config.loss.domain_balance)
+        shares[tokens] = token_weights(domain, job.weight, balance=self.config.domain_balance == "domains")
         if job.batch.weight is not None:
             shares[tokens] *= job.batch.weight[loss.sample[tokens]]
         scale = torch.from_numpy(shares).to(policy.device, policy.dtype)
@@ -280,7 +280,7 @@ class Learner:
 
     def _step(self, optimizer: torch.optim.AdamW) -> Tensor:
         """Clip the gradient and take it; its norm before. `TrainerError`, and nothing taken, if it is not finite."""
-        limit = self.config.optimizer.grad_clip or float("inf")
+        limit = self.config.grad_clip or float("inf")
         norm = full(torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
         if not torch.isfinite(norm):
             raise TrainerError(
@@ -298,7 +298,7 @@ class Learner:
     def _set_rate(self, optimizer: torch.optim.AdamW, version: int) -> None:
         scale = self._warmup() * self._decay(version)
         for group in optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr * scale
+            group["lr"] = self.config.lr * scale
 
     def _score(self, batch: Batch, used: IntArray) -> Tensor:
         """Log-probabilities of all loss tokens [N], no gradient."""
@@ -325,7 +325,7 @@ class Learner:
 
     def _optimizer(self, name: str, lr: float) -> torch.optim.AdamW:
         if name not in self.optimizers:
-            config = self.config.optimizer
+            config = self.config
             groups = [
                 {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": config.weight_decay},
                 {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -334,12 +334,12 @@ class Learner:
         return self.optimizers[name]
 
     def _warmup(self) -> float:
-        length = self.config.optimizer.warmup
+        length = self.config.warmup
         return min(1.0, (self.counters.updates + 1) / length) if length else 1.0
 
     def _decay(self, version: int) -> float:
         """By version, not by calls: a step that is trained again after a crash has the same rate."""
-        length = self.config.optimizer.decay_steps
+        length = self.config.steps if self.config.lr_schedule == "linear" else 0
         return 1.0 - (1.0 - DECAYED) * min(1.0, version / length) if length else 1.0
 
 

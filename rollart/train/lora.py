@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollart.errors import UsageError
-from rollart.train.config import LoraConfig
+from rollart.learning import LoraSpec
 
 __all__ = ["ADAPTER", "Merged", "adapters", "inject", "merged"]
 
@@ -43,7 +43,7 @@ class Merged:
         return base + scale * (b.to(base.dtype) @ a.to(base.dtype))
 
 
-def inject(model: nn.Module, config: LoraConfig, seed: int) -> None:
+def inject(model: nn.Module, config: LoraSpec, seed: int) -> None:
     """Put adapters into the model and freeze the rest. They start as zero: the policy is the one without. `UsageError`
     if peft is missing or finds no such module."""
     try:

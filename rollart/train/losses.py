@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollart.learning import LossSpec
 from rollart.train.batch import FloatArray, IntArray
-from rollart.train.config import LossConfig
 
 __all__ = ["MAX_LOG_RATIO", "TokenLoss", "kl_estimate", "policy_loss", "statistics", "token_weights"]
 
@@ -43,7 +43,7 @@ class TokenLoss:
 
 
 def policy_loss(
-    config: LossConfig, *, logprobs: Tensor, behaviour: Tensor, advantage: Tensor, proximal: Tensor | None = None
+    config: LossSpec, *, logprobs: Tensor, behaviour: Tensor, advantage: Tensor, proximal: Tensor | None = None
 ) -> TokenLoss:
     """Loss of each token [N] before weighting. `proximal` is needed by kind `decoupled` only."""
     reference = proximal if config.kind == "decoupled" and proximal is not None else behaviour

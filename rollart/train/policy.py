@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rollart.errors import UsageError
+from rollart.learning import ParallelConfig, PolicyConfig
 from rollart.train.batch import Batch
-from rollart.train.config import ModelConfig, ParallelConfig
 from rollart.train.microbatch import MicroBatch
 from rollart.train.ranks import Ranks
 from rollart.train.shard import prepare, settle
@@ -167,12 +167,12 @@ class Policy:
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 
 
-def precision(config: ModelConfig) -> torch.dtype:
+def precision(config: PolicyConfig) -> torch.dtype:
     """Of the weights that are trained."""
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
-def load_model(config: ModelConfig, device: str, *, as_stored: bool = False) -> nn.Module:
+def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) -> nn.Module:
     """The policy in full precision and in eval mode (no dropout: log-probabilities must equal the engine's).
     `as_stored`: in the checkpoint's own type, whose pages are its files' and no memory of this process."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,7 +6,6 @@ same bits whether they were computed as it arrived or in the step that trains it
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rollart.errors import TrainerError
+from rollart.learning import TrainerConfig
 from rollart.train.batch import Batch, FloatArray, select
-from rollart.train.config import TrainerConfig
 from rollart.train.microbatch import build
 from rollart.train.policy import ActionTensors, Policy, load_model
 from rollart.train.versions import MARKER, version_path
@@ -60,7 +59,7 @@ class Reference:
                     f"the reference policy is version 0, which is not at {path}",
                     remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
                 )
-            setup = dataclasses.replace(self._config.model, path=str(path), init=None)
+            setup = self._config.model.model_copy(update={"path": str(path), "init": None})
             self._policy = Policy(load_model(setup, self._config.device), temperature=self._config.temperature)
             if self._config.parallel.dtype == "bfloat16":
                 _halve(self._policy.model)

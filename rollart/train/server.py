@@ -30,11 +30,11 @@ from aiohttp import web
 
 from rollart.collective import Order
 from rollart.errors import TrainerError
+from rollart.learning import TrainerConfig
 from rollart.model import TrainReport
 from rollart.train import checkpoint
 from rollart.train.batch import Batch, decode
 from rollart.train.command import Answer, Outcome, Work, follow, lead
-from rollart.train.config import TrainerConfig
 from rollart.train.learner import Learner
 from rollart.train.ranks import ALONE, Channel, Ranks
 from rollart.train.sending import Outgoing, Sender, outgoing

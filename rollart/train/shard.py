@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollart.train.config import ParallelConfig
+from rollart.learning import ParallelConfig
 from rollart.train.ranks import Ranks
 
 __all__ = ["full", "local", "prepare", "settle"]

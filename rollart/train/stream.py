@@ -3,11 +3,11 @@
 The batch loss is Σ_t w_t ℓ_t (`losses.py`), and w_t is known only with the whole batch. But it depends on the token's
 domain alone, so what can be summed before is, per domain d, the bare gradient G_d = Σ_{t in d} ∇ℓ_t. At the end
 
-    gradient = Σ_d (c_d / s_d) G_d,    c_d = w_t of a token of d,    s_d = the spread that `normalize` divides by
+    gradient = Σ_d (c_d / s_d) G_d,    c_d = w_t of a token of d,    s_d = the deviation of `normalize: batch`
 
 since every policy loss is linear in a positive factor of the advantage. An entropy bonus and a KL penalty have no such
-factor: with `normalize` they are summed apart. A baseline over the domain's batch enters otherwise, and is refused by
-the config.
+factor: with `normalize: batch` they are summed apart. A baseline over the domain's batch enters otherwise, and is
+refused by the config.
 
 Which samples share a forward pass never depends on what else is there: micro-batches are cut within a group, samples in
 the order of their ids. The sums are independent of order (`exact.py`). So groups give the same weights bit for bit, in
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from rollart.errors import TrainerError
+from rollart.learning import TrainerConfig
 from rollart.train.advantages import credited, known, spread
 from rollart.train.batch import Batch, FloatArray, select
-from rollart.train.config import TrainerConfig
 from rollart.train.exact import ExactSum
 from rollart.train.losses import kl_estimate, policy_loss, statistics
 from rollart.train.meter import Meter
@@ -41,7 +41,7 @@ __all__ = ["Accumulation"]
 @dataclass(slots=True)
 class _Domain:
     """What is known of one domain's part of the batch. The last entry of both sums is the loss, before the others the
-    gradient of each parameter; `units` are the advantages of all credit units, before `normalize`."""
+    gradient of each parameter; `units` are the advantages of all credit units, before `normalize: batch`."""
 
     main: ExactSum
     bonus: ExactSum
@@ -161,7 +161,7 @@ class Accumulation:
         if not len(batch.loss):
             return
         domain = self._domain(group.name)
-        apart = (config.entropy != 0 or config.kl != 0) and self._config.domains[group.name].advantage.normalize
+        apart = (config.entropy != 0 or config.kl != 0) and self._normalized(group.name)
         actions = ActionTensors(batch, policy.device)
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
         credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
@@ -214,11 +214,15 @@ class Accumulation:
             self._domains[name] = _Domain(ExactSum(size), ExactSum(size))
         return self._domains[name]
 
+    def _normalized(self, name: str) -> bool:
+        """Whether the domain's advantages are divided by a deviation that is known only with the whole batch."""
+        return self._config.domains[name].advantage.normalize == "batch"
+
     def _shares(self) -> dict[str, float]:
         """The weight of one token of each domain (`losses.token_weights`, from the counts alone)."""
         present = {n: d.tokens for n, d in sorted(self._domains.items()) if d.tokens}
-        weight = {n: self._config.domains[n].weight for n in present}
-        if self._config.loss.domain_balance:
+        weight = {n: self._config.domains[n].loss_weight for n in present}
+        if self._config.domain_balance == "domains":
             whole = sum(weight.values())
             share = {n: weight[n] / tokens / whole for n, tokens in present.items()}
         else:
@@ -229,9 +233,7 @@ class Accumulation:
     def _spreads(self) -> dict[str, float]:
         """Sorted first: a standard deviation is a sum as well."""
         return {
-            name: spread(np.sort(np.concatenate(domain.units)))
-            if domain.tokens and self._config.domains[name].advantage.normalize
-            else 1.0
+            name: spread(np.sort(np.concatenate(domain.units))) if domain.tokens and self._normalized(name) else 1.0
             for name, domain in self._domains.items()
         }
 

@@ -28,7 +28,7 @@ from tests.train.trainkit import VOCAB, batch, config, sample
 @pytest.mark.slow  # two models, some hundred decode steps
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> None:
-    learner = Learner(config(tmp_path, hidden=32, layers=2, temperature=temperature, optimizer={"lr": 3e-2}))
+    learner = Learner(config(tmp_path, hidden=32, layers=2, temperature=temperature, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
     path = checkpoint.publish(learner, tmp_path, 8, ())
@@ -41,7 +41,7 @@ def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> 
 def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(tmp_path: Path) -> None:
     """FSDP2 over one rank computes in bfloat16, as it does on one GPU; a process group is a process's, so in one of its
     own. Means are what `engines.vllm.probe` and `behaviour_gap` look at."""
-    learner = Learner(config(tmp_path, hidden=32, layers=2, optimizer={"lr": 3e-2}))
+    learner = Learner(config(tmp_path, hidden=32, layers=2, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
     path = checkpoint.publish(learner, tmp_path, 8, ())

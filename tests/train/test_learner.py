@@ -66,8 +66,8 @@ def test_logprobs_are_those_of_the_plain_model(temperature: float, layers: int) 
 def test_a_model_that_is_built_differently_takes_the_general_way() -> None:
     """Eager attention without a mask is not causal, so the short cut must be found out and not taken."""
     short = Learner(config())
-    eager = dataclasses.replace(short.config.model, attention="eager")
-    general = Learner(dataclasses.replace(short.config, model=eager))
+    eager = short.config.model.model_copy(update={"attention": "eager"})
+    general = Learner(short.config.model_copy(update={"model": eager}))
     assert short.policy.trims_last_layer
     assert not general.policy.trims_last_layer
     made = batch(mixed())
@@ -77,8 +77,8 @@ def test_a_model_that_is_built_differently_takes_the_general_way() -> None:
 
 
 def test_the_loss_is_the_mean_over_loss_tokens_only() -> None:
-    domains = {d: {"advantage": {"baseline": "none", "normalize": False, "level": "token"}} for d in "ab"}
-    learner = Learner(config(loss=PG, domains=domains, optimizer={"lr": 0.0}))
+    domains = {d: {"advantage": {"baseline": "none", "normalize": "none", "level": "token"}} for d in "ab"}
+    learner = Learner(config(loss=PG, domains=domains, lr=1e-30))
     samples = mixed()
     total = count = 0.0
     for s in samples:
@@ -129,7 +129,7 @@ def test_nothing_at_masked_positions_or_after_the_last_action_changes_a_step() -
 def test_on_policy_ppo_is_the_policy_gradient() -> None:
     results = []
     for kind in ("pg", "ppo", "decoupled", "tis"):
-        learner = Learner(config(loss={"kind": kind}, optimizer={"lr": 1e-2}))
+        learner = Learner(config(loss={"kind": kind}, lr=1e-2))
         report = learner.train(batch(on_policy(learner, mixed())), 0)
         assert report.metrics["behaviour_gap"] < 1e-6
         assert report.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
@@ -147,7 +147,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_other_shuffles() 
 
 
 def test_a_step_raises_the_probability_of_what_paid() -> None:
-    learner = Learner(config(optimizer={"lr": 1e-2}, epochs=2, minibatches=2))
+    learner = Learner(config(lr=1e-2, epochs=2, minibatches=2))
     samples = [sample(str(i), turns=[(2, 1)], rewards=[float(i % 2)]) for i in range(8)]
     before = learner.logprobs(batch(samples))
     for version in range(3):
@@ -157,7 +157,7 @@ def test_a_step_raises_the_probability_of_what_paid() -> None:
 
 
 def test_the_entropy_bonus_flattens_the_policy_over_the_legal_set() -> None:
-    plain, flat = (Learner(config(loss={"kind": "pg", "entropy": c}, optimizer={"lr": 1e-2})) for c in (0.0, 1.0))
+    plain, flat = (Learner(config(loss={"kind": "pg", "entropy": c}, lr=1e-2)) for c in (0.0, 1.0))
     samples = [sample(str(i), turns=[(2, 3)], restricted=True) for i in range(4)]
     entropy = []
     for learner in (plain, flat):
@@ -193,17 +193,17 @@ def test_metrics_tell_staleness_rewards_and_padding() -> None:
 
 
 def test_domain_balance_keeps_a_talkative_domain_from_drowning_the_other() -> None:
-    domains = {d: {"advantage": {"baseline": "none", "normalize": False}} for d in "ab"}
+    domains = {d: {"advantage": {"baseline": "none", "normalize": "none"}} for d in "ab"}
     samples = [sample("x", turns=[(2, 40)], rewards=[0.0]), sample("y", turns=[(2, 1)], domain="b", rewards=[1.0])]
     losses = []
-    for balance in (False, True):
-        learner = Learner(config(loss={"kind": "pg", "domain_balance": balance}, domains=domains))
+    for balance in ("tokens", "domains"):
+        learner = Learner(config(loss={"kind": "pg"}, domain_balance=balance, domains=domains))
         losses.append(learner.train(batch(samples), 0).metrics["loss"])
     assert losses[1] == pytest.approx(losses[0] * 41 / 2, rel=1e-4)
 
 
 def test_warm_up_raises_the_learning_rate_linearly() -> None:
-    learner = Learner(config(optimizer={"lr": 1e-3, "warmup": 4}, minibatches=2))
+    learner = Learner(config(lr=1e-3, warmup=4, minibatches=2))
     rates = [learner.train(batch(mixed()), v).metrics["lr"] for v in range(3)]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
 
@@ -253,7 +253,7 @@ def test_imitation_stops_at_the_wanted_loss() -> None:
 
 
 def test_the_learning_rate_falls_by_version() -> None:
-    learner = Learner(config(optimizer={"lr": 1e-3, "decay_steps": 10}))
+    learner = Learner(config(lr=1e-3, lr_schedule="linear", steps=10))
     samples = on_policy(learner, mixed())
     rates = [learner.train(batch(samples), version).metrics["lr"] for version in (0, 5, 10, 30)]
     assert rates == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
@@ -270,7 +270,7 @@ def test_it_trains_a_batch_that_was_cut_to_a_budget(tmp_path: Path) -> None:
 
 def test_a_samples_weight_is_a_factor_of_its_tokens_in_the_loss() -> None:
     """pg without baseline: the loss of two weighted samples is the weighted sum of what each adds alone."""
-    domains = {"a": {"advantage": {"baseline": "none", "normalize": False}}}
+    domains = {"a": {"advantage": {"baseline": "none", "normalize": "none"}}}
     samples = [sample(name, turns=((3, 3),), domain="a", rewards=[1.0 + i]) for i, name in enumerate("xy")]
 
     def loss(x: float, y: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.train.config import LossConfig
+from rollart.learning import LossSpec
 from rollart.train.losses import kl_estimate, policy_loss, token_weights
 
 KINDS = ["pg", "ppo", "decoupled", "tis"]
@@ -18,7 +18,7 @@ KINDS = ["pg", "ppo", "decoupled", "tis"]
 
 def gradient(kind: str, now: list[float], behaviour: list[float], advantage: list[float], **rest: float) -> list[float]:
     logprobs = torch.tensor(now, requires_grad=True)
-    config = LossConfig(kind=kind, **rest)  # type: ignore[arg-type]
+    config = LossSpec(kind=kind, **rest)  # type: ignore[arg-type]
     old = torch.tensor(behaviour)
     out = policy_loss(config, logprobs=logprobs, behaviour=old, advantage=torch.tensor(advantage), proximal=old)
     out.loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def test_clip_bounds_are_separate() -> None:
 
 def test_the_decoupled_weight_is_capped_and_clips_around_the_proximal_policy() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
-    config = LossConfig(kind="decoupled", cap=2.0)
+    config = LossSpec(kind="decoupled", cap=2.0)
     out = policy_loss(
         config, logprobs=logprobs, behaviour=torch.tensor([-9.0]), advantage=torch.tensor([1.0]),
         proximal=torch.tensor([-1.0]),

@@ -33,9 +33,9 @@ SAMPLES = [
     for i in range(9)
 ]  # fmt: skip
 SETUP: dict[str, Any] = {
-    "epochs": 2, "minibatches": 2, "optimizer": {"warmup": 5, "weight_decay": 0.01, "eps": 1e-3},
+    "epochs": 2, "minibatches": 2, "lr": 1e-3, "betas": (0.9, 0.999), "warmup": 5, "weight_decay": 0.01, "eps": 1e-3,
     "max_tokens_per_microbatch": 16,
-    "loss": {"kind": "decoupled", "entropy": 0.01, "domain_balance": True},
+    "loss": {"kind": "decoupled", "entropy": 0.01}, "domain_balance": "domains",
 }  # fmt: skip
 CLOSE = 1e-9
 """Of weights, after updates of some 1e-3; float32 would be 1e-7."""
@@ -52,7 +52,10 @@ def setup(root: Path, **changes: Any) -> dict[str, Any]:
     the same effect."""
     return {
         "model": {"init": INIT, "seed": 3, "dtype": "float64"}, "weights_root": str(root), "durable": False,
-        "domains": {"a": {"advantage": {"level": "turn", "gamma": 0.8}}, "b": {}},
+        "domains": {
+            "a": {"advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain"}},
+            "b": {"advantage": {"level": "turn", "baseline": "domain"}},
+        },
         "parallel": {"ranks": 2, "activation_checkpointing": True},
     } | SETUP | changes  # fmt: skip
 

@@ -23,9 +23,9 @@ from tests.train.trainkit import batch, config, sample
 
 VOCAB = 24
 ADVANTAGES: tuple[dict[str, Any], ...] = (
-    {"baseline": "group", "level": "trajectory", "normalize": True},
-    {"baseline": "group", "level": "turn", "group_std": True, "normalize": False, "gamma": 0.8},
-    {"baseline": "none", "level": "token", "normalize": True, "gamma": 0.9},
+    {"baseline": "group", "level": "trajectory", "normalize": "batch"},
+    {"baseline": "group", "level": "turn", "normalize": "group", "gamma": 0.8},
+    {"baseline": "none", "level": "token", "normalize": "batch", "gamma": 0.9},
 )
 
 
@@ -33,13 +33,13 @@ def learner(
     *, dtype: str = "float64", stream: bool = True, kind: str = "ppo", a: int = 0, b: int = 0, **more: Any
 ) -> Learner:
     setup = config(
-        domains={"a": {"advantage": ADVANTAGES[a]}, "b": {"advantage": ADVANTAGES[b], "weight": 3.0}},
+        domains={"a": {"advantage": ADVANTAGES[a]}, "b": {"advantage": ADVANTAGES[b], "loss_weight": 3.0}},
         loss={"kind": kind, "entropy": 0.01} | more.pop("loss", {}),
         stream=stream,
-        optimizer={"lr": 1e-2},
+        lr=1e-2,
         **more,
     )
-    return Learner(dataclasses.replace(setup, model=dataclasses.replace(setup.model, dtype=dtype)))
+    return Learner(setup.model_copy(update={"model": setup.model.model_copy(update={"dtype": dtype})}))
 
 
 def groups(seed: int, count: int) -> list[list[TrainSample]]:
@@ -83,16 +83,17 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @given(
     seed=st.integers(0, 10_000), count=st.integers(1, 6), kind=st.sampled_from(["pg", "ppo", "decoupled", "tis"]),
     dtype=st.sampled_from(["float64", "float32"]), advantage=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    balance=st.booleans(), shuffle=st.randoms(use_true_random=False), limit=st.sampled_from([1, 30, 2048]),
+    balance=st.sampled_from(["tokens", "domains"]), shuffle=st.randoms(use_true_random=False),
+    limit=st.sampled_from([1, 30, 2048]),
 )  # fmt: skip
 def test_any_order_and_any_portions_give_the_bits_of_the_whole_batch(
-    seed: int, count: int, kind: str, dtype: str, advantage: tuple[int, int], balance: bool, shuffle: random.Random,
+    seed: int, count: int, kind: str, dtype: str, advantage: tuple[int, int], balance: str, shuffle: random.Random,
     limit: int,
 ) -> None:  # fmt: skip
     made = groups(seed, count)
     a, b = advantage
     options: dict[str, Any] = {
-        "dtype": dtype, "kind": kind, "a": a, "b": b, "loss": {"domain_balance": balance},
+        "dtype": dtype, "kind": kind, "a": a, "b": b, "domain_balance": balance,
         "max_tokens_per_microbatch": limit,
     }  # fmt: skip
     whole, streamed = learner(**options), learner(**options)
@@ -114,12 +115,12 @@ def test_any_order_and_any_portions_give_the_bits_of_the_whole_batch(
 
 @pytest.mark.parametrize("kind", ["pg", "ppo", "decoupled", "tis"])
 @pytest.mark.parametrize("advantage", [0, 1, 2])
-@pytest.mark.parametrize("balance", [False, True])
-def test_it_is_the_step_that_is_made_without_streaming(kind: str, advantage: int, balance: bool) -> None:
+@pytest.mark.parametrize("balance", ["tokens", "domains"])
+def test_it_is_the_step_that_is_made_without_streaming(kind: str, advantage: int, balance: str) -> None:
     """Other code, other micro-batches: they differ by rounding, of which there is some in float64 too, since Qwen3's
     norms compute in float32 in any case. A weight that is left out or doubled would show at 1e-2."""
     made = batch(flat(groups(7, 5)))
-    options: dict[str, Any] = {"kind": kind, "a": advantage, "b": 0, "loss": {"domain_balance": balance}}
+    options: dict[str, Any] = {"kind": kind, "a": advantage, "b": 0, "domain_balance": balance}
     plain, streamed = learner(stream=False, **options), learner(**options)
     one, other = plain.train(made, 2), streamed.train(made, 2)
     expected, got = (torch.cat([gradient(p) for p in x.policy.model.parameters()]) for x in (plain, streamed))
@@ -211,7 +212,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_no_update() -> None:
     [
         ({"epochs": 2}, "stream makes one update of one pass, got epochs 2 and minibatches 1"),
         ({"minibatches": 3}, "stream makes one update of one pass, got epochs 1 and minibatches 3"),
-        ({"domains": {"q": {}}}, "domain 'q' has the advantage baseline 'domain'"),
+        ({"domains": {"q": {"advantage": {"baseline": "domain"}}}}, "domain 'q' has the advantage baseline 'domain'"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_at_the_start(changes: dict[str, Any], message: str) -> None:

@@ -32,13 +32,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    setup = config(tmp_path, epochs=2, minibatches=2, optimizer={"warmup": 20})
+    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20)
     straight = Learner(setup)
     straight.imitate(batch(SAMPLES), 2)
     step(straight, 0)
     path = checkpoint.publish(straight, tmp_path, 1, ())
     step(straight, 1)
-    other = Learner(config(tmp_path, epochs=2, minibatches=2, optimizer={"warmup": 20}))
+    other = Learner(config(tmp_path, epochs=2, minibatches=2, warmup=20))
     step(other, 0)
     step(other, 1)
     checkpoint.restore(other, path, 1)

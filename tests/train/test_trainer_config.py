@@ -20,15 +20,16 @@ FULL: dict[str, Any] = {
     "weights_root": "/w",
     "tokenizer": None,
     "seed": 1,
-    "optimizer": {"lr": 1, "betas": [0.9, 0.95], "weight_decay": 0.1, "grad_clip": 0.5},
-    "loss": {"kind": "decoupled", "clip_low": 0.2, "clip_high": 0.3, "cap": 5, "entropy": 0.02, "domain_balance": True},
+    "lr": 1, "betas": [0.9, 0.95], "weight_decay": 0.1, "grad_clip": 0.5, "domain_balance": "domains",
+    "loss": {"kind": "decoupled", "clip_low": 0.2, "clip_high": 0.3, "cap": 5, "entropy": 0.02},
     "epochs": 2,
     "minibatches": 2,
     "max_tokens_per_microbatch": 8192,
     "temperature": 1.0,
     "domains": {
         "frozen_lake": {
-            "advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain", "normalize": True}, "weight": 1.0,
+            "advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain", "normalize": "batch"},
+            "loss_weight": 1.0,
         }
     },
     "imitation": {"lr": 1e-3, "batch": 32},
@@ -39,8 +40,8 @@ FULL: dict[str, Any] = {
 
 def test_everything_is_understood() -> None:
     config = parse_config(FULL)
-    assert config.optimizer.lr == 1.0
-    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.lr == 1.0
+    assert config.betas == (0.9, 0.95)
     assert config.domains["frozen_lake"].advantage.gamma == 0.8
     assert config.model.init == {"vocab_size": 10}
     assert config.tokenizer is None
@@ -49,24 +50,30 @@ def test_everything_is_understood() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimiser": {}}, "config: unknown key 'optimiser', the keys are model, "),
-        ({"optimizer": {"lrr": 1}}, "config.optimizer: unknown key 'lrr'"),
-        ({"epochs": 2.5}, "config.epochs: expected int, got 2.5"),
-        ({"epochs": True}, "config.epochs: expected int, got True"),
-        ({"epochs": 0}, "epochs must be at least 1"),
-        ({"loss": {"kind": "grpo"}}, "config.loss.kind: 'grpo' is not one of pg, ppo, decoupled, tis"),
-        ({"loss": []}, "config.loss: expected an object"),
-        ({"optimizer": {"betas": [1]}}, "config.optimizer.betas: expected 2 numbers"),
-        ({"domains": {"x": {"advantage": {"gamma": 2}}}}, r"config.domains.x.advantage: gamma must be in \[0, 1\]"),
-        ({"domains": {"x": {"advantage": {"group_std": True}}}}, "group_std needs baseline 'group'"),
-        ({"domains": {"x": {"weight": 0}}}, "weight must be positive"),
-        ({"domains": []}, "config.domains: expected an object"),
+        ({"optimiser": {}}, "config.optimiser: Extra inputs are not permitted"),
+        ({"loss": {"kin": 1}}, "config.loss.kin: Extra inputs are not permitted"),
+        ({"epochs": 2.5}, "config.epochs: .* integer.*, got 2.5"),
+        ({"epochs": True}, "config.epochs: a number, got True"),
+        ({"epochs": 0}, "config.epochs: Input should be greater than or equal to 1, got 0"),
+        ({"loss": {"kind": "grpo"}}, "config.loss.kind: .*'pg', 'ppo', 'decoupled' or 'tis', got 'grpo'"),
+        ({"loss": []}, "config.loss: "),
+        ({"betas": [1]}, "config.betas.1: Field required"),
+        (
+            {"domains": {"x": {"advantage": {"gamma": 2}}}},
+            "config.domains.x.advantage.gamma: .* equal to 1",
+        ),
+        (
+            {"domains": {"x": {"advantage": {"baseline": "domain", "normalize": "group"}}}},
+            "config.domains.x.advantage: normalize 'group' with baseline 'group' alone, not 'domain'",
+        ),
+        ({"domains": {"x": {"loss_weight": 0}}}, "config.domains.x.loss_weight: "),
+        ({"domains": []}, "config.domains: "),
         ({"model": {}}, "give exactly one of 'path'"),
         ({"model": {"path": "a", "init": {}}}, "give exactly one of 'path'"),
-        ({"temperature": 0}, "temperature must be positive"),
-        ({"loss": {"clip_low": 0}}, "clip_low"),
-        ({"imitation": {"batch": 0}}, "batch must be at least 1"),
-        ({"optimizer": {"lr": -1}}, "must not be negative"),
+        ({"temperature": 0}, "config.temperature: "),
+        ({"loss": {"clip_low": 0}}, "config.loss.clip_low: Input should be greater than 0, got 0"),
+        ({"imitation": {"batch": 0}}, "config.imitation.batch: "),
+        ({"lr": -1}, "config.lr: "),
     ],
 )
 def test_a_wrong_key_is_named(change: dict[str, Any], message: str) -> None:
@@ -75,7 +82,7 @@ def test_a_wrong_key_is_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    with pytest.raises(ValueError, match="config: 'weights_root' is missing"):
+    with pytest.raises(ValueError, match=r"config\.weights_root: Field required"):
         parse_config({"model": {"init": {}}})
 
 
@@ -87,7 +94,7 @@ def test_files_that_cannot_be_read_are_usage_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"trainer.json:1:11: not JSON"):
         load_config(path)
     path.write_text(json.dumps(FULL | {"seed": "x"}))
-    with pytest.raises(UsageError, match=r"trainer.json: config.seed: expected int"):
+    with pytest.raises(UsageError, match=r"trainer.json: config.seed: .*integer"):
         load_config(path)
 
 

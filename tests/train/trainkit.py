@@ -26,7 +26,11 @@ def config(root: Path | str = "/nonexistent", *, hidden: int = 16, layers: int =
     raw = {
         "model": {"init": init, "seed": 0},
         "weights_root": str(root),
-        "domains": {"a": {"advantage": {"level": "turn", "gamma": 0.8}}, "b": {}},
+        "domains": {
+            "a": {"advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain"}},
+            "b": {"advantage": {"level": "turn", "baseline": "domain"}},
+        },
+        "lr": 1e-3,
         "durable": False,
     }
     return parse_config(raw | changes)
