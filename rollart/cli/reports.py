@@ -97,6 +97,23 @@ def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None
     _print(replay(rows, found, wait_s=wait_s), output)
 
 
+@report.command()
+@run_argument
+@output_option
+@runs_option
+def bias(run: str | None, output: str, runs_dir: Path) -> None:
+    """Show whether what was trained is what was drawn, and what was lost to which reason: length, turns, difficulty and
+    reward per domain, each with a two-sample test. Of a real run, or of a simulation kept by `simulate --keep`."""
+    from rollart.ledger.reader import Reader
+    from rollart.report.bias import bias as summarize
+    from rollart.report.bias import drawn
+
+    directory = find_run(run, runs_dir)
+    with Reader(directory) as reader:
+        found, prompts = drawn(reader)
+    _print(summarize(directory.resolve().name, found, prompts), output)
+
+
 def show(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
     """Print several reports of one run as tables."""
     rows = _collect(directory)

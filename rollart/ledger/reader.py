@@ -19,9 +19,11 @@ from rollart.ports import Interval, RunEvent
 __all__ = [
     "FUNCTION_HEALTH",
     "OFFLOAD_STAGE",
+    "AttemptRow",
     "CallRow",
     "ChargeSum",
     "FinishedRow",
+    "GroupRow",
     "InvocationSum",
     "Reader",
     "RunFacts",
@@ -180,6 +182,29 @@ class RunFacts:
     live_samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """A training trajectory, whatever became of it. `sample` is the state of its sample, None if it left none."""
+
+    trajectory: str
+    domain: str
+    outcome: str
+    turns: int
+    action_tokens: int
+    score: float | None
+    sample: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group that was admitted, and what became of it; a `reason` where it was dropped."""
+
+    id: str
+    domain: str
+    state: int
+    reason: str
+
+
 class Reader:
     """Read-only view of one ledger; a consistent snapshot per query. UsageError if the directory holds none."""
 
@@ -260,6 +285,21 @@ class Reader:
                 WHERE t.outcome = '{FINISHED}' AND t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
             )
         ]
+
+    def attempts(self) -> list[AttemptRow]:
+        """Training trajectories in the order that they ended in; a member that was tried again has several."""
+        return [
+            AttemptRow(*row)
+            for row in self._query(
+                """SELECT t.id, t.domain, t.outcome, t.turns, t.action_tokens, t.score, s.state
+                FROM trajectories t LEFT JOIN samples s ON s.id = t.id
+                WHERE t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
+            )
+        ]
+
+    def groups(self) -> list[GroupRow]:
+        """Groups in the order that they were admitted in."""
+        return [GroupRow(*row) for row in self._query("SELECT id, domain, state, reason FROM groups ORDER BY rowid")]
 
     def trained(self) -> list[TrainedRow]:
         """What was trained into each version, by version."""

@@ -40,7 +40,7 @@ def test_a_page_beside_the_figures(rollart: Callable[..., Result], tmp_path: Pat
     assert drawn.code == 0, drawn.err
     assert "Who did what when" in headings(drawn.out)
     cost = rollart("report", "cost", "kept/sync-0", "-o", "html")
-    assert "Total" in headings(cost.out)
+    assert "Total of what is billed" in headings(cost.out)
     again = rollart(*common, "--policies", "sync,rollart", "--keep", "kept")
     assert again.code == 2
     assert again.err.startswith("rollart: kept/sync-0 holds something already")
@@ -58,6 +58,10 @@ def test_reports_of_a_kept_ledger_count_tokens_not_pieces(rollart: Callable[...,
     used = json.loads(rollart("report", "utilization", f"kept/{name}", "-o", "json").out)["tables"]
     (sampled,) = (row["count"] for row in used["rates"] if row["what"] == "sampled tokens")
     assert total["trajectories generated"] >= total["trajectories trained"] > 0
+    sets = json.loads(rollart("report", "bias", f"kept/{name}", "-o", "json").out)["tables"]["sets"]
+    trained = next(row for row in sets if row["set"] == "trained")
+    assert trained["trajectories"] == total["trajectories trained"]
+    assert trained["trajectories"] * trained["length"] == pytest.approx(total["trained tokens"])
     share = total["trained tokens"] / sampled
     assert 0.2 < share <= 1.0, "what is trained was sampled, and most of what is sampled is trained"
 

@@ -1,0 +1,263 @@
+"""What was trained beside what was drawn, and what was lost beside what was trained. Pure, from a ledger's rows.
+
+A schedule, a filter or a fault that loses trajectories by their length, turns, difficulty or reward trains another
+distribution than the data has. Each figure of each set is compared by a two-sample Kolmogorov–Smirnov test.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rollart.ledger.reader import AttemptRow, GroupRow, Reader
+from rollart.ledger.tables import CONSUMED, DROPPED, LIVE
+from rollart.model import AbortReason
+from rollart.report.rows import Cell, Column, Report, Table
+from rollart.runtime.rounds import AGAIN
+
+__all__ = ["DRAWN", "OPEN", "TRAINED", "Drawn", "bias", "distance", "drawn", "p_value"]
+
+DRAWN, TRAINED, OPEN = "drawn", "trained", "open"
+"""Sets beside the reasons of loss: the prompts whose fate is settled, what was trained of them, and the prompts that
+were still under way, or waited for training, when the run ended."""
+
+REPEATED = "repeated"
+"""Finished attempts that another attempt of the same member made superfluous."""
+
+NOT_ITS_OWN = frozenset({AbortReason.INFRA_FAULT, AbortReason.SHUTDOWN})
+"""Ends that cut a trajectory whatever it would have become: the next attempt stands for what was drawn."""
+
+FIGURES = ("length", "turns", "difficulty", "reward")
+
+CERTAIN = 0.01
+"""A difference is pointed out from this p-value on."""
+
+NOTES = (
+    "length: sampled tokens; of trajectories that were cut short it is what they had reached: at least so much",
+    "difficulty: mean reward of the scored trajectories of a prompt: the lower, the harder",
+    "drawn: of each member of a group its first attempt (the next one, where a fault or the end of the run cut it)",
+    "ks: largest distance of the two distributions; p: of chance, with prompts counted once (their members are alike); "
+    "of trained against drawn it is that of trained against the rest",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One attempt at a trajectory. `difficulty` is the mean reward of its prompt, `reward` its own, None where no
+    reward is known; `first` if it stands for what was drawn of its member."""
+
+    domain: str
+    prompt: str
+    fate: str
+    settled: bool
+    first: bool
+    cut: bool
+    length: int
+    turns: int
+    difficulty: float | None
+    reward: float | None
+
+
+Prompts: TypeAlias = Mapping[tuple[str, str], int]
+"""Prompts by (domain, fate)."""
+
+
+def drawn(reader: Reader) -> tuple[list[Drawn], Prompts]:
+    """Every attempt of a run, and its prompts by their last fate, those of which nothing began included."""
+    groups = {group.id: group for group in reader.groups()}
+    last: dict[str, GroupRow] = {}
+    for group in groups.values():
+        last[_prompt(group.id)] = group
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for group in last.values():
+        counts[group.domain.removesuffix(AGAIN), _group_fate(group)] += 1
+    attempts = reader.attempts()
+    scores: dict[str, list[float]] = defaultdict(list)
+    standing: dict[tuple[str, str], int] = {}
+    for n, attempt in enumerate(attempts):
+        prompt, member = _named(attempt)
+        if attempt.score is not None:
+            scores[prompt].append(attempt.score)
+        before = standing.get((prompt, member))
+        if before is None or attempts[before].outcome in NOT_ITS_OWN:
+            standing[prompt, member] = n
+    found = []
+    for n, attempt in enumerate(attempts):
+        prompt, member = _named(attempt)
+        own = scores[prompt]
+        found.append(
+            Drawn(
+                attempt.domain,
+                prompt,
+                _fate(attempt, groups.get(_group(attempt))),
+                settled=prompt in last and last[prompt].state != LIVE,
+                first=standing[prompt, member] == n,
+                cut=attempt.outcome != FINISHED,
+                length=attempt.action_tokens,
+                turns=attempt.turns,
+                difficulty=math.fsum(own) / len(own) if own else None,
+                reward=attempt.score,
+            )
+        )
+    return found, dict(counts)
+
+
+def bias(run: str, found: Sequence[Drawn], prompts: Prompts) -> Report:
+    """The bias report."""
+    sets = {domain: _sets(own) for domain, own in _by_domain(found).items()}
+    for domain, fate in prompts:
+        sets.setdefault(domain, {}).setdefault(fate, [])
+    return Report("bias", run, (_compared(sets), _described(sets, prompts)), NOTES)
+
+
+def distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """The Kolmogorov–Smirnov statistic: the largest difference of two empirical distributions, in O(n log n)."""
+    a, b = sorted(a), sorted(b)
+    return max(abs(bisect_right(a, x) / len(a) - bisect_right(b, x) / len(b)) for x in {*a, *b})
+
+
+def p_value(ks: float, n: int, m: int) -> float:
+    """Chance that two samples of n and m from one distribution are `ks` apart or more: Kolmogorov's limit with
+    Stephens' correction (1970), which is good to a few percent from n and m of about 20 on."""
+    size = math.sqrt(n * m / (n + m))
+    x = (size + 0.12 + 0.11 / size) * ks
+    if x < 0.3:  # the series does not converge there, and the value is 1 to five places
+        return 1.0
+    terms = ((-1) ** (k - 1) * math.exp(-2.0 * (k * x) ** 2) for k in range(1, 101))
+    return min(1.0, max(0.0, 2.0 * math.fsum(terms)))
+
+
+def _compared(sets: Mapping[str, Mapping[str, Sequence[Drawn]]]) -> Table:
+    columns = (
+        Column("domain"), Column("set"), Column("against"), Column("figure"), Column("mean", "number"),
+        Column("mean_against", "number"), Column("difference", "share"), Column("ks", "number"), Column("p", "number"),
+        Column("finding", wrap=True),
+    )  # fmt: skip
+    rows: list[tuple[Cell, ...]] = []
+    for domain, own in sets.items():
+        for fate in own:
+            if fate not in (DRAWN, OPEN):
+                against = DRAWN if fate == TRAINED else TRAINED
+                rows += [
+                    (domain, fate, against, figure, *row)
+                    for figure in FIGURES
+                    if (row := _test(figure, fate, own[fate], own.get(against, ()))) is not None
+                ]
+    return Table("bias", "Trained against drawn, and what was lost against trained", columns, tuple(rows))
+
+
+def _test(figure: str, fate: str, some: Sequence[Drawn], others: Sequence[Drawn]) -> tuple[Cell, ...] | None:
+    a, b = _values(some, figure), _values(others, figure)
+    if not a or not b:
+        return None
+    ks = distance(a, b)
+    rest, apart = others, ks
+    if fate == TRAINED:
+        # The drawn are the trained and the rest, so that the rest is apart from the trained by more than the drawn are.
+        rest = [one for one in others if one.fate != TRAINED]
+        left = _values(rest, figure)
+        apart = distance(a, left) if left else 0.0
+    p = p_value(apart, _prompts(some, figure), _prompts(rest, figure)) if apart else 1.0
+    mean, against = math.fsum(a) / len(a), math.fsum(b) / len(b)
+    difference = mean / against - 1.0 if against else None
+    finding = ""
+    if p < CERTAIN:
+        more = "higher" if mean > against else "lower" if mean < against else "spread otherwise"
+        finding = (
+            f"{figure} of {fate} is {more}" if fate == TRAINED else f"{fate} is no random loss: {figure} is {more}"
+        )
+    return (mean, against, difference, ks, p, finding)
+
+
+def _described(sets: Mapping[str, Mapping[str, Sequence[Drawn]]], prompts: Prompts) -> Table:
+    columns = (
+        Column("domain"), Column("set"), Column("prompts", "count"), Column("trajectories", "count"),
+        Column("cut_short", "share"), Column("length", "number"), Column("length_p50", "number"),
+        Column("length_p90", "number"), Column("turns", "number"), Column("difficulty", "number"),
+        Column("reward", "number"),
+    )  # fmt: skip
+    rows: list[tuple[Cell, ...]] = []
+    for domain, own in sets.items():
+        settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate != OPEN)
+        for fate, some in own.items():
+            lengths = sorted(_values(some, "length"))
+            rows.append((
+                domain, fate, settled if fate == DRAWN else prompts.get((domain, fate), 0), len(some),
+                sum(one.cut for one in some) / len(some) if some else None,
+                _mean(lengths), _quantile(lengths, 0.5), _quantile(lengths, 0.9),
+                *(_mean(_values(some, figure)) for figure in FIGURES[1:]),
+            ))  # fmt: skip
+    title = "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)"
+    return Table("sets", title, columns, tuple(rows))
+
+
+def _sets(own: Sequence[Drawn]) -> dict[str, list[Drawn]]:
+    """Drawn and trained first, then losses by name, then what is open."""
+    found: dict[str, list[Drawn]] = {DRAWN: [one for one in own if one.first and one.settled], TRAINED: []}
+    by_fate: dict[str, list[Drawn]] = defaultdict(list)
+    for one in own:
+        by_fate[one.fate].append(one)
+    still = by_fate.pop(OPEN, None)
+    found[TRAINED] = by_fate.pop(TRAINED, [])
+    found |= dict(sorted(by_fate.items()))
+    return found if still is None else found | {OPEN: still}
+
+
+def _by_domain(found: Iterable[Drawn]) -> dict[str, list[Drawn]]:
+    domains: dict[str, list[Drawn]] = defaultdict(list)
+    for one in found:
+        domains[one.domain].append(one)
+    return dict(sorted(domains.items()))
+
+
+FINISHED = "finished"
+
+
+def _fate(attempt: AttemptRow, group: GroupRow | None) -> str:
+    """What became of an attempt; of those that went with their group, what became of the group."""
+    if attempt.outcome not in (FINISHED, AbortReason.GROUP_DROPPED):
+        return OPEN if attempt.outcome == AbortReason.SHUTDOWN else attempt.outcome
+    if attempt.sample == CONSUMED:
+        return TRAINED
+    fate = str(AbortReason.GROUP_DROPPED) if group is None else _group_fate(group)
+    return REPEATED if fate == TRAINED else fate
+
+
+def _group_fate(group: GroupRow) -> str:
+    if group.state == DROPPED:
+        return group.reason or str(AbortReason.GROUP_DROPPED)
+    return TRAINED if group.state == CONSUMED else OPEN
+
+
+def _group(attempt: AttemptRow) -> str:
+    return attempt.trajectory.rpartition(".")[0]
+
+
+def _prompt(group: str) -> str:
+    return group.partition(AGAIN)[0]
+
+
+def _named(attempt: AttemptRow) -> tuple[str, str]:
+    """The prompt, and the member of its group: `lake-7~2.3r2` is member 3 of prompt `lake-7`."""
+    group, _, member = attempt.trajectory.rpartition(".")
+    return _prompt(group), member.partition("r")[0]
+
+
+def _values(some: Iterable[Drawn], figure: str) -> list[float]:
+    return [float(value) for one in some if (value := getattr(one, figure)) is not None]
+
+
+def _prompts(some: Iterable[Drawn], figure: str) -> int:
+    return len({one.prompt for one in some if getattr(one, figure) is not None})
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
