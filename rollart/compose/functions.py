@@ -34,6 +34,7 @@ __all__ = [
     "function_hosts",
     "host_names",
     "in_their_place",
+    "provider_run",
 ]
 
 ROLE = "reward"
@@ -170,6 +171,15 @@ def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = 
     machines = math.ceil(there / (pool.devices_per_host or pool.count))
     workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
     return len(_given(resolved)) or max(1, min(machines, workers))
+
+
+def provider_run(directory: Path) -> str:
+    """The run's id at providers of functions: its name, and what no other run of the account has. A resume keeps it."""
+    named = directory / "functions" / "run"
+    if not named.exists():
+        named.parent.mkdir(parents=True, exist_ok=True)
+        named.write_text(f"{directory.name}-{secrets.token_hex(4)}")
+    return named.read_text().strip()
 
 
 def _given(resolved: Resolved) -> list[Assignment]:

@@ -212,16 +212,17 @@ def backend(
     root: Path | None = None,
     allow_unsafe: bool = False,
     hosts: WorkerHosts | None = None,
+    run: str = "",
 ) -> Backend:
-    """Where calls go, not open yet. `root` keeps logs of local workers; `hosts` have them, if there are any. SpecError
-    for settings that are none."""
+    """Where calls go, not open yet. `root` keeps logs of local workers; `hosts` have them, if there are any; `run` is
+    the caller's id, which no other run of the provider's account has ('' makes one). SpecError for wrong settings."""
     with translated():
         if provider == "local":
             return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
         if provider == "aws_lambda":
             from serverless.backends.aws_lambda import AwsLambdaBackend
 
-            return AwsLambdaBackend(_aws(settings), meter=meter)
+            return AwsLambdaBackend(_aws(settings), meter=meter, run=run)
         if provider == "modal":
             from serverless.backends.modal_functions import ModalBackend
 

@@ -20,7 +20,7 @@ from rollart.compose.clusters import opened
 from rollart.compose.elastic import elastic_planner, nodes_of
 from rollart.compose.environments import environment_fleet, hosted
 from rollart.compose.fleet import LocalSite
-from rollart.compose.functions import function_fleet
+from rollart.compose.functions import function_fleet, provider_run
 from rollart.compose.metering import CallsToLedger, record_offload
 from rollart.compose.other_parts import clocks_of_others
 from rollart.compose.parallelism import lending_settings, served_settings
@@ -159,7 +159,14 @@ class Parts:
         """The reward functions are deployed while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
         meter, plan = Seen(CallsToLedger(self.ledger)), reward_plan(self.resolved)
-        at = functools.partial(backend, meter=meter, root=root, allow_unsafe=spec.allow_unsafe, hosts=self.workers)
+        at = functools.partial(
+            backend,
+            meter=meter,
+            root=root,
+            allow_unsafe=spec.allow_unsafe,
+            hosts=self.workers,
+            run=provider_run(self.directory),
+        )
         for name, why in rewards.why.items():
             self.say("reward_beside", name, why=why)
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:

@@ -126,8 +126,8 @@ def log_statement(log_groups: Sequence[Any]) -> dict[str, Any]:
 
 
 def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], bucket: Any, objects: Any) -> list[Any]:
-    """What a run needs: to call the functions, if there are any, to see that they are what it would deploy, and to move
-    weights."""
+    """What a run needs: to call the functions, if there are any, to see that they are what it would deploy, to keep an
+    alias of its own of each with its warm environments, and to move weights."""
     if not functions:
         return _weight_statements(bucket, objects)
     return [
@@ -137,7 +137,16 @@ def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], buck
             "Effect": "Allow",
             "Action": [
                 "lambda:GetFunction", "lambda:GetFunctionConcurrency", "lambda:GetFunctionConfiguration",
-                "lambda:GetProvisionedConcurrencyConfig", "lambda:ListVersionsByFunction",
+                "lambda:GetProvisionedConcurrencyConfig", "lambda:ListAliases", "lambda:ListVersionsByFunction",
+            ],
+            "Resource": [*functions, *aliases],
+        },
+        {
+            "Sid": "OwnAlias",
+            "Effect": "Allow",
+            "Action": [
+                "lambda:CreateAlias", "lambda:UpdateAlias", "lambda:DeleteAlias",
+                "lambda:PutProvisionedConcurrencyConfig", "lambda:DeleteProvisionedConcurrencyConfig",
             ],
             "Resource": [*functions, *aliases],
         },

@@ -1,4 +1,4 @@
-"""Functions on AWS Lambda: deployed by `AwsDeployer`, called by their alias over aiobotocore.
+"""Functions on AWS Lambda: deployed by `AwsDeployer`, called by an alias of the run's own over aiobotocore.
 
 Retries are the caller's: with boto's defaults one call of a function slower than the read time-out is executed, and
 billed, five times. Lambda cannot end a call: one that nobody waits for any more runs on, and its bill is awaited.
@@ -7,21 +7,21 @@ billed, five times. Lambda cannot end a call: one that nobody waits for any more
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serverless.backends.aws_answers import Report, function_fault, report, service_fault
 from serverless.backends.base import Load, Reply
-from serverless.deploy.aws import PROVIDER, AwsDeployer
-from serverless.deploy.aws_control import ALIAS
+from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, Pin
 from serverless.deploy.aws_session import library, translation
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, ServerlessError, UnknownFunction
 from serverless.meter import MeterSink, NullMeter, billed_seconds
-from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 __all__ = ["AwsLambdaBackend"]
@@ -37,10 +37,17 @@ _LONGEST_S = 900.0 + _GRACE_S
 
 @dataclass(slots=True, eq=False)
 class _Gate:
-    """Admission of one function: `slots` calls run at Lambda, in order of arrival; `waiting` counts those before."""
+    """A function and the version of it that is called. `slots` calls run at Lambda, in order of arrival; `waiting`
+    counts those before. `package` is None for a function that was not deployed from here."""
 
-    spec: FunctionSpec
+    name: str
+    package: Package | None
+    pin: Pin
     slots: asyncio.Semaphore
+    queue: int
+    timeout_s: float
+    memory_mb: int
+    repair: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
     running: int = 0
 
@@ -49,17 +56,12 @@ class _Gate:
 class _Call:
     """A call on its way. `left` is why its caller went, '' while it waits."""
 
-    function: str
     gate: _Gate
     payload: bytes
     items: int
     cause: Cause
     sent: bool = False
     left: str = ""
-
-    @property
-    def spec(self) -> FunctionSpec:
-        return self.gate.spec
 
     def forgotten(self) -> None:
         """It ended; if before it was sent, it waits no more."""
@@ -72,7 +74,8 @@ class AwsLambdaBackend:
 
     `invoke` may be called by any number of tasks; each is unblocked by Lambda's answer, its deadline, the function's
     limit and some grace, or its cancellation. Invariants: one request per `invoke`, sent once; at most `concurrency`
-    calls of a function at Lambda, those whose caller has gone included, and `queue` before them; one record to the
+    calls of a function at Lambda, those whose caller has gone included, and `queue` before them; only the version that
+    `deploy` named answers (an answer of another one is a fault, and the alias is set anew); one record to the
     meter per request that Lambda took, with what its REPORT line says, also for a call whose caller has gone (its
     status is then `cancelled` or `deadline`). Without a REPORT line (a connection that broke, a backend closed before
     the answer) the record holds the seconds until then, as an estimate, and no `provider_id`.
@@ -82,7 +85,8 @@ class AwsLambdaBackend:
     calls_included = False
     """Provisioned concurrency has a price of its own, beside that of the calls."""
 
-    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None) -> None:
+    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None, run: str = "") -> None:
+        """`run` is the caller's id, which no other run in the account has; '' makes one. See `AwsDeployer.pin`."""
         self.settings = settings or AwsSettings()
         self._meter = meter or NullMeter()
         self.deployer = AwsDeployer(self.settings, meter=self._meter)
@@ -91,30 +95,41 @@ class AwsLambdaBackend:
         self._context: Any = None
         self._client: Any = None
         self._left: set[asyncio.Task[Reply | ServerlessError]] = set()
+        self._run = run or secrets.token_hex(8)
+        self._renewing: asyncio.Task[None] | None = None
 
     async def deploy(self, package: Package) -> None:
-        """Nothing but a look where the current version already is this one."""
-        await self.deployer.deploy(package)
-        gate = self._gates.get(package.spec.name)
-        if gate is None or gate.spec != package.spec:
-            self._gates[package.spec.name] = _Gate(package.spec, asyncio.Semaphore(package.spec.concurrency))
+        """Calls go to this version from now on. It becomes current (`live`) only if the function has no current one."""
+        spec, known = package.spec, self._gates.get(package.spec.name)
+        pin = await self.deployer.pin(package, self._run)
+        if known is not None and known.package is not None and known.package.spec == spec:
+            known.package, known.pin = package, pin
+            return
+        self._gates[spec.name] = _Gate(
+            spec.name, package, pin, asyncio.Semaphore(spec.concurrency), spec.queue, spec.timeout_s, spec.memory_mb
+        )
+
+    async def attach(self, function: str) -> None:
+        """Calls go to the version that is current now. `UnknownFunction` if there is none."""
+        pin = await self.deployer.current(function)
+        slots = asyncio.Semaphore(self.settings.connections)
+        self._gates[function] = _Gate(
+            function, None, pin, slots, self.settings.connections, pin.timeout_s, pin.memory_mb
+        )
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
     ) -> Reply:
-        gate = self._gates.get(function)
-        if gate is None:
-            known = ", ".join(self._gates) or "none"
-            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        gate = self._gate(function)
         if self._group is None:
             raise BackendFailed("the AWS Lambda backend is not open", remedy="use `async with`")
         payload = _encode(event)
         if isinstance(payload, InfraFault):
             return Reply(fault=payload)
-        if gate.waiting >= gate.spec.queue:
-            detail = f"{gate.spec.queue} calls wait for {function}"
+        if gate.waiting >= gate.queue:
+            detail = f"{gate.queue} calls wait for {function}"
             return Reply(fault=InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE))
-        call = _Call(function, gate, payload, len(event), cause)
+        call = _Call(gate, payload, len(event), cause)
         gate.waiting += 1
         task = self._group.create_task(self._call(call))
         # Not a `finally` of the task: one that is cancelled before its first step runs none of its code.
@@ -139,11 +154,11 @@ class AwsLambdaBackend:
 
     async def provisioned(self, function: str) -> int:
         """Provisioned concurrency of the alias that calls go to."""
-        return (await self.deployer.scale(function)).warm
+        return await self.deployer.warm(self._gate(function).pin)
 
     async def provision(self, function: str, workers: int) -> None:
         """Set it, and wait until it stands (minutes on AWS, at most three). Calls do not wait for this."""
-        await self.deployer.scale(function, warm=workers)
+        await self.deployer.set_warm(self._gate(function).pin, workers)
 
     async def __aenter__(self) -> AwsLambdaBackend:
         await self.deployer.__aenter__()
@@ -169,13 +184,15 @@ class AwsLambdaBackend:
             raise ours from error
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
+        self._renewing = self._group.create_task(self._renew(), name="leases of aliases")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Waits at most `drain_s` for the bills of calls whose callers have gone."""
+        """Waits at most `drain_s` for the bills of calls whose callers have gone. Removes the run's aliases."""
         group, self._group = self._group, None
-        if group is None:
+        if group is None or self._renewing is None:
             return
+        self._renewing.cancel()
         try:
             try:
                 async with asyncio.timeout(self.settings.drain_s):
@@ -185,9 +202,40 @@ class AwsLambdaBackend:
         finally:
             for task in self._left:
                 task.cancel()
-            await group.__aexit__(None, None, None)
-            await self._context.__aexit__(None, None, None)
-            await self.deployer.__aexit__()
+            try:
+                await group.__aexit__(None, None, None)
+                for gate in self._gates.values():
+                    if gate.package is not None:
+                        with contextlib.suppress(ServerlessError):  # its lease ends it
+                            await self.deployer.unpin(gate.pin)
+            finally:
+                await self._context.__aexit__(None, None, None)
+                await self.deployer.__aexit__()
+
+    def _gate(self, function: str) -> _Gate:
+        gate = self._gates.get(function)
+        if gate is None:
+            known = ", ".join(self._gates) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        return gate
+
+    async def _renew(self) -> None:
+        """Until cancelled. What fails is tried again: a lease outlasts three attempts."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4.0)
+            for gate in list(self._gates.values()):
+                with contextlib.suppress(ServerlessError):
+                    await self._pin_again(gate, gate.pin)
+
+    async def _pin_again(self, gate: _Gate, seen: Pin) -> None:
+        """Set the alias to the version of the package, unless that was done since `seen`."""
+        async with gate.repair:
+            if gate.pin is not seen:
+                return
+            if gate.package is None:
+                gate.pin = await self.deployer.current(gate.name)
+            else:
+                gate.pin = await self.deployer.pin(gate.package, self._run, existing=True)
 
     def _leave(self, call: _Call, task: asyncio.Task[Reply | ServerlessError], why: str) -> None:
         """The caller goes. What Lambda has runs to its end there; what waits is forgotten."""
@@ -214,16 +262,17 @@ class AwsLambdaBackend:
         """One request and its answer. A mistake of the caller is returned, not raised: the group stays whole."""
         now = asyncio.get_running_loop().time
         t0 = now()
+        gate, pin = call.gate, call.gate.pin
         told: Report | None = None
         fault: InfraFault | None = None
         body: object = None
-        taken = True
+        taken, moved = True, False
         version = ""
         try:
-            async with asyncio.timeout(call.spec.timeout_s + _GRACE_S):
+            async with asyncio.timeout(gate.timeout_s + _GRACE_S):
                 answer = await self._client.invoke(
-                    FunctionName=self.settings.function_name(call.function),
-                    Qualifier=ALIAS,
+                    FunctionName=self.settings.function_name(gate.name),
+                    Qualifier=pin.qualifier,
                     LogType="Tail",
                     Payload=call.payload,
                 )
@@ -232,31 +281,41 @@ class AwsLambdaBackend:
             told = report(answer.get("LogResult", ""))
             version = str(answer.get("ExecutedVersion", ""))
             fault, body = (function_fault(data, told), None) if "FunctionError" in answer else _body(data)
+            moved = version != pin.number
+            if moved:
+                fault = _other_version(pin, version)
         except asyncio.CancelledError:
             call.left = call.left or "cancelled"
             raise
         except Exception as error:
-            found = _transport(error, call.function)
+            found = _transport(error, gate.name)
             if isinstance(found, ServerlessError):
                 taken = False
-                return found
+                if not isinstance(found, UnknownFunction):
+                    return found
+                moved, found = True, (_other_version(pin, ""), False)
             fault, taken = found
         finally:
             bill = self._bill(call, t0, now(), told, version, fault) if taken else None
+        if moved:
+            try:
+                await self._pin_again(gate, pin)
+            except ServerlessError as error:
+                return error
         return Reply(body if fault is None else None, fault, bill)
 
     def _bill(
         self, call: _Call, t0: float, t1: float, told: Report | None, version: str, fault: InfraFault | None
     ) -> Invocation:
         bill = Invocation(
-            function=call.function,
+            function=call.gate.name,
             provider=self.provider,
-            worker=f"{self.provider}/{call.function}" + (f"/{version}" if version else ""),
+            worker=f"{self.provider}/{call.gate.name}" + (f"/{version}" if version else ""),
             t0=t0,
             t1=t1,
             cold_start_s=told.init_s if told else 0.0,
             billed_s=told.billed_s if told else billed_seconds(t1 - t0),
-            memory_mb=told.memory_mb if told else call.spec.memory_mb,
+            memory_mb=told.memory_mb if told else call.gate.memory_mb,
             items=call.items,
             status=call.left or (str(fault.kind) if fault else "ok"),
             cause=call.cause,
@@ -264,6 +323,13 @@ class AwsLambdaBackend:
         )
         self._meter.invocation(bill)
         return bill
+
+
+def _other_version(pin: Pin, version: str) -> InfraFault:
+    """The alias names another version than it was given, or is gone: whatever was answered is not this run's."""
+    now = f"version {version} answered" if version else "it is gone"
+    detail = f"{pin.function}: {pin.qualifier} was set to version {pin.number}, but {now}: it is set anew"
+    return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
 
 
 def _encode(event: Sequence[dict[str, Any]]) -> bytes | InfraFault:

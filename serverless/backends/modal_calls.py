@@ -82,7 +82,7 @@ async def call_pinned(
         raise
     except Exception as error:
         return Answered(fault=modal_client.fault_of(error))
-    return _read(given)
+    return _read(given, target)
 
 
 async def _cancellable(handle: Any, payload: bytes) -> object:
@@ -110,8 +110,9 @@ async def _settled(work: Awaitable[Any]) -> Any:
         return error
 
 
-def _read(given: object) -> Answered:
-    """The container's envelope. Its code may be a policy's: every part of it is checked."""
+def _read(given: object, target: Pinned) -> Answered:
+    """The container's envelope. Its code may be a policy's: every part of it is checked. One that was deployed by an
+    older version of this package does not name its version."""
     answer = _envelope(given)
     if answer is None:
         detail = f"the container's answer is not the handler's: {given!r:.80}"
@@ -122,6 +123,10 @@ def _read(given: object) -> Answered:
         run_s=_seconds(answer.get("run_s")),
         init_s=_seconds(answer.get("init_s")),
     )
+    version = str(answer.get("version", target.version))
+    if version != target.version:
+        detail = f"{target.name}: version {target.version[:12]} was called, but {version[:12]} answered"
+        return replace(measured, fault=InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
     if "fault" not in answer:
         return replace(measured, body=answer["body"])
     fault = answer["fault"]

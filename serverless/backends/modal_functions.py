@@ -1,6 +1,7 @@
 """Calls functions on Modal: `Backend` over the public Modal client.
 
-A function's version is looked up once and pinned: a deployment that others make meanwhile changes nothing in a run.
+A function's version is pinned when it is deployed, and looked up once where it is not deployed from here: a deployment
+that others make meanwhile changes nothing in a run. An answer of another version is a fault.
 See `modal_client` for what keeps pickles out.
 """
 
@@ -77,8 +78,10 @@ class ModalBackend:
             await self._target(name)
             return
         deployed = await self._deployer.deploy(package)
-        if (known := self._pinned.get(name)) is not None and str(known.number) != deployed.provider_version:
-            del self._pinned[name]
+        number, known = int(deployed.provider_version), self._pinned.get(name)
+        if known is None or known.number != number:
+            with modal_client.translated():
+                self._pinned[name] = await pin(self._open(), name, number, package.version)
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL

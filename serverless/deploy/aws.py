@@ -2,13 +2,21 @@
 
 A function is `<prefix><name>`; each package is a published version, whose description holds the package's digest, and
 the alias `live` names the current one. Versions are immutable, so a rollback moves the alias and nothing else.
+
+A run calls an alias of its own, `run-<id>`, which names the version of its package whatever becomes current meanwhile.
+Its description holds a lease that the run renews: an alias whose lease has ended is removed by the next deployment or
+run of the function. A version that an alias names is never pruned.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import hashlib
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from serverless.backends.aws_answers import Report
@@ -18,17 +26,38 @@ from serverless.deploy.aws_control import ALIAS, Control, SmokeFailed, Version
 from serverless.deploy.aws_session import library
 from serverless.deploy.aws_settings import AwsSettings, configuration
 from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, SpecInvalid, UnknownFunction
+from serverless.errors import BackendFailed, ServerlessError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
 from serverless.types import Cause, Invocation
 
-__all__ = ["AwsDeployer", "AwsSettings"]
+__all__ = ["LEASE_S", "AwsDeployer", "AwsSettings", "Pin"]
 
 T = TypeVar("T")
 
 PROVIDER = "aws_lambda"
 
+LEASE_S = 3600.0
+"""How long the alias of a run stays after its last renewal. The warm environments of a run that was killed cost money
+until then."""
+
+_RUN = "run-"
+_LEASE = re.compile(r"^rollart: lease until (\S+)$")
+_ALIAS_NAME = 128
+
 _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)", "Timeout": "time limit (s)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A version that is called. `alias` names it. Calls go to `qualifier`: that alias, or another one of the same
+    version if it has the warm environments, which Lambda gives to one alias of a version. Only `number` may answer."""
+
+    function: str
+    alias: str
+    qualifier: str
+    number: str
+    timeout_s: float
+    memory_mb: int
 
 
 class AwsDeployer:
@@ -65,6 +94,51 @@ class AwsDeployer:
             for trial in trials:
                 self._bill(package, trial, t0, loop.time())
 
+    async def pin(self, package: Package, run: str, *, existing: bool = False) -> Pin:
+        """Let the alias of a run name the package's version, for `LEASE_S` from now. The version is published and tried
+        if it is not there; it does not become current unless none is. `warm` of the package is kept by that alias.
+        `existing`: `UnknownFunction` if the function is not there at all."""
+        name, wanted = self._named(package.spec.name), configuration(package.spec, self.settings)
+        trials: list[Report] = []
+        loop = asyncio.get_running_loop()
+        t0 = loop.time()
+
+        def step(control: Control) -> Pin:
+            if existing and not control.ours(name):
+                raise UnknownFunction(f"{package.spec.name} is gone from AWS", remedy="deploy it again")
+            return self._pin(control, name, package, wanted, trials, _run_alias(run))
+
+        try:
+            return await self._run(step)
+        finally:
+            for trial in trials:
+                self._bill(package, trial, t0, loop.time())
+
+    async def current(self, function: str) -> Pin:
+        """The version that is current now."""
+
+        def read(control: Control) -> Pin:
+            return _pinned(function, ALIAS, ALIAS, self._live(control, function))
+
+        return await self._run(read)
+
+    async def unpin(self, pin: Pin) -> None:
+        """Remove the alias of a run, with its warm environments."""
+        await self._run(lambda control: control.remove_alias(self._named(pin.function), pin.alias))
+
+    async def warm(self, pin: Pin) -> int:
+        """Provisioned concurrency of the alias that calls go to."""
+        return await self._run(lambda control: control.warm(self._named(pin.function), pin.qualifier))
+
+    async def set_warm(self, pin: Pin, count: int) -> None:
+        name = self._named(pin.function)
+
+        def change(control: Control) -> None:
+            if count or control.warm(name, pin.qualifier):
+                control.set_warm(name, count, pin.qualifier)
+
+        await self._run(change)
+
     async def functions(self) -> Sequence[Deployed]:
         def read(control: Control) -> list[Deployed]:
             found = [(name, control.live(name)) for name in control.names()]
@@ -88,7 +162,7 @@ class AwsDeployer:
         name = self._named(function)
 
         def move(control: Control) -> Deployed:
-            chosen = _choose(function, control.versions(name), control.live(name), version)
+            chosen = _choose(function, control.versions(name), control.live(name), version, control.deployed(name))
             control.point(name, chosen)
             return self._deployed(control, name, chosen, chosen)
 
@@ -198,6 +272,8 @@ class AwsDeployer:
         self, control: Control, name: str, package: Package, wanted: dict[str, Any], trials: list[Report]
     ) -> Deployed:
         exists, live = control.ours(name), control.live(name)
+        if exists:
+            self._remove_expired(control, name)
         if live is None or not live.runs(package.version, wanted, self.settings):
             live = self._advance(control, name, package, wanted, trials, exists=exists)
         spec = package.spec
@@ -218,8 +294,50 @@ class AwsDeployer:
         exists: bool,
     ) -> Version:
         """Publish the package (or find it among the versions kept), try it, make it current, prune."""
+        version = self._published(control, name, package, wanted, trials, exists=exists, tried=frozenset())
+        control.point(name, version)
+        self._prune(control, name)
+        return version
+
+    def _pin(
+        self, control: Control, name: str, package: Package, wanted: dict[str, Any], trials: list[Report], alias: str
+    ) -> Pin:
+        exists = control.ours(name)
+        if exists:
+            self._remove_expired(control, name)
+        named = {one.number for one in control.aliases(name)}
+        version = self._published(control, name, package, wanted, trials, exists=exists, tried=named)
+        until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LEASE_S)
+        control.name(name, alias, version.number, f"rollart: lease until {until.isoformat(timespec='seconds')}")
+        if control.live(name) is None:
+            control.point(name, version)
+        if version.number not in named:
+            self._prune(control, name)
+        qualifier = alias
+        if package.spec.warm:
+            same = [one.name for one in control.aliases(name) if one.number == version.number]
+            holders = [one for one in same if control.warm(name, one)]
+            if not holders:
+                control.set_warm(name, package.spec.warm, alias)
+            qualifier = alias if alias in holders or not holders else holders[0]
+        return _pinned(package.spec.name, alias, qualifier, version)
+
+    def _published(
+        self,
+        control: Control,
+        name: str,
+        package: Package,
+        wanted: dict[str, Any],
+        trials: list[Report],
+        *,
+        exists: bool,
+        tried: frozenset[str] | set[str],
+    ) -> Version:
+        """The package's version: one that is kept, or a new one. It is tried unless its number is in `tried`."""
         kept = control.versions(name) if exists else []
         known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
+        if known is not None and known.number in tried:
+            return known
         if known is not None:
             number = known.number
         else:
@@ -241,12 +359,29 @@ class AwsDeployer:
             ) from None
         if trial is not None:
             trials.append(trial)
-        version = next(v for v in control.versions(name) if v.number == number)
-        control.point(name, version)
-        for old in control.versions(name)[self.settings.keep_versions :]:
-            if old.number != number:
-                control.remove(name, old.number)
-        return version
+        return next(v for v in control.versions(name) if v.number == number)
+
+    def _prune(self, control: Control, name: str) -> None:
+        """Keep `keep_versions` of the versions that were current, as many that only runs called, and each that an alias
+        names."""
+        named = {alias.number for alias in control.aliases(name)}
+        deployed = set(control.deployed(name))
+        versions = control.versions(name)
+        for group in ([v for v in versions if v.number in deployed], [v for v in versions if v.number not in deployed]):
+            for old in group[self.settings.keep_versions :]:
+                if old.number not in named:
+                    control.remove(name, old.number)
+
+    def _remove_expired(self, control: Control, name: str) -> None:
+        """Aliases of runs that have not renewed their leases. One that cannot be removed is left to the next."""
+        now = datetime.datetime.now(datetime.UTC)
+        for alias in control.aliases(name):
+            found = _LEASE.match(alias.description) if alias.name.startswith(_RUN) else None
+            if found is None:
+                continue
+            with contextlib.suppress(ServerlessError, ValueError):
+                if datetime.datetime.fromisoformat(found[1]) < now:
+                    control.remove_alias(name, alias.name)
 
     def _live(self, control: Control, function: str) -> Version:
         live = control.live(self._named(function))
@@ -288,8 +423,22 @@ class AwsDeployer:
         )
 
 
-def _choose(function: str, kept: list[Version], live: Version | None, wanted: str) -> Version:
-    """The version to go back to: the newest one older than the current, or that whose digest starts so."""
+def _run_alias(run: str) -> str:
+    """The alias of a run's id: Lambda takes letters, digits, `-` and `_`."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", run)
+    if plain != run or len(_RUN + plain) > _ALIAS_NAME:
+        plain = f"{plain[: _ALIAS_NAME - len(_RUN) - 9]}-{hashlib.sha256(run.encode()).hexdigest()[:8]}"
+    return _RUN + plain
+
+
+def _pinned(function: str, alias: str, qualifier: str, version: Version) -> Pin:
+    settings = version.settings
+    return Pin(function, alias, qualifier, version.number, float(settings["Timeout"]), int(settings["MemorySize"]))
+
+
+def _choose(function: str, kept: list[Version], live: Version | None, wanted: str, deployed: Sequence[str]) -> Version:
+    """The version to go back to: the newest one older than the current of those that were current (`deployed`), or that
+    whose digest starts so."""
     if not kept:
         raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
     known = ", ".join(f"{v.digest[:12]} (version {v.number})" for v in kept)
@@ -299,7 +448,7 @@ def _choose(function: str, kept: list[Version], live: Version | None, wanted: st
             what = "no" if not found else "more than one"
             raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
         return next(iter(found.values()))
-    older = [v for v in kept if live is None or int(v.number) < int(live.number)]
+    older = [v for v in kept if v.number in deployed and (live is None or int(v.number) < int(live.number))]
     if not older:
         raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
     return older[0]

@@ -16,12 +16,17 @@ from serverless.deploy.aws_session import Clients, code, translated
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
 
-__all__ = ["ALIAS", "Control", "Version"]
+__all__ = ["ALIAS", "Alias", "Control", "Version"]
 
 T = TypeVar("T")
 
 ALIAS = "live"
-"""Calls go to this alias; deployments and rollbacks move it."""
+"""Names the current version: deployments and rollbacks move it. A run calls an alias of its own."""
+
+_CURRENT = "rollart: current were "
+"""Begins the description of the alias `live`; the numbers of the versions that it has named follow."""
+_CURRENT_MOST = 30
+"""Numbers in that description, which has at most 256 characters."""
 
 _MARK = "rollart:"
 _DIGEST_TAG = "rollart:digest"
@@ -65,6 +70,15 @@ class Version:
         return ":".join(self.arn.split(":")[:7])
 
 
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name of a version. `number` is Lambda's number of that."""
+
+    name: str
+    number: str
+    description: str
+
+
 class Control:
     """Owns the boto3 clients. Used from one thread at a time; `stop`, from any, ends its waits."""
 
@@ -101,6 +115,24 @@ class Control:
             except self._lambda.exceptions.ResourceNotFoundException:
                 return []
         return sorted((v for v in found if v.digest), key=lambda v: -int(v.number))
+
+    def aliases(self, name: str) -> list[Alias]:
+        """None if there is no such function."""
+        with translated(f"listing aliases of {name}"):
+            try:
+                pages = self._lambda.get_paginator("list_aliases").paginate(FunctionName=name)
+                found = [one for page in pages for one in page["Aliases"]]
+            except self._lambda.exceptions.ResourceNotFoundException:
+                return []
+        return [Alias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
+
+    def deployed(self, name: str) -> list[str]:
+        """Numbers of the versions that were current at some time, the oldest first. Where the alias does not say, those
+        of all versions."""
+        for alias in self.aliases(name):
+            if alias.name == ALIAS and alias.description.startswith(_CURRENT):
+                return alias.description.removeprefix(_CURRENT).split()
+        return [version.number for version in reversed(self.versions(name))]
 
     def names(self) -> list[str]:
         """Lambda functions with the prefix."""
@@ -214,14 +246,30 @@ class Control:
 
     def point(self, name: str, version: Version) -> None:
         """Make a version current."""
+        numbers = [n for n in self.deployed(name) if n != version.number][1 - _CURRENT_MOST :]
+        self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
+        with translated(f"tagging {name}"):
+            self._lambda.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
+
+    def name(self, name: str, alias: str, number: str, description: str) -> None:
+        """Let an alias name a version; it is made where there is none."""
         function = self._lambda
-        target = {"FunctionName": name, "Name": ALIAS, "FunctionVersion": version.number}
-        with translated(f"moving {name}:{ALIAS} to {version.number}"):
+        target = {"FunctionName": name, "Name": alias, "FunctionVersion": number, "Description": description}
+        with translated(f"moving {name}:{alias} to {number}"):
             try:
                 self._unconflicted(lambda: function.update_alias(**target, RoutingConfig={}))
             except function.exceptions.ResourceNotFoundException:
                 function.create_alias(**target)
-            function.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
+
+    def remove_alias(self, name: str, alias: str) -> None:
+        """With its warm environments. Nothing if it is gone."""
+        with translated(f"deleting {name}:{alias}"):
+            try:
+                if self.warm(name, alias):
+                    self.set_warm(name, 0, alias)
+                self._unconflicted(lambda: self._lambda.delete_alias(FunctionName=name, Name=alias))
+            except self._lambda.exceptions.ResourceNotFoundException:
+                pass
 
     def remove(self, name: str, number: str = "") -> None:
         """A version, or with none given the function with all of them. One that is gone or still used is left."""
@@ -258,18 +306,18 @@ class Control:
             except logs.exceptions.ResourceNotFoundException:
                 return []
 
-    def warm(self, name: str) -> int:
-        """Provisioned concurrency of the alias."""
+    def warm(self, name: str, alias: str = ALIAS) -> int:
+        """Provisioned concurrency of an alias."""
         with translated(f"reading the provisioned concurrency of {name}"):
             try:
-                found = self._lambda.get_provisioned_concurrency_config(FunctionName=name, Qualifier=ALIAS)
+                found = self._lambda.get_provisioned_concurrency_config(FunctionName=name, Qualifier=alias)
                 return int(found["RequestedProvisionedConcurrentExecutions"])
             except self._lambda.exceptions.ProvisionedConcurrencyConfigNotFoundException:
                 return 0
 
-    def set_warm(self, name: str, count: int) -> None:
+    def set_warm(self, name: str, count: int, alias: str = ALIAS) -> None:
         """Keep so many environments ready, and wait until they are; 0 gives them back."""
-        chosen = {"FunctionName": name, "Qualifier": ALIAS}
+        chosen = {"FunctionName": name, "Qualifier": alias}
         with translated(f"keeping {count} environments of {name} warm"):
             if count == 0:
                 self._lambda.delete_provisioned_concurrency_config(**chosen)

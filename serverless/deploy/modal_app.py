@@ -24,6 +24,7 @@ from serverless.backends import modal_client
 from serverless.backends.base import Change, Deployed, LogLine
 from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
 from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
+from serverless.deploy.modal_entry import VERSION
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, SpecInvalid
 from serverless.meter import MeterSink, NullMeter, billed_seconds
@@ -308,9 +309,10 @@ class ModalDeployer:
 
 
 def container_files(package: Package) -> dict[str, bytes]:
-    """What a container has under its root, by relative path: the package, and what answers calls there."""
+    """What a container has under its root, by relative path: the package, its version, and what answers calls there."""
     ours = pathlib.Path(__file__).parents[1]
-    return {**package.files, **{f"serverless/{name}": (ours / name).read_bytes() for name in _SHIPPED}}
+    version = {VERSION: package.version.encode()}
+    return {**package.files, **version, **{f"serverless/{name}": (ours / name).read_bytes() for name in _SHIPPED}}
 
 
 def container_options(spec: FunctionSpec) -> dict[str, Any]:

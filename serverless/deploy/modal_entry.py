@@ -4,7 +4,7 @@ Deployed with a package under one root, from which Modal imports it as `serverle
 and gives JSON as bytes, and raises nothing that code of the function can raise:
 
   in    {"id", "name", "version", "memory_mb", "timeout_s", "event": [...]}
-  out   {"worker", "call", "init_s", "run_s"} and "body", or "fault": {"kind", "detail", "retryable"}
+  out   {"worker", "call", "version", "init_s", "run_s"} and "body", or "fault": {"kind", "detail", "retryable"}
 
 `init_s` is the container's start, in its first answer only; later ones say 0. `call` is Modal's id of the call.
 """
@@ -22,7 +22,10 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["call"]
+__all__ = ["VERSION", "call"]
+
+VERSION = "rollart_version"
+"""File with the version of the package that a container has."""
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -50,6 +53,7 @@ class Context:
 @dataclass
 class _Container:
     handler: Any
+    version: str
     init_s: float
     """Of the next answer."""
 
@@ -61,6 +65,7 @@ def call(payload: bytes) -> bytes:
     answer = _run(request, began)
     answer["worker"] = os.environ.get("MODAL_TASK_ID") or f"pid-{os.getpid()}"
     answer["call"] = _call_id()
+    answer["version"] = _container.version
     answer["run_s"] = time.monotonic() - began
     answer["init_s"], _container.init_s = _container.init_s, 0.0
     try:
@@ -116,7 +121,7 @@ def _load() -> _Container:
     if str(_ROOT) not in sys.path:
         sys.path.insert(0, str(_ROOT))
     handler = importlib.import_module("rollart_handler").handler
-    return _Container(handler, max(_age(), time.monotonic() - began))
+    return _Container(handler, (_ROOT / VERSION).read_text(), max(_age(), time.monotonic() - began))
 
 
 if (_ROOT / "rollart_manifest.json").exists():

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import pathlib
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from serverless.backends.aws_lambda import AwsLambdaBackend
+from serverless.deploy.aws import AwsDeployer
 from serverless.deploy.package import Package
 from serverless.errors import CredentialsMissing, UnknownFunction
 from serverless.pipeline import Offload
 from serverless.policy.retry import RetryPolicy
 from serverless.types import Cause, FaultKind, InfraFault, Scored, Throttle
 from serverless.wire import encode
-from tests.serverless.aws.provider import MISSING, REGION, environment, settings
+from tests.serverless.aws.provider import MISSING, REGION, at, client, environment, settings
 from tests.serverless.aws.provider import plane as new_plane
 from tests.serverless.support import Books, alive, item, package, until
 
@@ -109,17 +111,139 @@ def test_a_crash_loop_ends_as_a_fault_and_every_start_is_billed(plane: Plane) ->
     assert sum(i.billed_s for i in books.invocations) == pytest.approx(plane.billed_s())
 
 
-def test_a_call_goes_to_the_alias_and_a_new_version_takes_over(plane: Plane) -> None:
-    async def main() -> list[str]:
-        async with lambdas(plane, package()) as backend:
-            first = await backend.invoke("behave", [encode(item())], deadline_s=20.0)
-            await backend.deploy(package(memory_mb=256))
-            second = await backend.invoke("behave", [encode(item())], deadline_s=20.0)
-            await backend.deployer.rollback("behave")
-            third = await backend.invoke("behave", [encode(item())], deadline_s=20.0)
-            return [reply.invocation.worker for reply in (first, second, third) if reply.invocation is not None]
+def constant(tmp_path: pathlib.Path, value: float, name: str = "same", **more: Any) -> Package:
+    """A reward that returns one value, in a file of its own; another value is another version."""
+    folder = tmp_path / str(value)
+    folder.mkdir(exist_ok=True)
+    (folder / "same.py").write_text(f"def same(sample):\n    return {value}\n")
+    return at(folder / "same.py", name=name, handler="same", memory_mb=128, **more)
 
-    assert asyncio.run(main()) == ["aws_lambda/behave/1", "aws_lambda/behave/2", "aws_lambda/behave/1"]
+
+async def score(backend: AwsLambdaBackend) -> Any:
+    """What the backend's `same` answers: a score, or the fault."""
+    reply = await backend.invoke("same", [encode(item())], deadline_s=20.0)
+    return reply.fault or reply.body[0]["aggregate_reward_score"]  # type: ignore[index]
+
+
+def aliases(plane: Plane) -> dict[str, str]:
+    found = client(plane).list_aliases(FunctionName="rollart-same")["Aliases"]
+    return {one["Name"]: one["FunctionVersion"] for one in found}
+
+
+def test_a_run_calls_its_own_version_whatever_others_deploy(plane: Plane, tmp_path: pathlib.Path) -> None:
+    ours, theirs, third = (constant(tmp_path, value) for value in (1.0, -7.0, 0.5))
+
+    async def main() -> Any:
+        async with (
+            AwsLambdaBackend(settings(plane, keep_versions=1), run="a") as a,
+            AwsLambdaBackend(settings(plane, keep_versions=1), run="b") as b,
+            AwsDeployer(settings(plane, keep_versions=1)) as elsewhere,
+        ):
+            await a.deploy(ours)
+            await b.deploy(theirs)
+            found = [await score(a), await score(b)]
+            await elsewhere.deploy(third)
+            found += [await score(a), await score(b)]
+            await elsewhere.rollback("same", ours.version)
+            found += [await score(a), await score(b)]
+            await b.deploy(third)
+            return [*found, await score(a), await score(b)], aliases(plane)
+
+    scores, during = asyncio.run(main())
+    assert scores == [1.0, -7.0, 1.0, -7.0, 1.0, -7.0, 1.0, 0.5]
+    assert during == {"live": "1", "run-a": "1", "run-b": "3"}
+    assert aliases(plane) == {"live": "1"}, "a run's alias goes with it"
+
+
+def test_an_answer_of_another_version_is_a_fault_and_no_score(plane: Plane, tmp_path: pathlib.Path) -> None:
+    """Somebody moves the run's alias: what that version answers is dropped, and the alias set back."""
+    ours, theirs = constant(tmp_path, 1.0), constant(tmp_path, -7.0)
+    books = Books()
+
+    async def main() -> Any:
+        async with (
+            AwsLambdaBackend(settings(plane), run="a", meter=books) as a,
+            AwsDeployer(settings(plane)) as elsewhere,
+            Offload([ours], a, cache=tmp_path / "cache.sqlite") as offload,
+        ):
+            await elsewhere.deploy(theirs)
+            client(plane).update_alias(FunctionName="rollart-same", Name="run-a", FunctionVersion="2")
+            fault = await score(a)
+            back = await score(a)
+            client(plane).update_alias(FunctionName="rollart-same", Name="run-a", FunctionVersion="2")
+            retried = await offload.submit("same", item(), 60.0)
+            client(plane).delete_alias(FunctionName="rollart-same", Name="run-a")
+            return fault, back, retried, await score(a), await score(a), await offload.submit("same", item(), 60.0)
+
+    fault, back, retried, gone, again, cached = asyncio.run(main())
+    assert isinstance(fault, InfraFault)
+    assert (fault.kind, fault.retryable) == (FaultKind.UNAVAILABLE, True)
+    assert "was set to version 1, but version 2 answered" in fault.detail
+    assert isinstance(gone, InfraFault)
+    assert "it is gone" in gone.detail
+    assert (back, again, retried, cached) == (1.0, 1.0, Scored(1.0), Scored(1.0))
+    assert sum(i.billed_s for i in books.invocations) < plane.billed_s(), "the other deployment's trial is not ours"
+
+
+def test_warm_environments_are_those_of_the_runs_alias(plane: Plane, tmp_path: pathlib.Path) -> None:
+    ours, theirs = constant(tmp_path, 1.0, warm=1), constant(tmp_path, -7.0)
+
+    def warm(alias: str) -> int:
+        lambdas = client(plane)
+        try:
+            found = lambdas.get_provisioned_concurrency_config(FunctionName="rollart-same", Qualifier=alias)
+        except lambdas.exceptions.ProvisionedConcurrencyConfigNotFoundException:
+            return 0
+        return int(found["RequestedProvisionedConcurrentExecutions"])
+
+    async def main() -> Any:
+        async with AwsLambdaBackend(settings(plane), run="a") as a, AwsDeployer(settings(plane)) as elsewhere:
+            await a.deploy(ours)
+            found = [warm("run-a"), warm("live"), await a.provisioned("same")]
+            await elsewhere.deploy(theirs)
+            async with AwsLambdaBackend(settings(plane), run="b") as b:
+                await b.deploy(ours)  # Lambda gives warm environments to one alias of a version
+                found += [warm("run-b"), await b.provisioned("same"), await score(b)]
+            return [*found, warm("run-a")]
+
+    assert asyncio.run(main()) == [1, 0, 1, 0, 1, 1.0, 1]
+    assert warm("run-a") == 0
+
+
+def test_the_alias_of_a_dead_run_goes_when_its_lease_has_ended(plane: Plane, tmp_path: pathlib.Path) -> None:
+    ours, theirs = constant(tmp_path, 1.0), constant(tmp_path, -7.0)
+    lambdas = client(plane)
+
+    async def main() -> None:
+        async with AwsDeployer(settings(plane)) as elsewhere:
+            dead = await elsewhere.pin(ours, "dead")
+            await elsewhere.pin(ours, "alive")
+            assert set(aliases(plane)) == {"live", "run-dead", "run-alive"}
+            lambdas.update_alias(
+                FunctionName="rollart-same",
+                Name=dead.alias,
+                FunctionVersion=dead.number,
+                Description="rollart: lease until 2026-01-01T00:00:00+00:00",
+            )
+            await elsewhere.deploy(theirs)
+
+    asyncio.run(main())
+    assert set(aliases(plane)) == {"live", "run-alive"}
+
+
+def test_a_rollback_goes_to_a_version_that_was_current(plane: Plane, tmp_path: pathlib.Path) -> None:
+    """Not to one that only a run called."""
+    first, tried, second = (constant(tmp_path, value) for value in (1.0, -7.0, 0.5))
+
+    async def main() -> Any:
+        async with AwsDeployer(settings(plane)) as elsewhere:
+            await elsewhere.deploy(first)
+            async with AwsLambdaBackend(settings(plane)) as a:
+                await a.deploy(tried)
+            await elsewhere.deploy(second)
+            return await elsewhere.rollback("same")
+
+    assert asyncio.run(main()).version == first.version
 
 
 def test_concurrency_is_a_bound_and_environments_are_reused(plane: Plane) -> None:

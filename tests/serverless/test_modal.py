@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from serverless.backends import modal_client
+from serverless.backends.modal_calls import call_pinned, pin
 from serverless.backends.modal_functions import ModalBackend
 from serverless.backends.modal_versions import Ledger, ModalSettings
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package, build
 from serverless.errors import BackendFailed, CredentialsMissing, PackageError, SpecInvalid, UnknownFunction
 from serverless.spec import FunctionSpec
-from serverless.types import Cause
+from serverless.types import Cause, FaultKind
 from serverless.wire import encode
 from tests.serverless.modal_plane.provider import MISSING, PlaneProcess, running_plane
 from tests.serverless.support import Books, item, until
@@ -196,6 +197,28 @@ def test_versions_are_pinned_rolled_back_and_pruned(plane: PlaneProcess, tmp_pat
             await backend.deploy(scoring(tmp_path, "3.0"))
             assert await score(backend) == 3.0
             assert [v.provider_version for v in await deployer.versions("f")] == ["3", "2"]
+
+    asyncio.run(main())
+
+
+def test_a_run_calls_its_own_version_though_another_was_deployed_before_its_first_call(
+    plane: PlaneProcess, tmp_path: pathlib.Path
+) -> None:
+    """And an answer of another version than was called is a fault, which can be tried again."""
+
+    async def main() -> None:
+        async with both(plane) as (deployer, a, prefix), ModalBackend(ModalSettings(prefix=prefix)) as b:
+            ours = scoring(tmp_path, "1.0")
+            await a.deploy(ours)
+            await b.deploy(scoring(tmp_path, "-7.0"))
+            await deployer.deploy(scoring(tmp_path, "0.5"))
+            assert (await score(a), await score(b)) == (1.0, -7.0)
+            target = await pin(deployer.place, "f", 2, ours.version)
+            answered = await call_pinned(target, [encode(item())], "1")
+            assert answered.body is None
+            assert answered.fault is not None
+            assert (answered.fault.kind, answered.fault.retryable) == (FaultKind.BAD_ANSWER, True)
+            assert "was called, but" in answered.fault.detail
 
     asyncio.run(main())
 

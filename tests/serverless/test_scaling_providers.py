@@ -118,13 +118,13 @@ async def on_lambda(plane: Plane, warm: int) -> AsyncIterator[tuple[Run, Level]]
 
     books = Books()
     seen = Seen(books)
-    async with AwsLambdaBackend(aws.settings(plane), meter=seen) as backend:
+    async with AwsLambdaBackend(aws.settings(plane), meter=seen, run="a") as backend:
         await backend.deploy(package(concurrency=4, warm=warm))
         client = aws.client(plane)
 
         def read() -> int:
             try:
-                found = client.get_provisioned_concurrency_config(FunctionName="rollart-behave", Qualifier="live")
+                found = client.get_provisioned_concurrency_config(FunctionName="rollart-behave", Qualifier="run-a")
             except client.exceptions.ProvisionedConcurrencyConfigNotFoundException:
                 return 0
             return int(found["RequestedProvisionedConcurrentExecutions"])
