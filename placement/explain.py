@@ -18,9 +18,10 @@ from placement import phases
 from placement.baselines import gain
 from placement.performance import InstanceModel
 from placement.problem import Problem
+from placement.publish import Publishing, Transport
 from placement.solve import solve
 from placement.tableau import channels
-from placement.types import Device, Infeasible, Objective, Placement, Pool, Role
+from placement.types import Device, Infeasible, Link, Objective, Placement, Pool, Role
 
 __all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marginals"]
 
@@ -37,7 +38,8 @@ NOTHING = 5e-4
 class Marginal:
     """What more of something would buy: `gain` relative to the plan's objective (0.02: two per cent better).
 
-    `what` is a pool, "in flight", a link ("a–b") or "affinity"; `amount` is in `unit`: devices, trajectories or GB/s.
+    `what` is a pool, "in flight", a link ("a–b"), "publish", "weights.collective" or "affinity"; `amount` is in `unit`:
+    devices, trajectories, GB/s or seconds.
     `solved`: the problem was solved again with it; otherwise the gain is a dual price times the amount, the worth of a
     small step. That of devices is of the relaxed problem, with fractions of instances: whole ones make more or less.
     """
@@ -130,6 +132,7 @@ def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -
         worth = _resolved(replace(problem, affinity={}), placement)
         more = _More("affinity", 0, "", "without the affinities given")
         again.append(_marginal(placement, more, worth, solved=True))
+    again += _publish(problem, placement)
     return (*found, *sorted(again, key=lambda m: (-m.gain, m.what)))
 
 
@@ -220,6 +223,33 @@ def _shares(problem: Problem, placement: Placement) -> Iterator[Marginal]:
             name, speed = "–".join(channel.pools), 0.1 * channel.gb_per_s
             more = _More(name, speed, "GB/s", f"{speed:.3g} GB/s more on {name}")
             yield _marginal(placement, more, price * speed / placement.rate, solved=False)
+
+
+def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
+    """What publishing costs; what is left of that with twice the bandwidth where it has least (networks come in steps
+    of two), and with a broadcast."""
+    window, trainer = problem.window, next(iter(placement.of(Role.TRAINER)), None)
+    if window is None or window.publish is None or trainer is None:
+        return
+    path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if _serves(d.role)})
+    assert path is not None, "there is a publish"
+
+    def solved(more: _More, publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> Marginal:
+        asked = replace(problem, links=links, window=replace(window, publish=publish))
+        return _marginal(placement, more, _resolved(asked, placement), solved=True)
+
+    free = solved(_More("publish", path.seconds, "s", f"publishing takes {path.seconds:.3g} s; in no time"), None)
+    if placement.objective is Objective.MAX_THROUGHPUT and free.gain >= NOTHING:
+        cost = f"it costs {free.gain * placement.rate:.2g} trajectories/s, without it"
+        free = replace(free, words=free.words.replace("in no time", cost))
+    yield free
+    leg = path.slower
+    faster, links = window.publish.faster(leg, problem.links, 2.0)
+    name = leg.limit if leg.link is None else "–".join(leg.link)
+    yield solved(_More(name, leg.gb_per_s, "GB/s", f"{leg.limit} twice as fast"), faster, links)
+    if path.transport is not Transport.COLLECTIVE:
+        broadcast = replace(window.publish, transport=Transport.COLLECTIVE)
+        yield solved(_More("weights.collective", 0, "", "with weights.collective"), broadcast)
 
 
 def _marginal(placement: Placement, more: _More, worth: float, *, solved: bool) -> Marginal:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from placement.performance import Performance
+from placement.publish import Publishing, PublishPath
 from placement.types import Deployment, Link, Objective, Pool, Role
 from placement.workload import DomainProfile, FunctionPrice, Train
 
@@ -46,28 +47,19 @@ class Window:
     """How long a place among the trajectories in flight is held: from admission until the version that the trajectory
     was trained into is published, as long as the longest of its group, a training step and the publish take.
 
-    `groups`: members by domain (1 where it names none). `context`: most tokens of a trajectory. Publishing takes
-    `publish_s`, or `near_publish_s` where every engine is on the trainer's pool.
+    `groups`: members by domain (1 where it names none). `context`: most tokens of a trajectory.
     """
 
     groups: Mapping[str, int]
     context: float
-    publish_s: float = 0.0
-    near_publish_s: float | None = None
-    """None: as `publish_s`."""
+    publish: Publishing | None = None
+    """None: publishing takes no time."""
     aborts: bool = True
     """Whether trajectories that are too old are aborted, so that others take their places."""
 
     def __post_init__(self) -> None:
-        near = self.publish_s if self.near_publish_s is None else self.near_publish_s
-        if not (0 <= near <= self.publish_s < math.inf):
-            raise ValueError(f"window: publish_s is {self.publish_s}, near {near} (rule: 0 <= near <= publish_s)")
         if not self.context > 0 or any(members < 1 for members in self.groups.values()):
             raise ValueError(f"window: context {self.context}, groups {dict(self.groups)} (rule: above 0, at least 1)")
-
-    def published(self, *, near: bool) -> float:
-        """Seconds of a publish."""
-        return self.near_publish_s if near and self.near_publish_s is not None else self.publish_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +124,17 @@ class Problem:
         if self.in_flight is not None:
             return float(self.in_flight)
         return math.inf if self.train is None else float(self.train.in_flight)
+
+    def publish_path(self, trainer: str, serving: Iterable[str]) -> PublishPath | None:
+        """How a version gets from the trainer's pool to the slowest of the pools with engines; None without a window
+        or a publish."""
+        publish = None if self.window is None else self.window.publish
+        return None if publish is None else publish.slowest(self.pools, self.links, trainer, serving)
+
+    def publish_s(self, trainer: str, serving: Iterable[str]) -> float:
+        """Seconds of a publish to engines on these pools."""
+        path = self.publish_path(trainer, serving)
+        return 0.0 if path is None else path.seconds
 
     def _references(self) -> None:
         names = {p.name for p in self.pools}

@@ -15,20 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.problem import Problem, Window
 from placement.types import Placement, Role
 from placement.workload import DomainProfile, log_normal
 
-__all__ = ["PULLED_GB_PER_S", "PUSHED_GB_PER_S", "Held", "Slopes", "longest_of", "slopes", "spans", "step_between",
-           "windows"]  # fmt: skip
+__all__ = ["Held", "Slopes", "longest_of", "slopes", "spans", "step_between", "windows"]
 
-PUSHED_GB_PER_S = 0.45
-"""Weights from a trainer into a store beside another pool: 0.41 to 0.48 were measured over 200 Gb/s (RA-16)."""
-PULLED_GB_PER_S = 61.02 / 29.649 * 1.264
-"""Weights to an engine over RDMA, one stream of Mooncake's (RA-7: 61.02 GB take 29.649 s over TCP, 1.264 times as long
-as that); also into the store where engines and trainer are in the same place."""
 POINTS = 64
 """Quantiles that stand for a distribution: maxima of groups of eight come out within 2 % at a sigma of 1."""
 FINE = 1000.0
@@ -63,14 +57,19 @@ class Slopes:
     started: float = 1.0
 
 
-def windows(found: Placement, problem: Problem, window: Window, *, publish_s: float) -> tuple[Held, ...]:
+SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+
+
+def windows(found: Placement, problem: Problem, window: Window) -> tuple[Held, ...]:
     """Every domain's places under a plan; none without training or a bound. What waits for other domains' parts of the
     batch is not counted."""
+    problem = replace(problem, window=window)
     train, bound = problem.train, problem.trajectories_in_flight
     trainer = next((d for d in found.deployments if d.role is Role.TRAINER), None)
     if train is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
         return ()
     train_s = trainer.utilisation * train.batch / found.rate
+    publish_s = problem.publish_s(trainer.pool, {d.pool for d in found.deployments if d.role in SERVING})
     total = sum(d.weight for d in problem.domains)
     held = []
     for domain in problem.domains:

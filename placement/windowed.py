@@ -51,14 +51,18 @@ class Kept:
     bound: float
 
 
+LIKE = 1.05
+"""Publish times that differ by less than this factor are one case, which has the longer one."""
+
+
 @dataclass(slots=True)
 class _Case:
-    """Who trains, and whether every engine is on the same pool (`near`: weights then have a short way). `seconds` under
-    way by domain, as the last solution had them: slopes are those there."""
+    """The pool that trains, and those that may serve: all that a version reaches in `publish_s`. `seconds` under way by
+    domain, as the last solution had them: slopes are those there."""
 
     place: TrainPlace
     publish_s: float
-    near: bool
+    serving: frozenset[int]
     seconds: Floats
     solved: int = 0
 
@@ -79,11 +83,11 @@ def kept_as_is(p: Program, x: Floats) -> bool:
     place = _trainer(p, x)
     if p.problem.window is None or place is None or not p.matrix.has(("window", 0)):
         return True
-    near = all(t.pool == place.pool for u, t in enumerate(p.tableau.units) if x[p.units[u]] > 0.5)
-    train_s, publish_s = holding.step_s(p, place, round(x[place.devices])), p.problem.window.published(near=near)
+    serving = frozenset(t.pool for u, t in enumerate(p.tableau.units) if x[p.units[u]] > 0.5)
+    train_s, publish_s = holding.step_s(p, place, round(x[place.devices])), _publish_s(p, place, serving)
     if not holding.kept(p, x, train_s, publish_s):
         return False
-    _Case(place, publish_s, near, holding.seconds_of(p, x)).hold(p, train_s)
+    _Case(place, publish_s, serving, holding.seconds_of(p, x)).hold(p, train_s)
     return True
 
 
@@ -123,26 +127,30 @@ def _settled(p: Program, case: _Case, worth: Worth, low: float, high: float) -> 
 
 
 def _cases(p: Program, seconds: Floats) -> Iterator[_Case]:
-    window = p.problem.window
-    assert window is not None
-    serving = {unit.pool for unit in p.tableau.units}
+    """By trainer, one case per publish time: the pools that a version reaches in it, the largest set first."""
+    serving = frozenset(unit.pool for unit in p.tableau.units)
     for place in p.trainers:
         if p.matrix.high[place.devices] <= 0:
             continue
-        near, far = window.published(near=True), window.published(near=False)
-        if serving - {place.pool}:
-            yield _Case(place, far, False, seconds)
-        if place.pool in serving and (near < far or serving == {place.pool}):
-            yield _Case(place, near, True, seconds)
+        takes = {g: _publish_s(p, place, {g}) for g in serving}
+        shorter = math.inf
+        for publish_s in sorted(set(takes.values()), reverse=True):
+            if publish_s * LIKE <= shorter:
+                yield _Case(place, publish_s, frozenset(g for g in serving if takes[g] <= publish_s), seconds)
+                shorter = publish_s
+
+
+def _publish_s(p: Program, place: TrainPlace, serving: Iterable[int]) -> float:
+    names = [pool.name for pool in p.problem.pools]
+    return p.problem.publish_s(names[place.pool], {names[g] for g in serving})
 
 
 @contextmanager
 def _only(p: Program, case: _Case) -> Iterator[None]:
-    """Nobody else trains meanwhile; and, near, nobody else serves."""
+    """No other pool trains meanwhile, and none serves that is not the case's."""
     m = p.matrix
     shut = [c for t in p.trainers if t is not case.place for c in (t.devices, t.chosen)]
-    if case.near:
-        shut += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool != case.place.pool]
+    shut += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool not in case.serving]
     before = [(c, m.high[c]) for c in shut]
     for c in shut:
         m.high[c] = min(m.high[c], max(m.low[c], 0.0))

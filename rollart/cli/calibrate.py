@@ -75,7 +75,8 @@ def calibrate(
 def _from_run(directory: Path, out: Path) -> None:
     import json
 
-    from rollart.compose.engine_fit import fitted_engines, fitted_training
+    from rollart.compose.engine_fit import fitted_engines, fitted_publish, fitted_training
+    from rollart.spec.planning import PUBLISH
     from rollart.spec.resolve import resolve_saved
 
     with native_output_to_stderr():
@@ -83,6 +84,8 @@ def _from_run(directory: Path, out: Path) -> None:
         fits, training = fitted_engines(resolved, directory), fitted_training(resolved, directory)
         written: list[dict[str, object]] = [one.to_dict() for one in fits]
         written += [] if training is None else [{"training": training.to_dict()}]
+        speeds = fitted_publish(resolved, directory).stated()
+        written += [{PUBLISH: speeds}] if speeds else []
         try:
             out.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -92,6 +95,8 @@ def _from_run(directory: Path, out: Path) -> None:
         click.echo(f"{out}: {found.device}, {found.rows} intervals, off by {found.error:.1%} where held out", err=True)
     if training is not None:
         click.echo(f"{out}: the trainer reaches {training.mfu:.1%} of its peak while it computes", err=True)
+    for name, speed in speeds.items():
+        click.echo(f"{out}: publish.{name} {speed:.3g}", err=True)
 
 
 def references(resolved: Resolved) -> list[Resolved]:

@@ -14,7 +14,7 @@ from placement.solve import solve
 from placement.training import layout, mfu
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import Held
-from rollart.compose.window import sustained
+from rollart.compose.window import publish_paths, sustained
 from rollart.report.rows import Cell, Column, Report, Table
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
@@ -37,11 +37,11 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         notes.append(f"binds: {resolved.plan.binds}")
     else:
         held = sustained(resolved)
-        tables = [_totals(found), *tables, _deployments(found), _flows(found), *_window(held)]
+        tables = [_totals(found), *tables, _deployments(found), _flows(found), *_window(held), *_publishing(resolved)]
         if problem is not None:
             tables += _training(problem, found)
             notes += _trainer_options(resolved, problem, found)
-        notes += _out_of_reach(held, found)
+        notes += _out_of_reach(held, found) + _guessed(resolved)
         if problem is not None:
             others = () if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
@@ -85,6 +85,36 @@ def _window(held: Sequence[Held]) -> Iterator[Table]:
             (h.domain, h.seconds, h.longest_s, h.train_s, h.publish_s, round(h.slots), h.held_s, h.rate) for h in held
         )
         yield Table("window", "What the window sustains (a slot is held until its group is published)", columns, rows)
+
+
+def _publishing(resolved: Resolved) -> Iterator[Table]:
+    """How a version gets from the trainer to the engines of each pool."""
+    paths = publish_paths(resolved)
+    if paths:
+        columns = (
+            Column("engines_on"), Column("transport"), Column("gb", "number"), Column("push_gb_per_s", "number"),
+            Column("pull_gb_per_s", "number"), Column("load_gb_per_s", "number"), Column("seconds", "number"),
+            Column("limited_by"),
+        )  # fmt: skip
+        rows = tuple(
+            (pool, str(path.transport), path.gb, path.push.gb_per_s, _finite(path.pull.gb_per_s),
+             _finite(path.load_gb_per_s), path.seconds, path.limit)
+            for pool, path in paths.items()
+        )  # fmt: skip
+        yield Table("publishing", "Publishing a version (pull: of one host, while all pull)", columns, rows)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _guessed(resolved: Resolved) -> list[str]:
+    legs = [leg for path in publish_paths(resolved).values() for leg in (path.push, path.pull) if leg.assumed]
+    return [
+        f"assumed: {leg.limit} carries {leg.gb_per_s:.3g} GB/s of weights; declare it in the cluster's `links`, or a "
+        "measured speed in `publish`"
+        for leg in dict.fromkeys(legs)
+    ]
 
 
 def _out_of_reach(held: Sequence[Held], found: Placement) -> list[str]:

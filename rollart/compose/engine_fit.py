@@ -1,13 +1,16 @@
-"""Constants of the performance model from a finished run: of its engines by type of device, and of its trainer."""
+"""Constants of plans from a finished run: of its engines by type of device, of its trainer, and of its versions."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from placement.calibrate import FREE, Fit, Row, fit
 from placement.constants import TrainingConstants
+from placement.publish import PublishSpeeds
 from placement.training import fitted
 from placement.types import Device, Role
 from rollart.compose.calibrate import ENGINE_FREE, ENGINE_START
@@ -16,11 +19,13 @@ from rollart.errors import UsageError
 from rollart.ledger.clock import ENGINE_DID
 from rollart.ledger.intervals import State
 from rollart.ledger.reader import Reader
+from rollart.ports import RunEvent
 from rollart.report.engines import engine_rows
+from rollart.report.rows import ENGINE_ROLES
 from rollart.spec.planning import problem_of, run_shape
 from rollart.spec.resolve import Resolved
 
-__all__ = ["fitted_engines", "fitted_training"]
+__all__ = ["fitted_engines", "fitted_publish", "fitted_training"]
 
 LEAST_ROWS = 4
 """Of a device: of fewer, none could be held out."""
@@ -71,3 +76,41 @@ def fitted_training(resolved: Resolved, directory: Path) -> TrainingConstants | 
     devices = len(trainer.devices)
     train = replace(problem.train, pool=pool.name, devices=devices, recompute=bool(problem.train.recompute), split=1)
     return fitted(problem, pool, train, seconds_per_token=busy * devices / tokens, peak=max(peaks, default=None))
+
+
+def fitted_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
+    """Medians over a run's versions. A pull that goes on beside its push is no faster than that."""
+    engines = resolved.cluster.engines
+    gb = run_shape(resolved.run, resolved.base, engines.dtype).weight_bytes / 1e9
+    with Reader(directory) as reader:
+        events = {kind: reader.events(kind) for kind in ("weights_pushed", "weights_pulled", "weights_sent")}
+        syncs = [i for i in reader.intervals() if i.state == State.SYNC]
+        versions = len(reader.events("step"))
+    loads: dict[str, float] = defaultdict(float)
+    for interval in syncs:
+        if interval.role in ENGINE_ROLES:
+            loads[interval.resource] += interval.seconds
+    written = math.fsum(i.seconds for i in syncs if i.role == "trainer")
+    sent = bool(events["weights_sent"])
+    return PublishSpeeds(
+        _median(_speeds(events["weights_pushed"], "sent_bytes")) or (None if sent else _over(gb * versions, written)),
+        _median(_speeds(events["weights_pulled"], "received_bytes")),
+        None if sent else _median(gb * versions / seconds for seconds in loads.values() if seconds > 0),
+        _median(_speeds(events["weights_sent"], "bytes")),
+    )
+
+
+def _speeds(events: Iterable[RunEvent], field: str) -> Iterator[float]:
+    for event in events:
+        moved, seconds = event.fields.get(field, 0), event.fields.get("seconds", 0)
+        if isinstance(moved, int | float) and isinstance(seconds, int | float) and moved > 0 and seconds > 0:
+            yield moved / 1e9 / seconds
+
+
+def _over(gb: float, seconds: float) -> float | None:
+    return gb / seconds if gb > 0 and seconds > 0 else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = sorted(values)
+    return found[len(found) // 2] if found else None

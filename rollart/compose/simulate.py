@@ -43,7 +43,7 @@ from rollart.sim.elastic import Billed, ModelledSite, Place
 from rollart.sim.engines import EngineLimits, ModelledEngine
 from rollart.sim.environments import World
 from rollart.sim.hosts import ModelledHosts
-from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
+from rollart.sim.links import RDMA, LinkProfile, SharedLink
 from rollart.sim.machines import Machines
 from rollart.sim.mass import mass_of
 from rollart.sim.modelled import ModelledRun, StepSeen, Traced
@@ -53,9 +53,14 @@ from rollart.sim.weights import Moved, WeightTransfer
 from rollart.sim.workload import PRESETS, Answers, Generated, Replayed, Shape, Workload
 from rollart.spec.faults import LINK, FaultPlanSpec
 from rollart.spec.other_schedule import under
+from rollart.spec.planning import publishing_of
 from rollart.spec.resolve import NO_PREDICTION, Resolved
 
 __all__ = ["Replay", "Simulated", "simulate"]
+
+
+AT_ONCE_GB_PER_S = 1e9
+"""Of what takes no time: a broadcast leaves nothing to pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +192,25 @@ class _Cluster:
         assert isinstance(shape, ModelShape)
         self._shape = shape
         self._train = resolved.plan.of(Role.TRAINER)[0]
-        elsewhere = any(a.pool != self._train.pool for a in resolved.plan.assignments if a.role in SERVING)
+        self._publishing = publishing_of(resolved.run, resolved.cluster, shape)
+        slowest = self._publishing.slowest(
+            resolved.problem.pools,
+            resolved.problem.links,
+            self._train.pool,
+            {a.pool for a in resolved.plan.assignments if a.role in SERVING},
+        )
         self._pulls: dict[str, SharedLink] = {}
         self._fabric = KvFabric(self._link)
         self._made = 0
         weights = resolved.run.weights
-        store, buckets = weights.store, weights.store or weights.collective
+        store = weights.store
         self.transfer = WeightTransfer(
             shape.weight_bytes / 1e9,
-            push=SharedLink(PUSH if elsewhere else RDMA),
-            pull=lambda engine: self._pulls.setdefault(engine, SharedLink(RDMA)),
-            prefetch=resolved.run.weights.update != "on_divergence",
-            bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
+            push=SharedLink(LinkProfile(slowest.push.gb_per_s)),
+            pull=self._pull,
+            load_gb_per_s=slowest.load_gb_per_s,
+            prefetch=slowest.overlaps,
+            bucket_gb=slowest.bucket_gb,
             in_flight=1 if store is None else store.in_flight,
         )
 
@@ -209,10 +221,19 @@ class _Cluster:
         found = {f"{LINK}weights": self.transfer.pushed_over}
         for a in self._resolved.plan.assignments:
             if a.role in SERVING:
-                found[f"{LINK}weights-{a.name}"] = self._pulls.setdefault(a.name, SharedLink(RDMA))
+                found[f"{LINK}weights-{a.name}"] = self._pull(a.name)
         for one, other in kv_pairs(self._resolved):
             found[f"{LINK}kv-{one}-{other}"] = self._between(one, other)
         return found
+
+    def _pull(self, engine: str) -> SharedLink:
+        """Over which the engine's host gets its copies."""
+        if engine not in self._pulls:
+            problem = self._resolved.problem
+            assert problem is not None, "what has no problem is not simulated"
+            path = self._publishing.path(problem.pools, problem.links, self._train.pool, self._pool_of[engine])
+            self._pulls[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, AT_ONCE_GB_PER_S)))
+        return self._pulls[engine]
 
     def places(self) -> list[Place]:
         return [self._place(a) for role in SERVING for a in self._resolved.plan.of(role)]

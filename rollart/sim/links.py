@@ -4,6 +4,7 @@ A transfer is one or more streams (one per tensor-parallel rank, say). A stream 
 equal share of the link. The same queue serves whatever is shared fairly: a host's cores, the disk that containers are
 unpacked to (`environments`).
 
+The profiles below are of one published system, for the simulations of its paper; runs have the links of their cluster.
 What is tuned, once, to Mooncake's published table (RA-7): `TCP.gb_per_s` to 61.02 GB in 29.649 s, `RDMA.gb_per_s` to
 9.442 s, and `RDMA.stream_gb_per_s` to the ratio 1.264 of 15.26 GB, whose model has one rank. That a rank is a stream is
 what was published besides (TP 1, 2, 4 for 8B, 14B, 32B); the ratio of 27.51 GB is then a prediction (2.53, published
@@ -17,6 +18,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
+
+from placement.publish import PRESETS
 
 __all__ = ["PUSH", "RDMA", "TCP", "Flow", "LinkProfile", "SharedLink"]
 
@@ -42,7 +45,7 @@ TCP = LinkProfile(gb_per_s=61.02 / 29.649)
 """Weights over 200 Gb/s Ethernet, TCP, as Mooncake moves them (RA-7)."""
 RDMA = LinkProfile(gb_per_s=61.02 / 9.442, stream_gb_per_s=15.26 / (15.26 / TCP.gb_per_s / 1.264))
 """Weights over 400 Gb/s InfiniBand (RA-7)."""
-PUSH = LinkProfile(gb_per_s=0.45)
+PUSH = LinkProfile(PRESETS["rollart"].push_gb_per_s or math.inf)
 """Weights from a trainer into the store: 0.41 to 0.48 GB/s were measured on the 200 Gb/s link (RA-16); tuned once."""
 
 

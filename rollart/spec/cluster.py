@@ -23,6 +23,7 @@ __all__ = [
     "LinkSpec",
     "LocalFunctions",
     "PoolSpec",
+    "PublishSpec",
     "TrainerSpec",
 ]
 
@@ -103,12 +104,38 @@ class PoolSpec(Entry):
 
 
 class LinkSpec(Entry):
-    """The connection of two pools, or of a pool with itself."""
+    """The connection of two pools, of a pool with itself, or of a pool with `store`: where versions of the weights lie
+    (the run's directory, or `weights.store`)."""
 
-    a: Name = Field(description="Name of a pool.")
-    b: Name = Field(description="Name of a pool; the same for a pool's own network.")
+    a: Name = Field(description="Name of a pool, or `store`.")
+    b: Name = Field(description="Name of a pool, or `store`; the same as `a` for a pool's own network.")
     gb_per_s: float = Field(ge=1e-6, le=1e9, description="GB/s in one direction, over all of the connection.")
     latency_ms: float = Field(default=0.0, ge=0, le=1e6, description="Milliseconds one way.")
+
+
+class PublishSpec(Entry):
+    """Measured speeds of new weights. Without them plans and simulations take what the links carry."""
+
+    preset: Literal["rollart"] | None = Field(
+        default=None,
+        description="Speeds that were published of a system: `rollart` (arXiv 2512.22560) pushed 0.45 GB/s, pulled "
+        "2.6 GB/s and loaded 6.5 GB/s. The other keys replace them one by one.",
+    )
+    push_gb_per_s: float | None = Field(
+        default=None, ge=1e-6, le=1e6, description="GB/s at which the trainer pushes or writes a version, at most."
+    )
+    pull_gb_per_s: float | None = Field(
+        default=None, ge=1e-6, le=1e6, description="GB/s at which one host pulls or reads a version, at most."
+    )
+    load_gb_per_s: float | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="GB/s at which an engine loads a version that its host has; 6.5 if not given.",
+    )
+    broadcast_gb_per_s: float | None = Field(
+        default=None, ge=1e-6, le=1e6, description="GB/s of a broadcast (`weights.collective`), at most."
+    )
 
 
 class EnginesSpec(Entry):
@@ -371,6 +398,7 @@ class ClusterSpec(Entry):
     links: list[LinkSpec] = Field(
         default_factory=list, description="Connections between pools, and of a pool with itself."
     )
+    publish: PublishSpec = Field(default_factory=PublishSpec, description="How fast new weights move, as measured.")
     engines: EnginesSpec = Field(default_factory=EnginesSpec, description="Inference engines.")
     trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="The trainer.")
     environments: EnvironmentsSpec = Field(default_factory=EnvironmentsSpec, description="Where environments live.")

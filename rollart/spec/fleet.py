@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from placement.hardware import canonical, catalogue, override
+from placement.publish import STORE
 from placement.types import Device, Link, Pool
 from placement.workload import FunctionPrice
 from rollart.errors import SpecError
@@ -13,7 +14,7 @@ from rollart.spec.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.spec.prices import PriceEntry, PriceList
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["device_name", "function_price", "links_of", "merged_prices", "pool_labels", "pools_of"]
+__all__ = ["device_name", "function_price", "links_of", "merged_prices", "pool_labels", "pools_of", "store_links_of"]
 
 GIB_IN_GB = 1.073741824
 
@@ -30,7 +31,22 @@ def pool_labels(pool: PoolSpec) -> dict[str, str]:
 
 
 def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
+    """Links between pools: those that KV crosses."""
+    return tuple(link for link in _links(cluster) if not _to_store(cluster, link))
+
+
+def store_links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
+    """Links to where versions lie: those that only weights cross."""
+    return tuple(link for link in _links(cluster) if _to_store(cluster, link))
+
+
+def _links(cluster: ClusterSpec) -> tuple[Link, ...]:
     return tuple(Link(link.a, link.b, link.gb_per_s, link.latency_ms / 1000.0) for link in cluster.links)
+
+
+def _to_store(cluster: ClusterSpec, link: Link) -> bool:
+    """A pool that is called like the end of such links is a pool."""
+    return STORE in (link.a, link.b) and STORE not in {pool.name for pool in cluster.pools}
 
 
 def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:

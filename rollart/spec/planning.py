@@ -5,29 +5,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.architecture import Shape, shape_of
 from placement.constants import Calibration, TrainingConstants
 from placement.problem import Problem, Restriction, Window
+from placement.publish import PRESETS, Publishing, PublishSpeeds, Transport
 from placement.roofline import RooflinePerformance
 from placement.types import Demand, Deployment, Infeasible, Objective, Placement, Pool, Role
-from placement.window import PULLED_GB_PER_S, PUSHED_GB_PER_S
 from placement.workload import DomainProfile
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec
-from rollart.spec.fleet import device_name, function_price, links_of, pools_of
+from rollart.spec.fleet import device_name, function_price, links_of, pools_of, store_links_of
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
 from rollart.spec.run import LAG, RunSpec
 from rollart.spec.suggest import did_you_mean
 from rollart.spec.work import ASSUMED, affinity_of, model_config, model_name, profiles_of, train_of
 
-__all__ = ["Question", "answer", "demands_of", "load_calibrations", "problem_of", "question_of",
-           "run_shape", "window_of"]  # fmt: skip
+__all__ = [
+    "Question",
+    "answer",
+    "demands_of",
+    "load_calibrations",
+    "problem_of",
+    "publishing_of",
+    "question_of",
+    "run_shape",
+    "window_of",
+]
 
 DEFAULT_TP = (1, 2, 4, 8)
+
+PUBLISH = "publish"
+"""Of a calibration file's entry that holds speeds of versions on their way."""
 
 SPLIT = frozenset({Role.PREFILL, Role.DECODE})
 
@@ -95,7 +107,7 @@ def question_of(
             restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
             device_types=only,
             utilisation=spec.utilisation,
-            window=window_of(run, shape) if fixed is None and windowed else None,
+            window=window_of(run, cluster, shape) if fixed is None and windowed else None,
         )
     except ValueError as error:
         raise SpecError(f"the plan's problem: {error}") from None
@@ -159,7 +171,7 @@ def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibr
     """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
     found: dict[str, Calibration] = {}
     for name, entry in _entries(cluster, base):
-        if "training" in entry:
+        if "training" in entry or PUBLISH in entry:
             continue
         try:
             one = _calibration(entry)
@@ -202,14 +214,49 @@ def _calibration(entry: Mapping[str, object]) -> Calibration:
     return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
 
 
-def window_of(run: RunSpec, shape: Shape) -> Window:
-    """How long places are held where groups are admitted one by one. Weights move as simulations have them."""
-    gb = shape.weight_bytes / 1e9
-    pulled = gb / PULLED_GB_PER_S
+def _measured_speeds(name: str, value: object) -> PublishSpeeds:
+    try:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
+    except (TypeError, ValueError):
+        rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
+        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=ANEW) from None
+
+
+def window_of(run: RunSpec, cluster: ClusterSpec, shape: Shape) -> Window:
+    """How long places are held where groups are admitted one by one."""
     return Window(
-        {d.name: d.group_size for d in run.domains}, float(run.model.context),
-        publish_s=gb / PUSHED_GB_PER_S + pulled, near_publish_s=2 * pulled, aborts=run.schedule != "areal",
-    )  # fmt: skip
+        {d.name: d.group_size for d in run.domains},
+        float(run.model.context),
+        publish=publishing_of(run, cluster, shape),
+        aborts=run.schedule != "areal",
+    )
+
+
+def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: Shape) -> Publishing:
+    """What the publish time depends on besides pools and links."""
+    weights = run.weights
+    buckets = weights.store or weights.collective
+    transport = Transport.FILES if buckets is None else Transport.COLLECTIVE
+    return Publishing(
+        shape.weight_bytes / 1e9,
+        Transport.STORE if weights.store is not None else transport,
+        store_links_of(cluster),
+        bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
+        ahead=weights.update != "on_divergence",
+        speeds=_speeds(cluster),
+    )
+
+
+def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
+    """What the cluster's `publish` states, on top of what its calibration files have, on top of its preset."""
+    spec = cluster.publish
+    speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
+    for name, entry in _entries(cluster, "."):
+        if PUBLISH in entry:
+            speeds = replace(speeds, **_measured_speeds(name, entry[PUBLISH]).stated())
+    return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))
 
 
 def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: Shape) -> RooflinePerformance:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from placement.hardware import canonical, catalogue
+from placement.publish import STORE
 from rollart.errors import SpecError
 from rollart.shares import DomainShare, bounded_shares
 from rollart.spec.cluster import ClusterSpec
@@ -320,14 +321,16 @@ def _device_types(cluster: ClusterSpec) -> Iterable[Problem]:
 
 
 def _links(cluster: ClusterSpec) -> Iterable[Problem]:
-    names = [p.name for p in cluster.pools]
+    names = [*(p.name for p in cluster.pools), STORE]
     seen: set[frozenset[str]] = set()
     for i, link in enumerate(cluster.links):
         for end in ("a", "b"):
             name = getattr(link, end)
             if name not in names:
                 hint = did_you_mean(name, names)
-                yield Problem(("links", i, end), f"links.{i}.{end} is '{name}' (rule: the name of a pool{hint})")
+                yield Problem(
+                    ("links", i, end), f"links.{i}.{end} is '{name}' (rule: the name of a pool, or {STORE}{hint})"
+                )
         pair = frozenset((link.a, link.b))
         if pair in seen:
             yield Problem(("links", i), f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")

@@ -3,7 +3,7 @@
     h20=+32  h20=-8  h20=64      devices of a pool, by its name or its device type; a type that the cluster lacks makes
                                  a new pool, and 0 takes the pool away
     price.h800=4.10              dollars per device-hour
-    link.h800-h20=25             GB/s between two pools; a new link if there is none
+    link.h800-h20=25             GB/s between two pools, or of one and `store`; a new link if there is none
     model=DIR_OR_CONFIG.json     another model
     in_flight= rate= budget= objective= prefill_decode= utilisation= staleness= batch= train.devices= train.pool=
                                  keys of the run spec
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from placement.hardware import canonical
+from placement.publish import STORE
 from rollart.errors import SpecError, UsageError
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.document import parse_value
@@ -129,17 +130,22 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
     """Names may hold a '-': every way to cut is tried."""
     parts = ends.split("-")
     for cut in range(1, len(parts)):
-        a, b = _named(cluster, "-".join(parts[:cut])), _named(cluster, "-".join(parts[cut:]))
+        a, b = (_ends(cluster, "-".join(some)) for some in (parts[:cut], parts[cut:]))
         if len(a) == 1 and len(b) == 1:
-            pair = {a[0]["name"], b[0]["name"]}
+            pair = {a[0], b[0]}
             for link in cluster["links"]:
                 if {link["a"], link["b"]} == pair:
                     link["gb_per_s"] = gb_per_s
                     return
-            cluster["links"].append({"a": a[0]["name"], "b": b[0]["name"], "gb_per_s": gb_per_s})
+            cluster["links"].append({"a": a[0], "b": b[0], "gb_per_s": gb_per_s})
             return
     names = ", ".join(p["name"] for p in cluster["pools"])
     raise UsageError(f"--what-if '{text}': '{ends}' is no pair of pools (rule: link.a-b; pools: {names})")
+
+
+def _ends(cluster: Values, name: str) -> list[str]:
+    """What a link may end in by that name: pools, else where versions of the weights lie."""
+    return [pool["name"] for pool in _named(cluster, name)] or [STORE] * (name.lower() == STORE)
 
 
 def _named(cluster: Values, name: str) -> list[Values]:

@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from placement.problem import Problem, Restriction, Window
+from placement.publish import Publishing, Transport
 from placement.solve import solve
-from placement.types import Device, Infeasible, Objective, Placement, Pool, Role
+from placement.types import Device, Infeasible, Link, Objective, Placement, Pool, Role
 from placement.window import spans, step_between, windows
 from placement.workload import DomainProfile, EnvironmentCost, Quantity, Train
 from tests.placement.fakes import FakePerformance
@@ -20,7 +21,15 @@ GPU = Device("big", 400, 80, 2.0, nvlink_gb_per_s=600, devices_per_host=8)
 SLOW = Device("small", 150, 80, 3.0, nvlink_gb_per_s=600, devices_per_host=8)
 LONG = DomainProfile("long", Quantity(1), Quantity(300), Quantity(4000, p90=9000))
 AGENT = DomainProfile("agent", Quantity(10, p90=16), Quantity(400), Quantity(80), environment=EnvironmentCost(wait_s=2))
-WINDOW = Window({"long": 8, "agent": 8}, 32768.0, publish_s=20.0, near_publish_s=5.0)
+
+
+def publish(far_s: float, near_s: float = 5.0) -> Publishing:
+    """Broadcasts that take so many seconds within a pool, and between the two."""
+    links = (Link("a", "a", 1 / near_s), Link("b", "b", 1 / near_s), Link("a", "b", 1 / far_s))
+    return Publishing(1.0, Transport.COLLECTIVE, links)
+
+
+WINDOW = Window({"long": 8, "agent": 8}, 32768.0, publish=publish(20.0))
 
 
 def problem(*pools: Pool, batch: int = 64, **changes: object) -> Problem:
@@ -42,10 +51,8 @@ def trainer(found: Placement) -> int:
 
 
 def sustained(asked: Problem, found: Placement) -> float:
-    pools = {d.pool for d in found.deployments if d.role in (Role.ENGINE, Role.PREFILL, Role.DECODE, Role.TRAINER)}
     assert asked.window is not None
-    publish_s = asked.window.published(near=len(pools) == 1)
-    return min(h.rate for h in windows(found, asked, asked.window, publish_s=publish_s))
+    return min(h.rate for h in windows(found, asked, asked.window))
 
 
 @pytest.mark.parametrize("domains", [(LONG,), (LONG, AGENT)])
@@ -91,9 +98,9 @@ def test_a_window_that_binds_nothing_changes_nothing() -> None:
 
 def test_engines_beside_the_trainer_where_weights_have_a_long_way() -> None:
     pools = (Pool("a", GPU, 8), Pool("b", SLOW, 8))
-    far = plan(problem(*pools, window=dataclasses.replace(WINDOW, publish_s=2000.0)))
+    far = plan(problem(*pools, window=dataclasses.replace(WINDOW, publish=publish(2000.0))))
     assert len({d.pool for d in far.deployments}) == 1
-    close = plan(problem(*pools, window=dataclasses.replace(WINDOW, publish_s=5.0)))
+    close = plan(problem(*pools, window=dataclasses.replace(WINDOW, publish=publish(5.0))))
     assert len({d.pool for d in close.deployments}) == 2
     assert close.rate > far.rate
 
@@ -125,7 +132,7 @@ def small(seed: int) -> Problem:
     ]
     return problem(
         *pools[: r.choice([1, 1, 2])], domains=r.choice([(LONG,), (LONG, AGENT)]), gap=1e-3,
-        window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5, publish_s=r.choice([5.0, 20.0, 60.0])),
+        window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5, publish=publish(r.choice([5.0, 20.0, 60.0]))),
         train=Train(
             r.choice([32, 64, 128]), seconds_per_token=r.choice([5e-4, 2e-3, 4e-3]), staleness=r.choice([1, 2])
         ),
