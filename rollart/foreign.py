@@ -1,41 +1,113 @@
-"""Code that is not ours, on our loop: environments and agent programs. What it raises is its own, `SystemExit` too."""
+"""Code of users on our loop: environments and agent programs. An error, an exit, a cancellation or a blocked loop is a
+fault of the call that made it, and of nothing else."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import ctypes
+import sys
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, Token
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["contain", "foreign"]
+__all__ = ["GRACE_S", "HeldTooLong", "contain", "foreign", "give_up", "guard", "in_users_code", "leave_behind"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+GRACE_S = 10.0
+"""Seconds that a cancelled call may take to end. It is cancelled again half-way, then left behind."""
 
 _INSIDE: ContextVar[bool] = ContextVar("foreign", default=False)
-"""Tasks inherit it from whoever starts them."""
+"""True in users' code. Tasks inherit it from the task that starts them."""
+
+_GIVEN_UP: set[asyncio.Task[Any]] = set()
+"""Cancelled calls that have not ended: the loop itself holds tasks weakly."""
+
+_GUARDS: set[CodeType] = set()
+
+
+class HeldTooLong(BaseException):
+    """Raised inside a call of users' code that blocks the loop. No Exception: many calls try again on any of those."""
 
 
 class foreign:
-    """`with foreign():` around a call, in one task. A `SystemExit` becomes a RuntimeError; so it does in tasks that are
-    started inside, where the loop was told to (`contain`): there it would end the loop, whoever awaits the task."""
+    """`with foreign():` around a call, in one task or before the loop runs. Only an Exception, or the cancellation of
+    the task by its owner, leaves it; anything else becomes a RuntimeError. The same holds in tasks that are started
+    inside, where the loop was prepared (`contain`)."""
 
-    __slots__ = ("_token",)
+    __slots__ = ("_cancelling", "_task", "_token")
 
     def __enter__(self) -> None:
+        self._task = _current_task()
+        self._cancelling = 0 if self._task is None else self._task.cancelling()
         self._token: Token[bool] = _INSIDE.set(True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _INSIDE.reset(self._token)
-        if isinstance(error, SystemExit):
-            raise _exited(error) from None
+        if error is None or isinstance(error, Exception):
+            return
+        if isinstance(error, asyncio.CancelledError) and self._task and self._task.cancelling() > self._cancelling:
+            return
+        raise _contained_error(error) from None
+
+
+def guard(function: F) -> F:
+    """Mark a function of ours that calls users' code: frames above it on the stack are theirs."""
+    _GUARDS.add(function.__code__)
+    return function
+
+
+def in_users_code(frame: FrameType | None) -> bool:
+    """True if the frame runs on behalf of a guarded call, and is not the guard itself."""
+    outer = None if frame is None else frame.f_back
+    while outer is not None and outer.f_code not in _GUARDS:
+        outer = outer.f_back
+    return outer is not None and frame is not None and frame.f_code not in _GUARDS
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, tasks of code that is not ours end alone."""
+    """From now on, tasks that users' code starts end alone."""
     loop.set_task_factory(_task)
+
+
+def give_up(task: asyncio.Task[Any]) -> None:
+    """Cancel a call of users' code without waiting for its end. Past `GRACE_S` it is left behind."""
+    if task.done():
+        return
+    _GIVEN_UP.add(task)
+    task.add_done_callback(_ended)
+    task.cancel()
+    loop = asyncio.get_running_loop()
+    loop.call_later(GRACE_S / 2, task.cancel)
+    loop.call_later(GRACE_S, leave_behind, task)
+
+
+def leave_behind(task: asyncio.Task[Any]) -> None:
+    """Forget a cancelled task that has not ended: neither the end of the loop nor of the process waits for it."""
+    if task.done() or task not in asyncio.all_tasks():
+        return
+    asyncio.tasks._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))  # never collected: that would resume its code once more
+    print(f"rollart: {task.get_name()} did not end when it was cancelled: left behind "
+          "(rule: let CancelledError through)", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs: what a spec names is imported and made before one does
+        return None
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    _GIVEN_UP.discard(task)
+    if not task.cancelled():
+        task.exception()  # retrieved: its caller is gone
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
@@ -46,12 +118,19 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
     return task
 
 
+@guard
 async def _contained(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return await coroutine
-    except SystemExit as exit:
-        raise _exited(exit) from None
+    except (SystemExit, KeyboardInterrupt, HeldTooLong) as error:
+        raise _contained_error(error) from None
 
 
-def _exited(exit: SystemExit) -> RuntimeError:
-    return RuntimeError(f"it exited with {exit.code!r}")
+def _contained_error(error: BaseException) -> RuntimeError:
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"it exited with {error.code!r}")
+    if isinstance(error, asyncio.CancelledError):
+        return RuntimeError("it let a CancelledError of its own out")
+    if isinstance(error, HeldTooLong):
+        return RuntimeError(str(error))
+    return RuntimeError(f"it raised {type(error).__name__}{f': {error}' if str(error) else ''}")

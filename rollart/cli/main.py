@@ -68,15 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     terminable()
     code = run(arguments)
-    if code in (INTERRUPTED, TERMINATED):
-        # An interrupt while an import builds a dataclass (`exec` of a string) is noted by CPython as unhandled, caught
-        # or not, and at its end it would kill itself with SIGINT instead of giving the code.
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        atexit._run_exitfuncs()  # what _exit leaves out: process pools give their semaphores back there
-        os._exit(code)
-    sys.exit(code)
+    # No further: threads that users' code left behind would be joined, and CPython kills itself with SIGINT after an
+    # interrupt that met an import while it built a dataclass, caught or not.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    atexit._run_exitfuncs()  # process pools give their semaphores back there
+    os._exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
+from rollart import controller_loop
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
 from rollart.compose.crews import keepers
@@ -22,8 +22,8 @@ from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
 from rollart.compose.stored import StoredWeights
 from rollart.compose.wiring import Parts, wire
+from rollart.controller_loop import ControllerLoop, LoopWatch
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
-from rollart.foreign import contain
 from rollart.ledger.intervals import State
 from rollart.model import WeightsRef
 from rollart.policy.lease import Expiry
@@ -44,12 +44,13 @@ def launch(
 ) -> None:
     """Run to the end, in this process. Blocks; `on_progress` is called on the loop with each event worth a line.
 
-    Errors: `RollartError` with its exit code; SIGINT and SIGTERM end as `Interrupted`. Whatever happens, every
-    child process is stopped before it returns, and what was finished is in the run directory.
+    Errors: `RollartError` with its exit code; SIGINT, SIGTERM and SIGHUP end as `Interrupted`. Whatever happens, every
+    child process is stopped before it returns, and what was finished is in the run directory. A second signal ends
+    this process at once, and its children with it.
     """
     directory = Path(run_dir).resolve()
     try:
-        asyncio.run(_main(resolved, directory, resume, on_progress or (lambda _: None)))
+        controller_loop.run(_main(resolved, directory, resume, on_progress or (lambda _: None)))
     except KeyboardInterrupt:
         raise _interrupted(directory) from None
     except BaseExceptionGroup as group:
@@ -61,19 +62,27 @@ def launch(
 
 
 async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
-    main = asyncio.current_task()
+    main, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert main is not None
-    contain(asyncio.get_running_loop())
+    assert isinstance(loop, ControllerLoop)
     stopped = asyncio.Event()
 
     def stop() -> None:
-        """The first signal stops the run; later ones change nothing: the shutdown is bounded."""
-        if not stopped.is_set():
-            stopped.set()
-            main.cancel()
+        stopped.set()
+        main.cancel()
 
+    def end(why: str, interrupted: bool) -> NoReturn:
+        error = _interrupted(directory) if interrupted else RunFailed(why, remedy="rollart launch --resume continues")
+        late = f" ({why})" if interrupted and why else ""
+        os.write(2, f"rollart: {error.message}{late}\n  remedy: {error.remedy}\n".encode())
+        os._exit(error.exit_code)
+
+    def say(holder: str, seconds: float) -> None:
+        progress(RunEvent(loop.time(), "controller_held", "run", {"holder": holder, "seconds": seconds}))
+
+    watch = LoopWatch(loop, stop=stop, say=say, end=end, limit_s=resolved.run.leases.env_step_s)
     try:
-        with _signals(stop):
+        with watch.watching():
             await _run(resolved, directory, resume, progress)
     except BaseException:
         if stopped.is_set():  # whatever broke while everything was being stopped
@@ -180,18 +189,6 @@ async def _engines(parts: Parts) -> None:
     async with asyncio.TaskGroup() as tasks:
         for part in parts.site.parts:
             tasks.create_task(parts.supervisor.start(part), name=f"start {part.id}")
-
-
-@contextlib.contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
 
 
 def _interrupted(directory: Path) -> Interrupted:

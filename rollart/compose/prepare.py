@@ -22,11 +22,13 @@ from rollart.compose.actors import torch_device, trainer_ranks
 from rollart.compose.dtypes import trainer_dtype
 from rollart.episodes import HarnessFactory
 from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
+from rollart.foreign import foreign, guard
 from rollart.learning import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.policy.lease import Expiry
 from rollart.ports import EnvironmentFactory
 from rollart.runtime.domain import Domain, derive_seed
+from rollart.runtime.in_process import in_process
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import DomainSpec
@@ -52,7 +54,8 @@ def import_attribute(path: str, what: str) -> Any:
     """The object at `package.module:attribute`; `SpecError` names what it was for."""
     module, _, name = path.partition(":")
     try:
-        holder = importlib.import_module(module)
+        with foreign():
+            holder = importlib.import_module(module)
     except ImportError as error:
         raise SpecError(
             f"{what} '{path}' cannot be imported: {error}",
@@ -184,6 +187,7 @@ async def warm_start_samples(
     return samples
 
 
+@guard
 def _solved(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
     """By an environment of this process."""
     environment = environment_of(spec)()
@@ -194,7 +198,8 @@ def _solved(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
             remedy="give it a method worked_example(seed) -> (prompt, answer), or leave the domain out",
         )
     try:
-        return [(str(prompt), str(answer)) for prompt, answer in map(solve, seeds)]
+        with foreign():
+            return [(str(prompt), str(answer)) for prompt, answer in map(solve, seeds)]
     except Exception as error:
         raise SpecError(
             f"warm_start.domains: environment '{spec.environment}' gave no worked example: {one_line(error)}",
@@ -260,7 +265,7 @@ def _domain(
         raise SpecError(f"domain '{spec.name}', stop: {error}") from None
     return Domain(
         name=spec.name,
-        environment=hosted(spec) if hosted and isinstance(spec.environment, str) else environment_of(spec),
+        environment=hosted(spec) if hosted and isinstance(spec.environment, str) else in_process(environment_of(spec)),
         quota=quota,
         group_size=spec.group_size,
         max_turns=spec.max_turns,
@@ -295,7 +300,8 @@ def environment_of(spec: DomainSpec) -> Callable[[], Any]:
     make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")
     arguments = dict(spec.environment_args)
     try:
-        make(**arguments)
+        with foreign():
+            make(**arguments)
     except ImportError as error:
         raise SpecError(f"environment of domain '{spec.name}': {error}", remedy="pip install 'rollart[envs]'") from None
     except (TypeError, ValueError) as error:

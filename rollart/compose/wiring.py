@@ -38,6 +38,7 @@ from rollart.compose.starts import engine_start, trainer_start
 from rollart.compose.stored import StoredWeights, weight_store
 from rollart.compose.trainer_hosts import on_its_hosts
 from rollart.compose.weights import nodes_patience_s, patience_s, stall_seconds, update_policy
+from rollart.controller_loop import ControllerLoop
 from rollart.fleet import EngineRole
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.prices import PriceBook
@@ -71,6 +72,10 @@ from serverless.pipeline import Offload
 from serverless.scaling_seen import Seen
 
 __all__ = ["Parts", "wire"]
+
+
+TOLD_S = 5.0
+"""Pauses of the controller's loop that are worth a line, seconds."""
 
 
 @dataclass(slots=True)
@@ -110,6 +115,14 @@ class Parts:
         event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
         self.ledger.event(event)
         self.progress(event)
+
+    def paused(self, seconds: float) -> None:
+        """The controller's loop did not run for so long: no wait expires because of it."""
+        self.leases.moved(seconds)
+        event = RunEvent(asyncio.get_running_loop().time(), "controller_paused", "run", {"seconds": round(seconds, 3)})
+        self.ledger.event(event)
+        if seconds >= TOLD_S:
+            self.progress(event)
 
     def begin(self, weights: WeightsRef) -> None:
         """The version that engines start with is known: the control plane can be made."""
@@ -391,4 +404,6 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
             *function_fleet(*told, used=start.names),
         )  # fmt: skip
         parts_of.append(parts)
+        if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
+            loop.on_pause = parts.paused
         yield parts

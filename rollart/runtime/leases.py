@@ -21,7 +21,8 @@ COMPACT_AT = 1024
 
 class Leases:
     """Hands out leases on one loop. Any task may call `hold`; the body is unblocked by its own end or by the
-    deadline, whichever comes first; then `LeaseExpired` is raised in it and a `lease_expired` event recorded.
+    deadline, whichever comes first: then a `lease_expired` event is recorded, whatever the body does, and
+    `LeaseExpired` raised in it.
 
     Invariant: a lease is in the book exactly while its body runs.
     """
@@ -39,6 +40,12 @@ class Leases:
         """Who has waited longest for what, one line each."""
         now = asyncio.get_running_loop().time()
         return [lease.describe(now) for lease in self.book.oldest()]
+
+    def moved(self, seconds: float) -> None:
+        """The loop did not run for so long: every deadline is as much later. Their timers move with the loop's."""
+        now = asyncio.get_running_loop().time()
+        for lease in self.book.open.values():
+            lease.deadline += min(seconds, now - lease.granted)
 
     def record_expiry(self, lease: Lease, now: float) -> None:
         self._recorder.event(
@@ -111,6 +118,7 @@ class Hold(Lease):
     def expire(self) -> None:
         """The deadline passed: the body is cancelled, and `__exit__` makes `LeaseExpired` of that."""
         self._expired = True
+        self._leases.record_expiry(self, asyncio.get_running_loop().time())
         self._task.cancel()
 
     def __exit__(
@@ -120,9 +128,7 @@ class Hold(Lease):
         del self._leases.book.open[self.id]
         # Somebody else's cancellation that came in the same instant stays a cancellation.
         if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            now = asyncio.get_running_loop().time()
-            self._leases.record_expiry(self, now)
-            raise LeaseExpired(self.owner, self.waiting_for, now - self.granted) from None
+            raise LeaseExpired(self.owner, self.waiting_for, asyncio.get_running_loop().time() - self.granted) from None
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

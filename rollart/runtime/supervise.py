@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
+from rollart.controller_loop import running_s
 from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, NoPlace, PartDied, RunFailed
 from rollart.fleet import Seat
 from rollart.ledger.clock import EngineShares
@@ -286,18 +287,18 @@ class Watchdog:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        started = changed = loop.time()
+        started, changed = loop.time(), running_s()
         last = self._progress()
         while True:
             await asyncio.sleep(self._period_s)
             await self._check()
-            now = loop.time()
+            now = running_s()
             if self._progress() != last:
                 last, changed = self._progress(), now
-            self._budget(now - started)
+            self._budget(loop.time() - started)
             if now - changed > self._stall_s:
                 holders = "; ".join(self._leases.describe()) or "no lease is open"
-                self._recorder.event(RunEvent(now, "stalled", "run", {"holders": holders}))
+                self._recorder.event(RunEvent(loop.time(), "stalled", "run", {"holders": holders}))
                 raise RunFailed(
                     f"no progress for {now - changed:.0f} s: {holders}", remedy="rollart launch --resume continues"
                 )

@@ -89,6 +89,7 @@ CLUSTER: Spec = {
     "engines": {"count": 1, "threads": 1, "max_slots": 16},
     "trainer": {"threads": 1},
     "functions": {"backend": "local"},
+    "environments": {"workers": 0},
 }
 
 

@@ -103,3 +103,76 @@ class NeverCloses(Coin):
 
     async def close(self) -> None:
         await asyncio.sleep(3600)
+
+
+class Once(Coin):
+    """Coins of which one, the first to take the file `mark`, goes wrong in its first step."""
+
+    def __init__(self, *, mark: str, **more: Any) -> None:
+        super().__init__(**more)
+        self._mark = Path(mark)
+
+    async def step(self, action: str) -> Step:
+        try:
+            self._mark.touch(exist_ok=False)
+        except FileExistsError:
+            return await super().step(action)
+        await self.wrong()
+        return await super().step(action)
+
+    async def wrong(self) -> None:
+        raise NotImplementedError
+
+
+class Stubborn(Once):
+    """Retries for ever, whatever happens to it."""
+
+    async def wrong(self) -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except:  # noqa: E722 - as users write it
+                pass
+
+
+class Busy(Once):
+    """Never yields."""
+
+    async def wrong(self) -> None:
+        while True:
+            pass
+
+
+class BusyForGood(Once):
+    """Never yields, and swallows whatever is raised in it."""
+
+    async def wrong(self) -> None:
+        while True:
+            try:
+                while True:
+                    pass
+            except:  # noqa: E722 - as users write it
+                pass
+
+
+class CancelsItsHelper(Once):
+    """Lets the cancellation of a task of its own out."""
+
+    async def wrong(self) -> None:
+        helper = asyncio.get_running_loop().create_task(asyncio.sleep(3600))
+        helper.cancel()
+        await helper
+
+
+class Interrupts(Once):
+    """Raises what Ctrl-C raises."""
+
+    async def wrong(self) -> None:
+        raise KeyboardInterrupt
+
+
+class Leaves(Once):
+    """Raises what is no Exception."""
+
+    async def wrong(self) -> None:
+        raise GeneratorExit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.episodes import Wanted
 from rollart.errors import EngineError
-from rollart.foreign import foreign
+from rollart.foreign import GRACE_S, foreign, guard, leave_behind
 from rollart.model import Completion, Observation, Piece, Sampling, Segment, Step
 
 __all__ = ["Agent", "Harnesses"]
@@ -24,10 +23,6 @@ __all__ = ["Agent", "Harnesses"]
 Agent = Callable[..., Awaitable[float | Step | None]]
 """`async def agent(base_url, session, seed, **arguments)`. `base_url` ends before `/v1`. What it returns is the
 episode's own reward, or a `Step` with success and metadata; None: what it said to `/sessions/SESSION/end`, or 0."""
-
-
-GRACE_S = 10.0
-"""Seconds that a program may take to end once it is cancelled. It is cancelled again half-way."""
 
 
 class Harnesses:
@@ -194,6 +189,7 @@ class _Asking:
         """The trajectory frees its prefix by itself."""
 
 
+@guard
 async def _run(program: Callable[[], Awaitable[float | Step | None]], policy: _Asking) -> None:
     try:
         with foreign():
@@ -213,15 +209,7 @@ async def _ended(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> No
         if task.done():
             return
     tasks.discard(task)
-    _left_behind(task)
-    print(f"rollart: {task.get_name()} did not end when it was cancelled: left behind after {GRACE_S:g} s "
-          "(rule: let CancelledError through)", file=sys.stderr, flush=True)  # fmt: skip
-
-
-def _left_behind(task: asyncio.Task[None]) -> None:
-    """`asyncio.run` waits for every task that it knows of, and complains of those that were pending."""
-    asyncio.tasks._unregister_task(task)
-    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    leave_behind(task)
 
 
 def _fail(request: _Request, error: Exception) -> None:

@@ -1,0 +1,241 @@
+"""The controller's event loop: a loop that did not run expires nobody's deadline, and a thread watches a loop that one
+call blocks.
+
+A deadline bounds how long others take, so it counts the time in which the controller could have heard them. Where the
+loop stood still, because the process was stopped (Ctrl-Z, a migrated machine) or because one callback did not return,
+every timer moves by as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import heapq
+import os
+import selectors
+import signal
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from rollart.foreign import HeldTooLong, contain, in_users_code, leave_behind
+
+__all__ = ["ControllerLoop", "LoopWatch", "run", "running_s"]
+
+T = TypeVar("T")
+
+LOOK_S = 1.0
+"""Between two looks of the watch, and the longest single wait of the loop: a pause is known to within this."""
+
+STOOD_S = 1.0
+"""A loop that was late by more than this stood still. Less is load."""
+
+NAMED_S = 10
+"""Looks after which the call that blocks the loop is named."""
+
+LAST_S = 30
+"""Looks after the first interruption of a call that blocks the loop, when the process ends: the call swallows them."""
+
+REST_S = 2.0
+"""Seconds that cancelled tasks have to end once the main one has."""
+
+END_S = 45
+"""Looks after the first signal, when the process ends: less than `rollart stop` waits."""
+
+INTERRUPT = signal.SIGUSR2
+"""Sent to the main thread to interrupt a call there."""
+
+
+class ControllerLoop(asyncio.SelectorEventLoop):
+    """`paused_s`: seconds for which it did not run so far. `on_pause` is called with each pause, before any timer that
+    is due. `busy_since` is read by the watch's thread: the start of the loop's current turn, None while it waits."""
+
+    def __init__(self) -> None:
+        self.paused_s = 0.0
+        self.busy_since: float | None = None
+        self.on_pause: Callable[[float], None] = lambda seconds: None
+        self._fresh: list[tuple[asyncio.TimerHandle, float]] = []
+        """Timers of the current turn, and when they were set."""
+        super().__init__(_Selector(self))
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = super().call_at(when, callback, *args, context=context)
+        self._fresh.append((timer, self.time()))
+        return timer
+
+    def waits(self) -> None:
+        """The turn is over."""
+        began, self.busy_since = self.busy_since, None
+        if began is not None and self.time() - began > STOOD_S:
+            self.stood(self.time() - began)
+        self._fresh.clear()
+
+    def stood(self, seconds: float) -> None:
+        """Move every timer by the part of the pause that it was set in."""
+        self.paused_s += seconds
+        now, timers = self.time(), self._scheduled  # type: ignore[attr-defined]
+        for timer in timers:
+            timer._when += seconds
+        for timer, since in self._fresh:
+            timer._when -= max(0.0, seconds - (now - since))  # type: ignore[attr-defined]
+        heapq.heapify(timers)
+        self.on_pause(seconds)
+
+
+class _Selector(selectors.DefaultSelector):
+    """The loop's only wait, which therefore sees whether the loop runs. It returns at least every `LOOK_S`."""
+
+    def __init__(self, loop: ControllerLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        loop = self._loop
+        loop.waits()
+        wait, began = LOOK_S if timeout is None else min(timeout, LOOK_S), loop.time()
+        found = super().select(wait)
+        ended = loop.time()
+        if ended - began - wait > STOOD_S:
+            loop.stood(ended - began - wait)
+        loop.busy_since = ended
+        return found
+
+
+def running_s() -> float:
+    """The loop's time without its pauses: what a duration is measured by that somebody else is held to."""
+    loop = asyncio.get_running_loop()
+    return loop.time() - (loop.paused_s if isinstance(loop, ControllerLoop) else 0.0)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on a `ControllerLoop`. A task that does not end when it is cancelled is left behind."""
+    loop = ControllerLoop()
+    contain(loop)
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(main)
+    finally:
+        try:
+            loop.run_until_complete(_rest())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+async def _rest() -> None:
+    rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in rest:
+        task.cancel()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(REST_S):
+            await asyncio.shield(asyncio.gather(*rest, return_exceptions=True))
+    for task in rest:
+        leave_behind(task)
+
+
+class LoopWatch:
+    """Owns a thread and, in the main thread, the answers to signals; `with` it on the loop.
+
+    The first SIGINT, SIGTERM or SIGHUP calls `stop` on the loop. The second ends the process at once, and so does the
+    thread `END_S` later. A call that blocks the loop is named by `say` after `NAMED_S`; where it is users' code, it is
+    interrupted after `limit_s`, or as soon as the run is to stop, with `HeldTooLong`; one that swallows this for
+    `LAST_S` ends the process with `end`.
+
+    The thread counts its own looks: a process that is stopped has none.
+    """
+
+    def __init__(
+        self, loop: ControllerLoop, *, stop: Callable[[], None], say: Callable[[str, float], None],
+        end: Callable[[str, bool], None], limit_s: float,
+    ) -> None:  # fmt: skip
+        """`say(holder, seconds)` and `end(why, interrupted)` are called on any thread; `end` does not return."""
+        self._loop, self._stop, self._say, self._end = loop, stop, say, end
+        self.limit_s = limit_s
+        self._done = threading.Event()
+        self._held = ""
+        """Message for the call that is to be interrupted."""
+        self._stopping = False
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._main = threading.get_ident()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the body runs. In another thread than the main one there are no signals to answer."""
+        numbers = {signal.SIGINT: self._signalled, signal.SIGTERM: self._signalled, INTERRUPT: self._interrupted}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            numbers[signal.SIGHUP] = self._signalled
+        before = {number: signal.signal(number, answer) for number, answer in numbers.items()}
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            self._thread.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> None:
+        turn, looks, asked = None, 0, 0
+        while not self._done.wait(LOOK_S):
+            asked += self._stopping
+            if asked >= END_S:
+                self._end(f"{len(asyncio.all_tasks(self._loop))} tasks did not end within {END_S} s", True)
+            since = self._loop.busy_since
+            if since is None or since != turn:
+                turn, looks = since, 0
+                continue
+            looks += 1
+            self._blocked(looks)
+
+    def _blocked(self, looks: int) -> None:
+        """The loop has been in one turn for so many looks."""
+        frame = sys._current_frames().get(self._main)
+        holder = self._holder(frame)
+        if looks == NAMED_S:
+            self._say(holder, looks * LOOK_S)
+        if looks >= self.limit_s or (self._stopping and looks > 1):
+            self._held = f"it held the controller for {looks * LOOK_S:.0f} s in {holder}"
+            signal.pthread_kill(self._main, INTERRUPT)
+        if looks >= self.limit_s + LAST_S and in_users_code(frame):
+            self._end(f"{holder} has held the controller for {looks * LOOK_S:.0f} s, and swallows interruptions", False)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            self._end("", True)
+        self._stopping = True
+        self._loop.call_soon_threadsafe(self._stop)
+        since = self._loop.busy_since
+        if since is not None and self._loop.time() - since > 2 * LOOK_S and in_users_code(frame):
+            raise HeldTooLong("it held the controller when the run was stopped")
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self._held and in_users_code(frame):
+            held, self._held = self._held, ""
+            raise HeldTooLong(held)
+
+    def _holder(self, frame: FrameType | None) -> str:
+        """The line that the main thread is in, the innermost of users' code if there is one, and its task."""
+        task = asyncio.current_task(self._loop)
+        inner = frame
+        while frame is not None and _ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        found = frame or inner
+        where = "" if found is None else (
+            f"{found.f_code.co_qualname} ({Path(found.f_code.co_filename).name}:{found.f_lineno})"
+        )  # fmt: skip
+        return f"{where}, {task.get_name()}" if task is not None else where
+
+
+_LIBRARY = tuple({sysconfig.get_path("stdlib"), str(Path(__file__).parent)})
+
+
+def _ours(file: str) -> bool:
+    return file.startswith(("<", *_LIBRARY)) and f"{os.sep}site-packages{os.sep}" not in file

@@ -1,0 +1,97 @@
+"""Environments of users that live in the controller's process: no call of theirs can hold it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from rollart.border import due
+from rollart.foreign import foreign, give_up, guard
+from rollart.model import Observation, Step
+from rollart.ports import Environment, EnvironmentFactory
+
+__all__ = ["InProcessEnvironment", "in_process"]
+
+T = TypeVar("T")
+
+
+def in_process(make: EnvironmentFactory) -> EnvironmentFactory:
+    """The same environments, contained."""
+
+    @guard
+    def made() -> Environment:
+        return InProcessEnvironment(make())
+
+    return made
+
+
+class InProcessEnvironment:
+    """Implements `Environment` over a user's object. One call at a time.
+
+    Each call runs in a task of its own, which waits only for the user's code; a caller that is cancelled returns at
+    once, and the task is cancelled and then left behind (`foreign.give_up`). `close` waits for such a task to end
+    before it calls the user's.
+
+    An environment whose attribute `quick` is true promises to answer without waiting, and is called without a task; a
+    call that waits all the same is a fault.
+    """
+
+    __slots__ = ("_call", "_environment", "_task")
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._call = self._at_once if getattr(environment, "quick", False) is True else self._in_task
+        self._task: asyncio.Task[object] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    async def reset(self, seed: int) -> Observation:
+        return await self._call("reset", lambda: self._environment.reset(seed))
+
+    async def step(self, action: str) -> Step:
+        return await self._call("step", lambda: self._environment.step(action))
+
+    async def close(self) -> None:
+        before = self._task
+        if before is not None and not before.done():
+            await asyncio.shield(asyncio.gather(before, return_exceptions=True))
+        await self._call("close", self._environment.close)
+
+    async def _at_once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        return _answer(what, call)
+
+    async def _in_task(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        loop = asyncio.get_running_loop()
+        # No TaskGroup's: one waits for its tasks for ever.
+        task = loop.create_task(_awaited(what, call), name=f"{what} of {type(self._environment).__name__}")
+        self._task = task
+        ended: asyncio.Future[None] = loop.create_future()
+        task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+        try:
+            await ended
+        except asyncio.CancelledError:
+            give_up(task)
+            raise
+        if task.cancelled():
+            raise RuntimeError("it cancelled its own task")
+        return task.result()
+
+
+@guard
+async def _awaited(what: str, call: Callable[[], Awaitable[T]]) -> T:
+    with foreign():
+        return await due(call(), what)  # type: ignore[return-value]
+
+
+@guard
+def _answer(what: str, call: Callable[[], Awaitable[T]]) -> T:
+    with foreign():
+        steps = due(call(), what).__await__()
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        steps.close()
+    raise RuntimeError(f"{what} waited, but its class says `quick = True` (rule: a quick environment answers at once)")

@@ -1,0 +1,149 @@
+"""Environments in the controller's process: whatever a call does, its caller gets an error in time."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from rollart.foreign import GRACE_S
+from rollart.model import Observation, Step
+from rollart.ports import Environment
+from rollart.runtime.in_process import in_process
+from rollart.sim import loop
+
+
+class Asked:
+    """Its step does what it is given."""
+
+    def __init__(self, step: Callable[[], Awaitable[object]]) -> None:
+        self._step = step
+        self.closed = False
+
+    async def reset(self, seed: int) -> Observation:
+        return Observation(str(seed))
+
+    async def step(self, action: str) -> Step:
+        await self._step()
+        return Step(Observation(action), 1.0, done=True)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Quick(Asked):
+    quick = True
+
+
+async def swallowing() -> None:
+    while True:
+        try:
+            await asyncio.sleep(3600.0)
+        except asyncio.CancelledError:
+            pass
+
+
+async def slow_to_end() -> None:
+    try:
+        await asyncio.sleep(3600.0)
+    finally:
+        await asyncio.sleep(2.0)
+
+
+async def helper_cancelled() -> None:
+    helper = asyncio.get_running_loop().create_task(asyncio.sleep(3600.0))
+    helper.cancel()
+    await helper
+
+
+async def itself_cancelled() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0.0)
+
+
+async def interrupting() -> None:
+    raise KeyboardInterrupt
+
+
+async def exiting() -> None:
+    sys.exit(3)
+
+
+async def given_up(environment: Environment, after_s: float) -> float:
+    """When the caller of a step that is cancelled goes on."""
+    clock = asyncio.get_running_loop()
+    began = clock.time()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(after_s):
+            await environment.step("")
+    return clock.time() - began
+
+
+def test_a_caller_that_is_cancelled_goes_on_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    made = Asked(swallowing)
+
+    async def main() -> None:
+        environment = in_process(lambda: made)()
+        assert await given_up(environment, 5.0) == 5.0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await environment.close()
+        await asyncio.sleep(GRACE_S)
+
+    loop.run(main(), seed=1)
+    assert "step of Asked did not end when it was cancelled: left behind" in capsys.readouterr().err
+    assert not made.closed
+
+
+def test_a_close_waits_for_the_call_before_it() -> None:
+    made = Asked(slow_to_end)
+
+    async def main() -> None:
+        environment = in_process(lambda: made)()
+        assert await given_up(environment, 5.0) == 5.0
+        await environment.close()
+        assert asyncio.get_running_loop().time() == 7.0
+
+    loop.run(main(), seed=1)
+    assert made.closed
+
+
+@pytest.mark.parametrize("kind", [Asked, Quick])
+@pytest.mark.parametrize(("step", "words"), [
+    (interrupting, "it raised KeyboardInterrupt"), (exiting, "it exited with 3"),
+])  # fmt: skip
+def test_what_is_no_exception_is_one_outside(
+    kind: type[Asked], step: Callable[[], Awaitable[object]], words: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=words):
+            await in_process(lambda: kind(step))().step("")
+
+    loop.run(main(), seed=1)
+
+
+@pytest.mark.parametrize(("step", "words"), [
+    (helper_cancelled, "CancelledError of its own"), (itself_cancelled, "cancelled its own task"),
+])  # fmt: skip
+def test_a_cancellation_of_its_own_is_an_error(step: Callable[[], Awaitable[object]], words: str) -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=words):
+            await in_process(lambda: Asked(step))().step("")
+
+    loop.run(main(), seed=1)
+
+
+def test_a_quick_environment_is_held_to_it() -> None:
+    async def nothing() -> None:
+        return None
+
+    async def main() -> None:
+        assert (await in_process(lambda: Quick(nothing))().step("a")).observation.text == "a"
+        with pytest.raises(RuntimeError, match=r"step waited, but its class says `quick = True`"):
+            await in_process(lambda: Quick(lambda: asyncio.sleep(1.0)))().step("")
+
+    loop.run(main(), seed=1)
