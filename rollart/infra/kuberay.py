@@ -183,8 +183,9 @@ def _workers(group: HostGroup, name: str, pods: Pods, *, engines: bool) -> dict[
         "minReplicas": group.least,
         "maxReplicas": group.most,
         "labels": dict(group.labels),
-        # Engines and trainers count cores of CPU pools and GPUs of the others: no part asks for a GPU host's cores.
-        "rayStartParams": {} if not group.gpus else {"num-cpus": "0"},
+        # Engines and trainers count cores of CPU pools and GPUs of the others: no part asks for a GPU host's cores. Of
+        # a CPU host they count all cores, of which its pod requests a part.
+        "rayStartParams": {"num-cpus": "0" if group.gpus else str(group.cores)},
         "template": pod,
     }
 
@@ -196,11 +197,13 @@ def _secrets(name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
 def _pod(
     container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """A pod with GPUs has its host alone, so nothing but their number limits it."""
-    wanted: dict[str, str] = {"cpu": str(cores), "memory": f"{memory_gb}G"}
-    limits = dict(wanted)
+    """A pod has its host alone: it uses all cores, and requests what the kubelet of such a host can allot. With GPUs,
+    nothing but their number limits it."""
     if gpus:
-        limits = {"nvidia.com/gpu": str(gpus)}
+        wanted, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}
+    else:
+        wanted = _allottable(cores, memory_gb)
+        limits = {"memory": wanted["memory"]}
     body: dict[str, Any] = {
         "name": container,
         "image": image,
@@ -212,6 +215,14 @@ def _pod(
     body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     shm = {"medium": "Memory"} if gpus else {"medium": "Memory", "sizeLimit": f"{max(1, memory_gb // 2)}G"}
     return {"spec": {"containers": [body], "volumes": [{"name": "shm", "emptyDir": shm}]}}
+
+
+def _allottable(cores: int, memory_gb: int) -> dict[str, str]:
+    """The part of a CPU host that a pod can have. The kubelet, the system and daemon sets keep the rest: on GKE and EKS
+    up to a core, half a GB, a quarter of the first 16 GB and 6 % of more."""
+    millicores = 1000 * cores - min(1000, 250 * cores)
+    megabytes = 1000 * memory_gb - 500 - 250 * min(16, memory_gb) - 60 * max(0, memory_gb - 16)
+    return {"cpu": f"{millicores}m", "memory": f"{megabytes}M"}
 
 
 def _see(pod: Mapping[str, Any], name: str, pods: Pods, *, engines: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -221,6 +222,31 @@ def test_what_pods_could_not_see_is_refused(override: str, said: str) -> None:
 def test_a_cluster_of_ray_up_has_a_head_of_its_own() -> None:
     with pytest.raises(SpecError, match="`ray up` makes the head"):
         render("ray", *FLEET, ["cluster.runtime.address=start"])
+
+
+def _allocatable(cores: int, memory_gb: float) -> tuple[float, float]:
+    """What a kubelet of GKE can allot of a host (cores, GB), by its published reservations, and without the 0.25 cores
+    and 0.5 GB that daemon sets of a plain cluster take."""
+    kept = sum(share * max(0.0, min(cores, b) - a) for a, b, share in ((0, 1, 0.06), (1, 2, 0.01), (2, 4, 0.005)))
+    kept += 0.0025 * max(0, cores - 4)
+    steps = ((0, 4, 0.25), (4, 8, 0.2), (8, 16, 0.1), (16, 128, 0.06), (128, math.inf, 0.02))
+    memory = sum(share * max(0.0, min(memory_gb, b) - a) for a, b, share in steps) + 0.1
+    return cores - kept - 0.25, memory_gb - memory - 0.5
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 32, 96, 192])
+def test_the_pod_of_a_cpu_host_fits_on_it_and_offers_all_cores(tmp_path: Path, size: int) -> None:
+    spec = f"name: c\npools:\n  - {{name: env, device: cpu, count: {2 * size}, devices_per_host: {size}}}\n"
+    (tmp_path / "c.yaml").write_text(spec)
+    manifest = yaml.safe_load(render("kuberay", None, tmp_path / "c.yaml").files["raycluster.yaml"])
+    (group,) = manifest["spec"]["workerGroupSpecs"]
+    resources = group["template"]["spec"]["containers"][0]["resources"]
+    cores, memory_gb = _allocatable(size, 4.0 * size)
+    assert float(resources["requests"]["cpu"].removesuffix("m")) / 1000 <= cores
+    assert float(resources["requests"]["memory"].removesuffix("M")) / 1000 <= memory_gb
+    assert float(resources["requests"]["cpu"].removesuffix("m")) / 1000 >= size / 2, "a host has one such pod"
+    assert "cpu" not in resources["limits"]
+    assert group["rayStartParams"]["num-cpus"] == str(size), "the plan counts all cores"
 
 
 def test_devices_add_up(rendered: dict[str, str]) -> None:
