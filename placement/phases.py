@@ -31,7 +31,8 @@ class Turns:
 
     `cached` tokens are in the KV cache before the turn, `new` are prefilled, `output` generated. KV in GB: `kv_cached`
     before the turn, `kv_prompt` with its prompt, `kv_middle` halfway through its output. `kv_wait` is the sum over the
-    turns that another one follows of the KV held in between; `kv_prefix` that of the shared prefix.
+    turns that another one follows of the KV held in between; `kv_prefix` that of the shared prefix. `kv_lent` is the
+    sum over the turns of the prompt's KV that a prefill engine still holds while another engine decodes.
     """
 
     weight: Floats
@@ -42,6 +43,7 @@ class Turns:
     kv_prompt: Floats
     kv_middle: Floats
     kv_wait: float
+    kv_lent: float
     kv_prefix: float
     kv_longest: float
     prefix: float
@@ -71,10 +73,15 @@ def turns_of(domain: DomainProfile, shape: ShapeModel) -> Turns:
     first, new, output = domain.prompt.mean, domain.new_tokens.mean, domain.output_tokens.mean
     prefix = first * domain.shared_prefix
     number, weight = _nodes(domain.turns.mean)
-    later = number > 1
-    cached = np.where(later, first + output + (number - 2) * (new + output), prefix)
-    # A turn without an observation still computes its last sampled token.
-    fresh = np.where(later, max(new, 1.0), max(first - prefix, 1.0))
+
+    def prompt(number: Floats) -> tuple[Floats, Floats]:
+        """Tokens of these turns that are cached, and that are computed."""
+        later = number > 1
+        cached = np.where(later, first + output + (number - 2) * (new + output), prefix)
+        # A turn without an observation still computes its last sampled token.
+        return cached, np.where(later, max(new, 1.0), max(first - prefix, 1.0))
+
+    cached, fresh = prompt(number)
 
     def kv(tokens: Floats) -> Floats:
         return np.array([shape.kv_bytes(float(t)) / 1e9 for t in tokens])
@@ -82,15 +89,20 @@ def turns_of(domain: DomainProfile, shape: ShapeModel) -> Turns:
     after = kv(cached + fresh + output)
     followed = _nodes(domain.turns.mean - 1) if domain.turns.mean > 1 else (np.zeros(0), np.zeros(0))
     waiting = kv(first + output + (followed[0] - 1) * (new + output))
+    prompts = kv(cached + fresh)
+    lent = weight @ prompts
+    if domain.last_turn_known:
+        lent = followed[1] @ kv(sum(prompt(followed[0]), np.zeros(len(followed[0]))))
     return Turns(
         weight=weight,
         cached=cached,
         new=fresh,
         output=output,
         kv_cached=kv(cached),
-        kv_prompt=kv(cached + fresh),
+        kv_prompt=prompts,
         kv_middle=kv(cached + fresh + output / 2),
         kv_wait=float(followed[1] @ waiting),
+        kv_lent=float(lent),
         kv_prefix=shape.kv_bytes(prefix) / 1e9,
         kv_longest=float(after.max()),
         prefix=prefix,

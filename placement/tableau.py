@@ -229,21 +229,22 @@ class _Builder:
         channel, (domain, decode) = self._links[key], decoding
         load, prefill_kv = (values[domain] for values in prefilling)
         t = self._domains[mode]
-        turns, gb, prompt, middle = t.turns[domain], t.gb[domain], t.prompt[domain], t.middle[domain]
+        turns, gb, middle = t.turns[domain], t.gb[domain], t.middle[domain]
         moving = gb / channel.gb_per_s + (2 * turns - 1) * channel.latency_s
         # The prompt's KV is there, on both sides, while it is computed and moves.
         handing = prefill_kv + t.gb_prompt[domain] / channel.gb_per_s + t.hops_prompt[domain] * channel.latency_s
         first_kv = handing
         if mode is KvMode.KEEP:
-            first_kv = handing + decode.seconds * prompt + t.wait[domain]
+            first_kv = handing + decode.seconds * t.lent[domain] + t.wait[domain]
         paths = _paths(
             domain, d, mode, decode.batch, load=decode.load,
             kv=handing + decode.seconds * middle + t.wait[domain],
             seconds=load + moving + decode.seconds + t.away[domain],
             first=p, first_load=load, first_kv=first_kv, link=self._order[key], link_gb=gb,
         )  # fmt: skip
-        # A single turn has nothing to pull back.
-        return paths.take(np.isfinite(load) & ((turns > 1) | (mode is KvMode.KEEP)))
+        # A single turn has nothing to pull back, and nothing to keep where it is known to be the last.
+        single = np.array([d.turns.mean == 1 and d.last_turn_known for d in self._problem.domains])[domain]
+        return paths.take(np.isfinite(load) & (~single | (mode is KvMode.KEEP)))
 
     def _domains_of(self, mode: KvMode) -> _Domains:
         turns, domains = self._turns, self._problem.domains
@@ -254,7 +255,7 @@ class _Builder:
             gb=np.array([float(t.weight @ gb) for t, gb in zip(turns, moved, strict=True)]),
             gb_prompt=np.array([float(t.weight @ (gb * t.kv_prompt)) for t, gb in zip(turns, moved, strict=True)]),
             hops_prompt=np.array([float((t.weight + t.later) @ t.kv_prompt) for t in turns]),
-            prompt=np.array([float(t.weight @ t.kv_prompt) / t.count for t in turns]),
+            lent=np.array([t.kv_lent / t.count for t in turns]),
             middle=np.array([t.kv_running for t in turns]),
             wait=np.array([d.environment.wait_s * t.kv_wait for d, t in zip(domains, turns, strict=True)]),
             away=np.array([_away(d) for d in domains]),
@@ -307,14 +308,15 @@ class _Builder:
 
 @dataclass(frozen=True, slots=True)
 class _Domains:
-    """Arrays over the domains: turns, GB over the link; by transfer GB × KV of the prompt, and that KV, in sum;
-    mean KV at the prompt and at half the output, KV·s of the waits between turns, seconds outside of engines."""
+    """Arrays over the domains: turns, GB over the link; by transfer GB × KV of the prompt, and that KV, in sum; mean KV
+    that prefill holds during a decode, and at half the output, KV·s of the waits between turns, seconds outside of
+    engines."""
 
     turns: Floats
     gb: Floats
     gb_prompt: Floats
     hops_prompt: Floats
-    prompt: Floats
+    lent: Floats
     middle: Floats
     wait: Floats
     away: Floats

@@ -17,6 +17,7 @@ __all__ = [
     "Quantity",
     "RewardCost",
     "Train",
+    "kept_for_next_turn",
     "log_normal",
 ]
 
@@ -52,6 +53,12 @@ def log_normal(quantity: Quantity) -> tuple[float, float]:
         sigma = Z90 - math.sqrt(spread) if spread > 0 else Z90
         return mean * math.exp(-(sigma**2) / 2.0), sigma
     return mean, 0.0
+
+
+def kept_for_next_turn(turn: int, max_turns: int) -> bool:
+    """Whether an engine that prefilled a turn (the first is 1) keeps its KV once it has been handed over: until the
+    next turn, unless none can follow. Plans count it by this rule, and runs keep to it."""
+    return turn < max_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,8 @@ class DomainProfile:
     shared_prefix: float = 0.0
     environment: EnvironmentCost = field(default_factory=EnvironmentCost)
     reward: RewardCost | None = None
+    max_turns: int | None = None
+    """Turns after which an episode ends in any case; None: not known, unless it has one turn."""
     source: str = "given"
     """Who says so: `given`, `assumed` (bounds of the spec), or the run it was measured in."""
 
@@ -115,6 +124,13 @@ class DomainProfile:
     def prompt(self) -> Quantity:
         """Tokens of the first prompt."""
         return self.new_tokens if self.first_tokens is None else self.first_tokens
+
+    @property
+    def last_turn_known(self) -> bool:
+        """Whether every episode ends with its largest number of turns, so that its last turn is known beforehand."""
+        if self.max_turns is None:
+            return self.turns.mean == 1
+        return not kept_for_next_turn(math.floor(self.turns.mean), self.max_turns)
 
     @property
     def total_tokens(self) -> float:

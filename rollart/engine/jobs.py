@@ -21,7 +21,8 @@ __all__ = ["Finished", "Job", "refuse_invalid"]
 class Job:
     """A request on its way through the runner. `imported` is KV from another engine; `export` asks for the prompt's KV
     at the end (this engine prefills), `returns` for that of prompt and answer (it decodes). The peer is known to hold
-    the first `peer_holds` tokens: KV of those need not be copied. `told` gets its tokens after every step but the last;
+    the first `peer_holds` tokens: KV of those need not be copied. After a request that `ends` its session nothing of it
+    is kept here. `told` gets its tokens after every step but the last;
     `shown` of them were told."""
 
     request: GenerateRequest
@@ -30,6 +31,7 @@ class Job:
     export: bool = False
     returns: bool = False
     peer_holds: int = 0
+    ends: bool = False
     told: Callable[[Piece], None] | None = None
     shown: int = 0
     prompt: npt.NDArray[np.int64] = field(init=False)

@@ -56,6 +56,7 @@ def job_of(body: object, *, session: str, fallback_id: str) -> Job:
         ignore_eos=bool(sampling.get("ignore_eos", False)),
         export=decodes_elsewhere,
         returns=returns and not decodes_elsewhere,
+        ends=bool(transfer and transfer.get("session_ends")),
         peer_holds=max(0, _whole(transfer or {}, "remote_num_tokens", 0)),
     )
 

@@ -361,14 +361,14 @@ class Runner:
         kv = self._export(job) if (job.export or job.returns) and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
         self._by_slot[slot] = None
-        table.retire(slot, job.request.session, job.request.cache_salt)
+        table.retire(slot, "" if job.ends else job.request.session, job.request.cache_salt)
         return Finished(job, completion, kv)
 
     def _export(self, job: Job) -> KvBlock:
         """The KV that a finished request leaves to its peer, without what that one holds anyway. The rest is there to
         be asked for while the session lives; without a session it is not."""
         n = len(job.prompt) if job.export else int(self.table.kv[job.slot])
-        start = min(job.peer_holds, n) if job.request.session else 0
+        start = min(job.peer_holds, n) if job.request.session and not job.ends else 0
         tokens = tuple(self.table.tokens[job.slot, :n].tolist())
         block = self.cache.export(job.slot, tokens, self.version, start=start)
         return dataclasses.replace(block, logits=job.logits) if job.export else block

@@ -272,11 +272,13 @@ class Gateway:
         domain: str = "",
         length: int | None = None,
         prompt: str = "",
+        last: bool = False,
         told: Callable[[Piece], None] | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """One turn's completion. `length` is the prompt's in tokens, if that is not the number of ids; `prompt` names
-        what the trajectory answers. `spend` is told of the engine seconds of every attempt and both legs, also of one
-        that is cancelled; `sent` of the version, when the engine that generates has a slot free and so begins at once.
+        what the trajectory answers. After the `last` turn that its trajectory can have, an engine that only prefilled
+        it keeps no KV. `spend` is told of the engine seconds of every attempt and both legs, also of one that is
+        cancelled; `sent` of the version, when the engine that generates has a slot free and so begins at once.
 
         Raises `EngineError` when no attempt succeeded, at most `limits.attempts` of them. A retried turn is
         generated anew: no token of a failed attempt is kept, but those that `told` was told of. A failed hand-off is no
@@ -284,7 +286,7 @@ class Gateway:
         """
         self._requests += 1
         turn = Turn(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
-        turn.prompt, turn.listener = prompt, told
+        turn.prompt, turn.last, turn.listener = prompt, last, told
         turn.length = len(token_ids) if length is None else length
         return self._turns.generate(turn)
 

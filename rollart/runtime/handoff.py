@@ -19,6 +19,7 @@ from rollart.runtime.leases import Leases
 from rollart.runtime.members import Member
 
 __all__ = [
+    "SESSION_ENDS",
     "VERSIONED",
     "NothingKept",
     "Pulls",
@@ -34,6 +35,10 @@ VERSIONED = "weight_version"
 """A hand-off value with this key names the weights of its KV: the decode engine compares them itself. vLLM has none."""
 
 
+SESSION_ENDS = "session_ends"
+"""Of a prefill leg: no turn follows. The engine that computes it keeps no KV beyond what is handed over."""
+
+
 class TakenBack(HandoffFailed):
     """Nothing failed: the weights change, or an engine drains, and the turn is routed anew."""
 
@@ -42,9 +47,11 @@ class NothingKept(HandoffFailed):
     """The prefill engine answered without a hand-off value."""
 
 
-def prefill_params(returned: Mapping[str, object] | None) -> dict[str, object]:
-    """What a prefill engine is asked: keep the KV for a decode engine, and fetch what that one gave back."""
-    return {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
+def prefill_params(returned: Mapping[str, object] | None, *, last: bool = False) -> dict[str, object]:
+    """What a prefill engine is asked: keep the KV for a decode engine, and fetch what that one gave back. After the
+    hand-over of the `last` turn it need keep nothing (vLLM's blocks are free then in any case)."""
+    params = {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
+    return {**params, SESSION_ENDS: True} if last else params
 
 
 def prefill_id(request_id: str) -> str:
@@ -52,22 +59,25 @@ def prefill_id(request_id: str) -> str:
     return f"{request_id}-p"
 
 
-def prefill_request(request: GenerateRequest, returned: Mapping[str, object] | None) -> GenerateRequest:
+def prefill_request(
+    request: GenerateRequest, returned: Mapping[str, object] | None, *, last: bool = False
+) -> GenerateRequest:
     """The prefill leg of a request: one token, which nobody uses. Its id is its own: both legs may meet in one log."""
     return dataclasses.replace(
         request,
         request_id=prefill_id(request.request_id),
         sampling=dataclasses.replace(request.sampling, max_tokens=1),
-        kv_transfer=prefill_params(returned),
+        kv_transfer=prefill_params(returned, last=last),
         told=None,
     )
 
 
-def decode_params(answer: Completion, engine: str) -> Mapping[str, object]:
-    """What the decode engine is to pull. `HandoffFailed` if the prefill engine kept nothing for it."""
+def decode_params(answer: Completion, engine: str, *, last: bool = False) -> Mapping[str, object]:
+    """What the decode engine is to pull; of the `last` turn it need give nothing back. `HandoffFailed` if the prefill
+    engine kept nothing for it."""
     if not answer.kv_transfer:
         raise NothingKept(f"{engine} prefilled but handed no KV over", remedy="does it run with a KV connector?")
-    return answer.kv_transfer
+    return {**answer.kv_transfer, "return_kv": False} if last else answer.kv_transfer
 
 
 class Pulls:

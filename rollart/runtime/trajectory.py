@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from placement.workload import kept_for_next_turn
 from rollart.border import checked_observation, checked_step, due
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
 from rollart.errors import LeaseExpired, RollartError
@@ -196,7 +197,8 @@ class TrajectoryRunner:
             allowed=allowed,
             greedy=live.purpose is Purpose.EVAL,
         )
-        completion = await self._generate(live, tuple(live.tokens), sampling, live.length)
+        last = not kept_for_next_turn(turn + 1, live.domain.max_turns)
+        completion = await self._generate(live, tuple(live.tokens), sampling, live.length, last=last)
         self._append(live, completion, turn, allowed)
         return completion
 
@@ -206,6 +208,8 @@ class TrajectoryRunner:
         token_ids: tuple[int, ...],
         sampling: Sampling,
         length: int | None,
+        *,
+        last: bool,
         told: Callable[[Piece], None] | None = None,
     ) -> Completion:
         try:
@@ -218,6 +222,7 @@ class TrajectoryRunner:
                 domain=live.domain.name,
                 length=length,
                 prompt=str(live.seed),
+                last=last,
                 told=told,
             )
         except LeaseExpired as error:
@@ -244,7 +249,8 @@ class TrajectoryRunner:
                 room = self._limits.context_tokens - len(wanted.token_ids)
                 sampling = harness_sampling(live.domain, wanted, derive_seed(live.run_seed, live.id, asked), room,
                                             greedy=live.purpose is Purpose.EVAL)  # fmt: skip
-                answer = self._generate(live, wanted.token_ids, sampling, None, wanted.told)
+                last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
+                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.told)
                 completion = await unless_gone(wanted.gone, answer)
                 self._judge(live)
                 asked += 1

@@ -55,6 +55,8 @@ class Turn:
     """It has a place in the queue of hand-offs before its home."""
     at_home: bool = False
     """Its hand-off failed: no other is tried."""
+    last: bool = False
+    """No turn of its trajectory can follow."""
     prompt: str = ""
     """Which prompt its trajectory answers, for what is learned of lengths."""
     long: bool = False

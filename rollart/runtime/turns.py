@@ -221,7 +221,7 @@ class Turns(Ways):
         limit = self._limits.handoff_s + waiting + work
         if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
             kv.returned = None  # its home had to give it up
-        ask = prefill_request(request, kv.returned)
+        ask = prefill_request(request, kv.returned, last=turn.last)
         kv.returned = None  # it can be used once
         self._visit(turn.session, kv, source)
         if self.entrance is not None:
@@ -229,7 +229,7 @@ class Turns(Ways):
         try:
             async with self.pulls.leg(ask, source, prefills=True):
                 answer = await self._leg(turn, source, ask, limit, work, generates=False)
-            params = decode_params(answer, source.engine.id)
+            params = decode_params(answer, source.engine.id, last=turn.last)
         except TakenBack:
             await self._drop(source, request)
             raise Again from None
@@ -242,7 +242,7 @@ class Turns(Ways):
             source.kv.end(turn.session, turn.length)
         why = self._fenced(version, source, home)
         if why is None or (isinstance(why, TakenBack) and source.version == version):
-            kv.cached[source.engine.id] = turn.length
+            kv.cached[source.engine.id] = 0 if turn.last else turn.length
         if why is None:
             return params
         if not isinstance(why, TakenBack):

@@ -45,6 +45,8 @@ class _Export:
     tokens: int
     expiry: asyncio.TimerHandle | None
     """None: not kept for sure; it is part of the session's prefix and goes when that does."""
+    ends: bool = False
+    """No turn follows: what was handed over is nobody's prefix."""
 
 
 class HandoffEngine(ModelledEngine):
@@ -88,7 +90,8 @@ class HandoffEngine(ModelledEngine):
         finally:
             self._give_room_back(request, self._version)
         prefills = bool(params.get("do_remote_decode"))
-        if completion.finish is FinishReason.ABORT or not (prefills or (pulls and self._returns)):
+        gives_back = pulls and self._returns and params.get("return_kv", True)
+        if completion.finish is FinishReason.ABORT or not (prefills or gives_back):
             return completion
         if not prefills:
             self._note(request, self.retained.held(request.session, request.cache_salt), None)
@@ -136,8 +139,13 @@ class HandoffEngine(ModelledEngine):
 
     def _note(self, request: GenerateRequest, tokens: int, expiry: asyncio.TimerHandle | None) -> None:
         self._exports[request.request_id] = _Export(
-            request.session, request.cache_salt, self._version, tokens, expiry
-        )  # fmt: skip
+            request.session,
+            request.cache_salt,
+            self._version,
+            tokens,
+            expiry,
+            ends=bool((request.kv_transfer or {}).get("session_ends")),
+        )
 
     def _value(self, name: str) -> Mapping[str, object]:
         value: dict[str, object] = {
@@ -248,6 +256,7 @@ class HandoffEngine(ModelledEngine):
     def _handed_over(self, export: _Export) -> None:
         """What was pinned is the session's prefix from now on, as long as there is room."""
         if export.expiry is not None:
-            self.retained.keep(export.session, export.tokens, export.salt)
+            if not export.ends:
+                self.retained.keep(export.session, export.tokens, export.salt)
             self._unpin(export)
             self._evict()

@@ -43,9 +43,9 @@ def profiles_of(
         weight = float(quotas[domain.name])
         try:
             if domain.profile is not None:
-                profiles.append(_given(domain.name, domain.profile, weight))
+                profiles.append(_given(domain, domain.profile, weight))
             elif domain.name in known:
-                profiles.append(replace(known[domain.name], weight=weight))
+                profiles.append(replace(known[domain.name], weight=weight, max_turns=domain.max_turns))
             else:
                 profiles.append(_assumed(domain, run.model.context, weight))
         except ValueError as error:
@@ -143,10 +143,10 @@ def model_name(run: RunSpec) -> str:
     return str((given or {}).get("_name_or_path") or run.name)
 
 
-def _given(name: str, spec: ProfileSpec, weight: float) -> DomainProfile:
+def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
     environment, reward = spec.environment, spec.reward
     return DomainProfile(
-        name=name,
+        name=domain.name,
         turns=_quantity(spec.turns),
         new_tokens=_quantity(spec.new_tokens),
         output_tokens=_quantity(spec.output_tokens),
@@ -155,6 +155,7 @@ def _given(name: str, spec: ProfileSpec, weight: float) -> DomainProfile:
         shared_prefix=spec.shared_prefix,
         environment=EnvironmentCost(environment.wait_s, environment.core_s, environment.reset_s),
         reward=None if reward is None else RewardCost(**reward.model_dump()),
+        max_turns=domain.max_turns,
         source="given",
     )
 
@@ -170,6 +171,7 @@ def _assumed(domain: DomainSpec, context: int, weight: float) -> DomainProfile:
         new_tokens=Quantity(new),
         output_tokens=Quantity(float(output)),
         weight=weight,
+        max_turns=domain.max_turns,
         source=ASSUMED,
     )
 

@@ -16,6 +16,7 @@ from rollart.engine.handoff import Settings
 from rollart.engine.server import Server
 from rollart.model import Completion, EngineId, GenerateRequest, Sampling
 from rollart.ports import Engine
+from rollart.runtime.handoff import decode_params, prefill_request
 from tests.engine.hosting import hosted
 
 Params = Mapping[str, object] | None
@@ -68,14 +69,12 @@ def ask(
     return GenerateRequest(name, session, tuple(prompt), sampling, cache_salt=salt, kv_transfer=kv)
 
 
-async def prefilled(p: Engine, request: GenerateRequest, returned: Params = None) -> dict[str, object]:
+async def prefilled(
+    p: Engine, request: GenerateRequest, returned: Params = None, *, last: bool = False
+) -> dict[str, object]:
     """The first leg, as a router does it: what the decode engine is to be told."""
-    kv = {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
-    sampling = dataclasses.replace(request.sampling, max_tokens=1)
-    leg = dataclasses.replace(request, request_id=f"{request.request_id}-p", sampling=sampling, kv_transfer=kv)
-    answer = await p.generate(leg)
-    assert answer.kv_transfer
-    return dict(answer.kv_transfer)
+    answer = await p.generate(prefill_request(request, returned, last=last))
+    return dict(decode_params(answer, str(p.id), last=last))
 
 
 async def split(p: Engine, d: Engine, request: GenerateRequest, returned: Params = None) -> Completion:

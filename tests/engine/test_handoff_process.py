@@ -16,7 +16,14 @@ import pytest
 from rollart.adapters.engines.http import HttpEngine
 from rollart.engine.shm import Files
 from rollart.errors import HandoffFailed
-from rollart.model import EngineId
+from rollart.fleet import EngineRole, Seat
+from rollart.ledger.clock import EngineShares, ResourceClock
+from rollart.ledger.memory import MemoryRecorder
+from rollart.model import EngineId, Sampling
+from rollart.policy.pricing import rule
+from rollart.policy.routing import Router
+from rollart.runtime.gateway import Gateway, GatewayLimits
+from rollart.runtime.leases import Leases
 from tests.engine.hosting import process
 from tests.engine.models import QWEN, publish
 from tests.engine.pd import Params, ask, conversation, prefilled, split
@@ -143,3 +150,33 @@ def test_no_end_of_an_engine_leaves_memory_behind(wide: Path, tmp_path: Path) ->
         decode.terminate()
         assert decode.wait(60) == 0
         assert files() == []
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_prefill_engine_keeps_the_kv_of_a_last_turn_no_longer_than_the_hand_over(
+    wide: Path, shm: str, last: bool
+) -> None:
+    """The router's own requests: while the answers are generated elsewhere, and after, the plan counts no byte."""
+
+    async def scenario(p: HttpEngine, d: HttpEngine, _: HttpEngine) -> None:
+        recorder = MemoryRecorder()
+        seats: dict[str, Seat] = {
+            p.id: Seat("here", role=EngineRole.PREFILL),
+            d.id: Seat("here", role=EngineRole.DECODE),
+        }
+        gateway = Gateway(
+            Leases(recorder), limits=GatewayLimits(), version=0, on_suspect=lambda _: None, recorder=recorder,
+            router=Router(rule=rule("remote")), seats=seats,
+        )  # fmt: skip
+        prompts = {f"s{i}": tuple((7 * j + i) % 512 for j in range(200)) for i in range(6)}
+        now = asyncio.get_running_loop().time
+        for engine in (p, d):
+            meter = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
+            gateway.join(engine, version=0, shares=EngineShares(meter, clock=now))
+        for session, tokens in prompts.items():
+            await gateway.generate(session, tokens, Sampling(8, seed=1), spend=lambda _: None, last=last)
+        assert await metric(d, "vllm:external_prefix_cache_hits_total") == 200 * len(prompts), "all was handed over"
+        assert await metric(p, "rollart:kept_tokens") == (0 if last else 200 * len(prompts))
+        assert await metric(p, "rollart:pending_kv_export_bytes") == 0
+
+    with_processes(wide, shm, scenario)

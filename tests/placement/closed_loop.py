@@ -249,7 +249,8 @@ class _Loop:
                 yield self.held(last_key, prompt, self.held(first_key, prompt, self.over(wire, sent)))
                 work = Prompt(prompt, 0.0, output, _nothing, _nothing)
                 rest = self.held(last_key, prompt + output / 2, self.on(last, work, [], 0.0, [], 0.0))
-                yield self.held(first_key, prompt, rest) if flow.kv is KvMode.KEEP else rest
+                follows = number + 1 < round(d.turns.mean) or not d.last_turn_known
+                yield self.held(first_key, prompt, rest) if flow.kv is KvMode.KEEP and follows else rest
             context = prompt + output
             wait = self.sleep(env.wait_s)
             for key in stays if number + 1 < round(d.turns.mean) else []:

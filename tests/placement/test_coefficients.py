@@ -120,8 +120,8 @@ def divided(
         after, middle = gigabytes(problem, t.after), gigabytes(problem, t.prompt + t.output / 2)
         cost.kv += t.share * ((prefill + moving) * prompt + decode * middle) + wait * after
         cost.first_kv += t.share * (prefill + moving) * prompt
-        if not pull:
-            cost.first_kv += t.share * decode * prompt + wait * after
+        if not pull:  # a turn that is known to be the last leaves nothing behind
+            cost.first_kv += (t.followed if domain.last_turn_known else t.share) * decode * prompt + wait * after
     return cost
 
 
@@ -296,3 +296,45 @@ def test_rewards_and_environments_take_cores() -> None:
     assert isinstance(called, Placement), called
     each = 3.0 * 0.5 * 1e-6 + 3.0 * 2 * 2e-6 + 0.4e-6
     assert called.usd_per_hour == pytest.approx(called.rate * 3600 * each)  # the GPUs are free here
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_single_turns_reach_the_best_division_of_prefill_and_decode(seed: int) -> None:
+    """Every batch size tried in turn, where the prefill side gives its KV up with the hand-over."""
+    r = random.Random(seed)
+    prompt = r.choice([(16_000, 1000), (30_000, 2000), (4000, 4000), (1000, 8000)])
+    work = DomainProfile("d", Q(1), Q(0), Q(float(prompt[1])), first_tokens=Q(float(prompt[0])), max_turns=1)
+    link = Link("p", "d", r.choice([5.0, 50.0]))
+    pools = (Pool("p", device("H800"), r.randint(1, 6)), Pool("d", device(r.choice(["H20", "H200"])), r.randint(1, 8)))
+    asked = Problem(
+        pools, (work,), RooflinePerformance(shape_of(QWEN3_8B)), (link,), tensor_parallel=(1,), max_batch=256,
+        roles=frozenset({Role.PREFILL, Role.DECODE}),
+    )  # fmt: skip
+    found = solve(asked)
+    assert isinstance(found, Placement), found
+
+    def most(first: Pool, last: Pool, batch: int) -> float:
+        a, b = asked.performance.instance(first.device, 1), asked.performance.instance(last.device, 1)
+        assert not isinstance(a, str)
+        assert not isinstance(b, str)
+        cost = divided(asked, work, a, b, float(batch), link, pull=True)
+        room = [x.kv_capacity_bytes / 1e9 for x in (a, b)]
+        if batch * gigabytes(asked, prompt[0] + prompt[1] / 2) > room[1]:
+            return 0.0
+        return min(
+            asked.utilisation * first.count / cost.first_load, asked.utilisation * last.count / cost.load,
+            room[0] * first.count / cost.first_kv, room[1] * last.count / cost.kv, link.gb_per_s / cost.moved,
+        )  # fmt: skip
+
+    best = max(most(x, y, 2**i) for x, y in (pools, pools[::-1]) for i in range(9))
+    assert found.rate >= best * (1 - 1e-3)
+
+
+def test_a_last_turn_that_is_not_known_is_kept_for() -> None:
+    """Episodes of one turn that might have taken four: only those whose KV is pulled back leave the prefill side."""
+    known = DomainProfile("d", Q(1), Q(0), Q(1000), first_tokens=Q(16_000), max_turns=1)
+    assert known.last_turn_known
+    assert not dataclasses.replace(known, max_turns=4).last_turn_known
+    assert dataclasses.replace(known, turns=Q(4), max_turns=4).last_turn_known
+    assert not dataclasses.replace(known, turns=Q(3.5), max_turns=4).last_turn_known
+    assert not dataclasses.replace(known, turns=Q(4), max_turns=None).last_turn_known
