@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollart.compose.infra import IMAGES, NODE, PLAYS, PLAYS_AT, SERVES_AT, render
 from rollart.compose.vllm_home import PYTHON
+from rollart.infra.kuberay import FILES_OWNER
 from rollart.spec.load import builtin
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_every_instruction_is_one_that_docker_has() -> None:
         if not line.strip() or line.startswith("#"):
             continue
         word, rest = line.split(maxsplit=1)
-        assert word in {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV"}
+        assert word in {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER"}
         if word == "FROM":
             base, _, name = rest.partition(" AS ")
             assert base in stages or base.startswith("python:${PYTHON}")
@@ -63,3 +64,16 @@ def test_every_instruction_is_one_that_docker_has() -> None:
             declared.add(rest.partition("=")[0])
         else:
             assert set(re.findall(r"\$\{(\w+)\}", rest)) <= declared, line
+
+
+def test_no_image_runs_as_root() -> None:
+    users = re.findall(r"^(?:FROM \S+ AS|USER) (\w+)$", DOCKERFILE, re.MULTILINE)
+    stages = {"node", "engine", "environments", "functions"}
+    last = dict.fromkeys(stages, "root")
+    for word in users:
+        if word in stages:
+            stage = word
+        else:
+            last[stage] = word
+    assert set(last.values()) == {"rollart"}
+    assert f"useradd --uid {FILES_OWNER} " in DOCKERFILE
