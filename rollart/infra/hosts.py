@@ -43,6 +43,8 @@ class HostGroup:
     memory_gb: int
     plays: bool = False
     """It holds environments."""
+    spot: bool = False
+    """Its hosts are interruptible capacity."""
 
     @property
     def instance_type(self) -> str | None:
@@ -126,4 +128,5 @@ def _group(spec: PoolSpec, pool: Pool, used: int | None, *, plays: bool) -> Host
         cores=per_host if cpu else GPU_CORES * per_host,
         memory_gb=memory,
         plays=plays,
+        spot=spec.spot,
     )

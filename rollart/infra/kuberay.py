@@ -28,8 +28,22 @@ RUNS_SIZE = "500Gi"
 HEAD_CORES, HEAD_MEMORY_GB = 8, 32
 """Of the controller, its environments, the local function workers, and Ray's own services."""
 
+FILES_OWNER = 1000
+"""The user of our images (infra/Dockerfile): volumes are writable for its group."""
+
+SPOT_NODES = {
+    "karpenter.sh/capacity-type": "spot",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "cloud.google.com/gke-spot": "true",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+}
+"""Labels of interruptible nodes: Karpenter's, EKS's, GKE's and AKS's. A node of a cluster has one of them."""
+
 IDLE_S = 300
 """A rented node that nothing runs on is given back after this: longer than a restart of what ran there."""
+
+CLUSTER_LABEL = "rollart/cluster"
+"""Of all pods of a cluster: that of `raycluster.yaml` and that of a job."""
 
 PORTS = {"gcs-server": PORT, "dashboard": 8265, "client": 10001}
 _NAME = re.compile(r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$")
@@ -109,6 +123,7 @@ def _shared(name: str, meta: Mapping[str, Any], needs: Needs) -> list[dict[str, 
         found.append(_claim(f"{name}-weights", meta))
     if needs.cloud:
         found.append({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, **meta}})
+    found.append(_network_policy(name, meta, needs))
     if needs.service:
         port = {"name": "service", "port": needs.service, "targetPort": needs.service}
         body = {"selector": _controller(name), "ports": [port]}
@@ -120,7 +135,31 @@ def _shared(name: str, meta: Mapping[str, Any], needs: Needs) -> list[dict[str, 
 
 def _controller(name: str) -> dict[str, str]:
     """What the head is found by: of a cluster and of a job."""
-    return {"rollart/cluster": name, "rollart/part": "controller"}
+    return {CLUSTER_LABEL: name, "rollart/part": "controller"}
+
+
+def _network_policy(name: str, meta: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+    """Who may connect to the cluster's pods: each other at all ports (engines that hand over and ranks of a trainer
+    choose theirs), pods of the namespace and KubeRay's operator at the dashboard, where jobs are submitted, and anyone
+    at the port of an outside trainer, which has a token of its own."""
+    operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+    dashboard = {"protocol": "TCP", "port": PORTS["dashboard"]}
+    ingress: list[dict[str, Any]] = [
+        {"from": [{"podSelector": {"matchLabels": {CLUSTER_LABEL: name}}}]},
+        {"from": [{"podSelector": {}}, operator], "ports": [dashboard]},
+    ]
+    if needs.service:
+        ingress.append({"ports": [{"protocol": "TCP", "port": needs.service}]})
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name, **meta},
+        "spec": {
+            "podSelector": {"matchLabels": {CLUSTER_LABEL: name}},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    }
 
 
 def _apart(path: str) -> bool:
@@ -157,8 +196,7 @@ def _cluster(name: str, groups: Sequence[HostGroup], ray_version: str, pods: Pod
         head["spec"]["serviceAccountName"] = name
     ports = PORTS | ({"service": needs.service} if needs.service else {})
     head["spec"]["containers"][0]["ports"] = [{"name": n, "containerPort": port} for n, port in ports.items()]
-    if needs.service:
-        head["metadata"] = {"labels": _controller(name)}
+    head["metadata"] = {"labels": _controller(name)}
     # Nothing of a plan runs on the head: the plan has no such pool.
     params = {"dashboard-host": "0.0.0.0", "num-cpus": "0"}
     spec["headGroupSpec"] = {"rayStartParams": params, "template": head}
@@ -170,13 +208,21 @@ def _workers(group: HostGroup, name: str, pods: Pods, *, engines: bool) -> dict[
     """`engines`: some may be there. Environments run what policies wrote: hosts of them alone have no identity."""
     env = _secrets(name, pods.needs.played if group.plays else ())
     pod = _pod("ray-worker", pods.of(group.name), group.cores, group.memory_gb, gpus=group.gpus, env=env)
+    pod["metadata"] = {"labels": {CLUSTER_LABEL: name}}
     _see(pod, name, pods, engines=engines)
     if engines and pods.needs.pulls:
         pod["spec"]["serviceAccountName"] = name
     if group.instance_type is not None:
         pod["spec"]["nodeSelector"] = {"node.kubernetes.io/instance-type": group.instance_type}
-    if group.gpus:
-        pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    tainted = ["nvidia.com/gpu"] if group.gpus else []
+    if group.spot:
+        terms = [{"matchExpressions": [{"key": k, "operator": "In", "values": [v]}]} for k, v in SPOT_NODES.items()]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        pod["spec"]["affinity"] = {"nodeAffinity": required}
+        tainted += SPOT_NODES
+    if tainted:
+        tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tainted]
+        pod["spec"]["tolerations"] = tolerations
     return {
         "groupName": group.name,
         "replicas": group.hosts,
@@ -214,7 +260,10 @@ def _pod(
     # Weights and KV move between processes of a host through shared memory, of which a pod has 64 MB otherwise.
     body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     shm = {"medium": "Memory"} if gpus else {"medium": "Memory", "sizeLimit": f"{max(1, memory_gb // 2)}G"}
-    return {"spec": {"containers": [body], "volumes": [{"name": "shm", "emptyDir": shm}]}}
+    owner = {"fsGroup": FILES_OWNER, "fsGroupChangePolicy": "OnRootMismatch"}
+    return {
+        "spec": {"securityContext": owner, "containers": [body], "volumes": [{"name": "shm", "emptyDir": shm}]},
+    }
 
 
 def _allottable(cores: int, memory_gb: int) -> dict[str, str]:

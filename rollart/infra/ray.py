@@ -130,11 +130,12 @@ def _node_type(group: HostGroup, pods: Pods) -> dict[str, Any]:
         "resources": {"CPU": 0 if group.gpus else group.cores, "GPU": group.gpus},
         "labels": dict(group.labels),
         **({} if pods.of(group.name) == pods.of("head") else {"docker": {"worker_image": pods.of(group.name)}}),
-        "node_config": _node(str(group.instance_type), group.labels.get("instance_profile")),
+        "node_config": _node(str(group.instance_type), group.labels.get("instance_profile"), spot=group.spot),
     }
 
 
-def _node(instance: str, profile: str | None = None) -> dict[str, Any]:
+def _node(instance: str, profile: str | None = None, *, spot: bool = False) -> dict[str, Any]:
     disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": DISK_GB, "VolumeType": "gp3"}}
     identity = {} if profile is None else {"IamInstanceProfile": {"Name": profile}}
-    return {"InstanceType": instance, "BlockDeviceMappings": [disk], **identity}
+    market = {"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}
+    return {"InstanceType": instance, "BlockDeviceMappings": [disk], **identity, **market}

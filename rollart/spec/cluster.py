@@ -95,11 +95,18 @@ class PoolSpec(Entry):
         default=False,
         description="true: only devices that the plan uses are paid; false: all of them, used or not.",
     )
+    spot: bool = Field(
+        default=False,
+        description="true: `rollart infra render` asks for interruptible capacity (spot instances). Only for `rented` "
+        "pools; `price` is then the spot price.",
+    )
 
     @model_validator(mode="after")
     def _within(self) -> PoolSpec:
         if self.min is not None and self.min > self.count:
             raise ValueError(f"min {self.min} is more than count {self.count}")
+        if self.spot and not self.rented:
+            raise ValueError("spot is true and rented is false (rule: spot capacity is rented). Add `rented: true`")
         return self
 
 

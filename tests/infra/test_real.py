@@ -57,7 +57,7 @@ def taken(text: str) -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
     for document in yaml.safe_load_all(text):
-        if document["apiVersion"] == "v1":
+        if not document["apiVersion"].startswith("ray.io/"):
             kubernetes_validate.validate(document, "1.33", strict=True)
             continue
         spec = document["spec"].get("rayClusterSpec", document["spec"])
@@ -79,6 +79,8 @@ def test_ray_takes_what_ray_up_is_given(name: str, pool: str) -> None:
     config = prepare_config(yaml.safe_load((GOLDEN / name / "ray/cluster.yaml").read_text()))
     config.setdefault("cluster_synced_files", [])
     validate_config(config)
+    market = {n: k["node_config"].get("InstanceMarketOptions") for n, k in config["available_node_types"].items()}
+    assert {n: m for n, m in market.items() if m} == ({"spot": {"MarketType": "spot"}} if name == "fleet" else {})
     assert config["available_node_types"][pool]["resources"] == {"CPU": 0, "GPU": 8}
 
 

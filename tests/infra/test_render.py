@@ -68,7 +68,7 @@ def test_the_job_runs_the_spec_on_the_cluster_that_it_is_in(rendered: dict[str, 
     overrides = [argument for argument in command if "=" in argument]
     runtime = read_specs(RUN, cluster("local"), overrides).cluster.runtime
     assert (runtime.backend, runtime.address) == ("ray", "auto")
-    (claim,) = yaml.safe_load_all(rendered["run/kuberay/runs.yaml"])
+    claim, _ = yaml.safe_load_all(rendered["run/kuberay/runs.yaml"])
     for group in (job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         (volume,) = [v for v in pod["volumes"] if v["name"] == "runs"]
@@ -137,7 +137,7 @@ def test_secrets_and_identities_are_with_those_who_need_them(rendered: dict[str,
     accounts = {name for name, pod in found.items() if pod.get("serviceAccountName") == "fleet"}
     assert accounts == {"head", "h100", "spot"}
     kinds = [d["kind"] for d in yaml.safe_load_all(rendered["fleet/kuberay/runs.yaml"])]
-    assert kinds == ["PersistentVolumeClaim", "ServiceAccount"]
+    assert kinds == ["PersistentVolumeClaim", "ServiceAccount", "NetworkPolicy"]
     steps = render("kuberay", *FLEET).steps
     assert any("secret generic fleet-secrets" in step and "REWARDS_TOKEN" in step for step in steps)
     assert any("ControllerPolicy" in step for step in steps)
@@ -155,7 +155,7 @@ def test_weights_have_their_bucket_their_disk_and_their_volume(rendered: dict[st
         assert "AWS::Lambda" not in text
         assert "AWS::IAM::Role" not in text
     shared = render("kuberay", *FLEET, ["weights.store={kind: files, url: /shared/weights}"]).files
-    claims = [d["metadata"]["name"] for d in yaml.safe_load_all(shared["runs.yaml"])]
+    claims = [d["metadata"]["name"] for d in yaml.safe_load_all(shared["runs.yaml"]) if "Claim" in d["kind"]]
     assert claims == ["fleet-runs", "fleet-weights"]
     _, job = yaml.safe_load_all(shared["rayjob.yaml"])
     assert all("/shared/weights" in mounts(pod) for pod in pods(job).values())
@@ -257,6 +257,32 @@ def test_devices_add_up(rendered: dict[str, str]) -> None:
         for g in manifest["spec"]["workerGroupSpecs"]
     }
     assert gpus == {"h800": 96, "h20": 32, "env": 0}
+
+
+def test_spot_pools_have_interruptible_nodes(rendered: dict[str, str]) -> None:
+    _, job = yaml.safe_load_all(rendered["fleet/kuberay/rayjob.yaml"])
+    found = pods(job)
+    assert {name for name, pod in found.items() if "affinity" in pod} == {"spot"}
+    terms = found["spot"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    keys = {term["matchExpressions"][0]["key"] for term in terms["nodeSelectorTerms"]}
+    assert keys | {"nvidia.com/gpu"} == {t["key"] for t in found["spot"]["tolerations"]}
+
+
+def test_a_spot_pool_that_is_not_rented_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("name: c\npools: [{name: here, count: 2, spot: true}]\n")
+    with pytest.raises(SpecError, match="spot is true and rented is false"):
+        render("kuberay", None, tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("name", [*CLUSTERS, "fleet"])
+def test_the_network_policy_covers_every_pod(name: str, rendered: dict[str, str]) -> None:
+    policies = [d for d in yaml.safe_load_all(rendered[f"{name}/kuberay/runs.yaml"]) if d["kind"] == "NetworkPolicy"]
+    ((key, value),) = policies[0]["spec"]["podSelector"]["matchLabels"].items()
+    spec = yaml.safe_load(rendered[f"{name}/kuberay/raycluster.yaml"])["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert group["template"]["metadata"]["labels"][key] == value
+    everywhere = [rule["ports"] for rule in policies[0]["spec"]["ingress"] if "from" not in rule]
+    assert everywhere == [], "without an outside trainer no port is open to all"
 
 
 def test_a_functions_role_reaches_its_logs_and_nothing_else(rendered: dict[str, str]) -> None:
