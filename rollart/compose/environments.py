@@ -29,7 +29,7 @@ from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
-from rollart.spec.environments import EnvironmentsSpec
+from rollart.spec.environments import UNLESS_QUICK, EnvironmentsSpec
 from rollart.spec.places import episodes
 from rollart.spec.resolve import Resolved
 from rollart.spec.run import RunSpec
@@ -136,6 +136,8 @@ def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> 
     """Hosts at the start of a run, or for so many devices by pool; 0 where environments live in the controller. It
     never falls when devices are added."""
     spec, run, given = resolved.cluster.environments, resolved.run, len(resolved.plan.of(Role.ENVIRONMENT))
+    if spec.workers == UNLESS_QUICK:  # not decided: no run
+        return 0
     here = given if devices is None else fitting_hosts(resolved, devices)
     if spec.workers != "auto":  # those whose cores of the plan are not there are left out
         return min(spec.workers, max(1, spec.workers - max(0, min(given, spec.workers) - here)))

@@ -17,7 +17,7 @@ from rollart.compose.elastic import follow
 from rollart.compose.environments import examples_of
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
-from rollart.compose.preflight import refuse_environments
+from rollart.compose.preflight import decided, refuse_environments
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import check, rewards
 from rollart.compose.stored import StoredWeights
@@ -95,10 +95,11 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     if resolved.base not in sys.path:
         # A spec names the user's environments and functions; they lie beside it.
         sys.path.insert(0, resolved.base)
-    start = start_from(resolved, directory) if resume else Start(resolved)
-    resolved = start.resolved
     refuse_missing(resolved)
     refuse_environments(resolved)
+    resolved = decided(resolved)
+    start = start_from(resolved, directory) if resume else Start(resolved)
+    resolved = start.resolved
     check(resolved)
     refuse_lending(resolved)
     async with wire(start, directory, progress) as parts:

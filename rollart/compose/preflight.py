@@ -14,20 +14,25 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import IO, Any
 
 from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
 from rollart.compose.environments import hook, made_by_hosts
 from rollart.compose.prepare import harness_of
 from rollart.errors import SpecError
+from rollart.spec.environments import UNLESS_QUICK
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.where import Found, Where, refuse
 
-__all__ = ["environment_problems", "refuse_environments"]
+__all__ = ["decided", "environment_problems", "refuse_environments"]
 
-_WELL: set[str] = set()
-"""What was looked at in this process and found well: the command line looks before it makes a run's directory, and the
-run looks for those who start it by themselves."""
+_WELL: dict[str, bool] = {}
+"""What was looked at in this process and found well, and whether each environment of it declares itself quick: the
+command line looks before it makes a run's directory, and the run looks for those who start it by themselves."""
+
+SHIPPED = "rollart."
+"""Environments of ours are imported in any process."""
 
 WATCHED = "rollart.adapters.clusters.pdeathsig"
 """Runs a module that ends with this process."""
@@ -43,21 +48,46 @@ def refuse_environments(specs: Resolved | Specs, where: Where | None = None) -> 
 
 def environment_problems(specs: Resolved | Specs) -> list[Found]:
     """The same as values, in the order of the domains."""
-    spec = specs.cluster.environments
-    key = [made_by_hosts(specs.run), hook(spec), _worked(specs), specs.base, spec.python, spec.workers]
-    asked = json.dumps(key, default=str)
+    asked = _asked(specs)
     if asked in _WELL:
         return []
+    quick: set[str] = set()
     with _path(specs.base):
         found = [problem for i in range(len(specs.run.domains)) for problem in _harness(specs, i)]
-        if not spec.workers:
-            troubles = look(made_by_hosts(specs.run), worked=_worked(specs))
+        if _looks_here(specs):
+            troubles = look(made_by_hosts(specs.run), worked=_worked(specs), quick=quick.add)
             found += [_placed(specs, trouble) for trouble in troubles]
-    if spec.workers and not _elsewhere(specs):
-        found += _asked_hosts(specs)
+    if not _looks_here(specs) and not _elsewhere(specs):
+        found += _asked_hosts(specs, quick)
     if not found:
-        _WELL.add(asked)
+        _WELL[asked] = quick.issuperset(made_by_hosts(specs.run))
     return found
+
+
+def decided(resolved: Resolved) -> Resolved:
+    """The run with `environments.workers` decided, where that depends on what its environments declare. SpecError as
+    from `refuse_environments`."""
+    spec = resolved.cluster.environments
+    if spec.workers != UNLESS_QUICK:
+        return resolved
+    refuse_environments(resolved)
+    environments = spec.model_copy(update={"workers": 0 if _WELL[_asked(resolved)] else "auto"})
+    return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
+
+
+def _asked(specs: Resolved | Specs) -> str:
+    spec = specs.cluster.environments
+    key = [made_by_hosts(specs.run), hook(spec), _worked(specs), specs.base, spec.python, spec.workers]
+    return json.dumps(key, default=str)
+
+
+def _looks_here(specs: Resolved | Specs) -> bool:
+    """True if environments are made in this process to be looked at: where they will live here, or are ours."""
+    spec = specs.cluster.environments
+    if spec.workers != UNLESS_QUICK:
+        return not spec.workers
+    paths = [str(one["environment"]) for one in made_by_hosts(specs.run).values()]
+    return spec.python is None and all(path.startswith(SHIPPED) for path in paths)
 
 
 def _worked(specs: Resolved | Specs) -> list[str]:
@@ -101,7 +131,7 @@ def _placed(specs: Resolved | Specs, trouble: Trouble) -> Found:
         message = f"environment of domain '{trouble.domain}': {trouble.message}"
         remedy = INSTALL if "ModuleNotFoundError" in message or "ImportError" in message else ""
     if not specs.cluster.environments.workers and specs.cluster.environments.python and remedy:
-        remedy = "environments.python is for hosts: set environments.workers"
+        remedy = "environments.python is for hosts: set environments.workers to 1 or more"
     if trouble.argument == WARM:
         number = _worked(specs).index(trouble.domain)
         return Found(("run", "warm_start", "domains", number), f"warm_start.domains: {trouble.message}")
@@ -109,8 +139,8 @@ def _placed(specs: Resolved | Specs, trouble: Trouble) -> Found:
     return Found((*at, trouble.argument) if named else at, message, remedy, key=named)
 
 
-def _asked_hosts(specs: Resolved | Specs) -> Iterator[Found]:
-    """What the hosts' own interpreter says."""
+def _asked_hosts(specs: Resolved | Specs, quick: set[str]) -> Iterator[Found]:
+    """What the hosts' own interpreter says; domains whose environments are quick are added to `quick`."""
     spec = specs.cluster.environments
     python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
     asked = {"path": [specs.base], "domains": made_by_hosts(specs.run), "images": hook(spec), "worked": _worked(specs)}
@@ -129,7 +159,7 @@ def _asked_hosts(specs: Resolved | Specs) -> Iterator[Found]:
             blamed,
         )
         return
-    troubles, where = _read(done.stdout)
+    troubles, where = _read(done.stdout, quick)
     yield from (_placed(specs, trouble) for trouble in troubles)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
@@ -170,7 +200,7 @@ def _stopped(specs: Resolved | Specs, where: str | None, how: str, blamed: tuple
     return Found(blamed, f"the look at the environments {how}")
 
 
-def _read(said: str) -> tuple[Sequence[Trouble], str | None]:
+def _read(said: str, quick: set[str] | None = None) -> tuple[Sequence[Trouble], str | None]:
     """What was found, and what was looked at last; None if nothing was."""
     troubles, where = [], None
     for line in said.splitlines():
@@ -180,6 +210,9 @@ def _read(said: str) -> tuple[Sequence[Trouble], str | None]:
             break
         if "trouble" in told:
             troubles.append(Trouble(*told["trouble"]))
+        elif "quick" in told:
+            if quick is not None:
+                quick.add(told["quick"])
         else:
             where = str(told["looking"])
     return troubles, where

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from placement.types import Plan, Pool
 from rollart.errors import SpecError
 from rollart.spec.cluster import ClusterSpec, PoolSpec
+from rollart.spec.environments import UNLESS_QUICK
 from rollart.spec.fleet import pool_labels, pools_of
 from rollart.spec.prices import PriceList
 
@@ -68,7 +69,7 @@ def groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = None) ->
 def _played_on(cluster: ClusterSpec) -> str | None:
     """The pool whose hosts hold environments; None where the head does."""
     spec = cluster.environments
-    if not spec.workers:
+    if not spec.workers or (spec.workers == UNLESS_QUICK and spec.python is None):
         return None
     cores = [pool.name for pool in cluster.pools if pool.device == "cpu"]
     return spec.pool or (cores or [pool.name for pool in cluster.pools])[0]

@@ -8,17 +8,21 @@ from pydantic import Field
 
 from rollart.entry import Entry, ImportPath, Name
 
-__all__ = ["EnvironmentsSpec"]
+__all__ = ["UNLESS_QUICK", "EnvironmentsSpec"]
+
+UNLESS_QUICK: Literal["unless_quick"] = "unless_quick"
 
 
 class EnvironmentsSpec(Entry):
     """Where environments live: in the controller's process, or on hosts of their own. See docs/environments.md."""
 
-    workers: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=0,
+    workers: Literal["auto", "unless_quick"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
+        default=UNLESS_QUICK,
         description="Environment hosts: processes that hold many environments each. 0: environments live in the "
         "controller's process; auto: as many as the plan gives them cores, or as the profiles say that they need "
-        "(`core_s`), and with places for all episodes at a time: redundant, prefetched and held-out ones too.",
+        "(`core_s`), and with places for all episodes at a time: redundant, prefetched and held-out ones too; "
+        "unless_quick: 0 where every environment of the run declares `quick = True` (it answers at once, without "
+        "waiting), else auto. Plans and simulations know no classes, and take unless_quick for 0.",
     )
     pool: Name | None = Field(
         default=None,

@@ -53,7 +53,7 @@ def episodes(run: RunSpec) -> Episodes:
 def few_places(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
     """A note where some episodes will wait for others' places."""
     spec, most = cluster.environments, episodes(run)
-    if spec.workers == "auto" or not spec.workers or spec.workers * spec.per_worker >= most.most:
+    if not isinstance(spec.workers, int) or not spec.workers or spec.workers * spec.per_worker >= most.most:
         return ()
     ahead = f", {most.ahead} ahead of need" if most.ahead else ""
     return (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import subprocess
+import sys
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -206,3 +209,31 @@ def _into_a_hole() -> tuple[int, list[str]]:
         if lake.start % 4 < 3 and lake.start + 1 in lake.holes:
             return seed, ["right"] * 8
     raise AssertionError("no lake has a hole to the right of its start")
+
+
+@pytest.mark.slow  # a process that imports reasoning_gym, 3 s
+@pytest.mark.parametrize(
+    ("environment", "arguments", "module"),
+    [
+        ("rollart.adapters.envs.reasoning_gym:ReasoningGymEnv", {"dataset": "chain_sum"}, "reasoning_gym"),
+        ("rollart.adapters.envs.frozen_lake:FrozenLakeText", {}, "gymnasium"),
+        ("rollart.adapters.envs.gymnasium:GymnasiumText", {"id": "FrozenLake-v1", "render": "ansi"}, "gymnasium"),
+    ],
+)
+def test_nothing_is_imported_after_a_host_has_made_its_domains(
+    environment: str, arguments: dict[str, object], module: str
+) -> None:
+    """On the lease of its start, and not inside a reset that others wait for."""
+    script = (
+        "import asyncio, sys\n"
+        "from rollart.adapters.envs.seats import makers\n"
+        f"made = makers({{'d': {{'environment': {environment!r}, 'arguments': {arguments!r}}}}})['d']\n"
+        "assert made.make is not None, made.problem\n"
+        f"assert {module!r} in sys.modules\n"
+        "before = set(sys.modules)\n"
+        "asyncio.run(made.make().reset(3))\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in ast.literal_eval(done.stdout) if name.partition(".")[0] == module]

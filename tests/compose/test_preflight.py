@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from rollart.cli.main import run as rollart
-from rollart.compose.preflight import environment_problems, refuse_environments
+from rollart.compose.preflight import decided, environment_problems, refuse_environments
 from rollart.errors import SpecError
-from rollart.spec.resolve import read_specs
+from rollart.spec.resolve import read_specs, resolve_files
 from rollart.spec.where import Where
 from tests.e2e.harness import CLUSTER, ROOT, tiny
 
@@ -29,6 +29,13 @@ class Whole:
     async def reset(self, seed): ...
     async def step(self, action): ...
     async def close(self): ...
+
+class Quick(Whole):
+    quick = True
+
+class Exits(Whole):
+    def __init__(self):
+        raise SystemExit(7)
 
 class Half:
     async def reset(self, seed): ...
@@ -56,7 +63,9 @@ def written(directory: Path, environment: str, arguments: dict[str, Any], **host
     (directory / f"{module}.py").write_text(textwrap.dedent(WORLDS))
     one = {**tiny()["domains"][0], "environment": environment.replace("worlds", module), "environment_args": arguments}
     (directory / "run.yaml").write_text(yaml.safe_dump(tiny(domains=[one]), sort_keys=False))
-    (directory / "cluster.yaml").write_text(yaml.safe_dump({**CLUSTER, "environments": hosts}, sort_keys=False))
+    (directory / "cluster.yaml").write_text(
+        yaml.safe_dump({**CLUSTER, "environments": {"workers": 0, **hosts}}, sort_keys=False)
+    )
     return directory / "run.yaml", directory / "cluster.yaml"
 
 
@@ -76,6 +85,7 @@ TOLD = [
     ("worlds:Whol", {}, "environment: worlds", r"has no 'Whol'; did you mean 'Whole'\?"),
     ("worlds:Whole", {"sise": 4}, "sise", r"environment_args has 'sise' .*did you mean 'size'\?"),
     ("worlds:Whole", {"size": 1}, " size: 1", r"cannot be made with \{'size': 1\}: ValueError: size 1 is too small"),
+    ("worlds:Exits", {}, "environment: worlds", "it exited with 7"),
     ("worlds:Half", {}, "environment: worlds", r"makes Half without step, close \(rule: .*async reset\(seed\)"),
     ("no_such_worlds:Whole", {}, "environment: no_such", "there is no module 'no_such_"),
 ]
@@ -201,3 +211,21 @@ def test_more_ahead_than_are_played_or_kept_is_a_spec_error(tmp_path: Path) -> N
     written(tmp_path, "worlds:Whole", {}, workers=1, reuse=2)
     with pytest.raises(SpecError, match=r"environments.reuse is 2 with warm 0"):
         read_specs(run, cluster)
+
+
+@pytest.mark.slow  # a look in another process, 1 s
+@pytest.mark.parametrize(
+    ("environment", "workers"),
+    [
+        ("worlds:Whole", "auto"),
+        ("worlds:Quick", 0),
+        ("rollart.adapters.envs.frozen_lake:FrozenLakeText", 0),
+        ("rollart.adapters.envs.reasoning_gym:ReasoningGymEnv", 0),
+    ],
+)
+def test_environments_live_on_hosts_unless_they_declare_themselves_quick(
+    tmp_path: Path, environment: str, workers: int | str
+) -> None:
+    arguments = {"dataset": "chain_sum"} if "reasoning" in environment else {}
+    run, cluster = written(tmp_path, environment, arguments, workers="unless_quick")
+    assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == workers

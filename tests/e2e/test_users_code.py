@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Home, Launched, Spec, events, held, sound, tiny
+from tests.e2e.harness import CLUSTER, Home, Launched, Spec, events, held, sound, tiny
 
 pytestmark = pytest.mark.slow  # whole runs in real processes: about 8 s each
 
@@ -95,4 +95,15 @@ def test_a_pause_of_the_controller_is_no_expiry(home: Home) -> None:
     assert faults(home.directory) == []
     (paused,) = events(home.directory, "controller_paused")
     assert paused["seconds"] > 6.0
+    sound(home.directory)
+
+
+def test_an_environment_that_does_not_declare_itself_quick_lives_on_a_host(home: Home) -> None:
+    """And whatever it does there, no other's wait is longer for it."""
+    cluster = {key: value for key, value in CLUSTER.items() if key != "environments"}
+    run = home.launch(wrong(home, "Stubborn", schedule="sync", staleness=0), cluster=cluster)
+    run.finished()
+    assert "host started: environment-0" in run.said
+    (fault,) = faults(home.directory)
+    assert "on environment-0" in fault
     sound(home.directory)

@@ -53,6 +53,8 @@ class FrozenLakeText:
     `observations` (every text, the final one included), `env_rewards` and `success`, which the reward functions read.
     """
 
+    quick = True
+
     def __init__(self, *, size: int = 4, holes: int = 3, max_turns: int = 8, min_distance: int = 2) -> None:
         if not 2 <= size <= 9:
             raise ValueError(f"size must be 2 to 9 cells, got {size}")
@@ -62,6 +64,9 @@ class FrozenLakeText:
             raise ValueError(
                 f"min_distance must be within 1 and {min(max_turns, 2 * (size - 1))} (turns, map), got {min_distance}"
             )
+        from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+        self._make = FrozenLakeEnv
         self._size = size
         self._holes = holes
         self._max_turns = max_turns
@@ -73,15 +78,13 @@ class FrozenLakeText:
         self._rewards: list[float] = []
 
     async def reset(self, seed: int) -> Observation:
-        from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
-
         lake = draw_lake(
             seed, size=self._size, holes=self._holes, min_distance=self._min_distance, max_distance=self._max_turns
         )
         self._rows = lake.rows
         self._goal = lake.goal
         # The class itself, not gymnasium.make: its wrappers cost more than the step.
-        self._env = FrozenLakeEnv(desc=self._rows, is_slippery=False)
+        self._env = self._make(desc=self._rows, is_slippery=False)
         state, _ = self._env.reset(seed=seed)
         grid = " ".join("".join(self._rows))
         text = f"{_DOMAIN} {grid} {self._describe(int(state))}"

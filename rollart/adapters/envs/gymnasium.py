@@ -97,6 +97,7 @@ class GymnasiumText:
         self._invalid_text, self._invalid_reward = invalid_text, float(invalid_reward)
         self._success_at, self._max_tokens = success_at, max_tokens
         self._by_observation = held_out == "observations"
+        self.quick = not threaded
         self._thread = CallThread(f"environment {self._name}") if threaded else None
         self._env: Any = None
         self._last = ""

@@ -2,7 +2,8 @@
 
 `python -m rollart.adapters.envs.look` takes `{"path": [...], "domains": {...}, "images": ... or null, "worked": [...]}`
 as JSON on stdin, the first three as a host has them, and writes lines of JSON: `{"looking": WHAT}` before each thing,
-so that whoever reads knows what it died of, and `{"trouble": [domain, argument, message]}` for what is wrong. It needs
+so that whoever reads knows what it died of, `{"trouble": [domain, argument, message]}` for what is wrong, and
+`{"quick": domain}` for an environment that declares itself quick. It needs
 rollart and what the environments themselves import, nothing else.
 """
 
@@ -15,13 +16,14 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollart.adapters.envs.images import hook_of
 from rollart.adapters.envs.worked import METHOD
 from rollart.errors import one_line
+from rollart.foreign import foreign
 from rollart.spec.suggest import did_you_mean
 
 __all__ = ["MODULE", "WARM", "Trouble", "look"]
@@ -54,35 +56,45 @@ def look(
     *,
     worked: Collection[str] = (),
     told: Callable[[str], object] | None = None,
+    quick: Callable[[str], object] | None = None,
 ) -> Iterator[Trouble]:
     """Import each domain's environment and make one of it, then the image hook. `worked`: domains that must give worked
-    examples; `told` hears what it begins with next."""
+    examples; `told` is called with the name of each before it is looked at, `quick` with each domain whose environment
+    declares itself quick."""
     for name, one in domains.items():
         if told is not None:
             told(f"domain '{name}'")
-        yield from _environment(name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked)
+        made = yield from _environment(
+            name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked
+        )
+        if quick is not None and getattr(made, "quick", False) is True:
+            quick(name)
     if images is not None:
         if told is not None:
             told("environments.images")
         yield from _hook(images)
 
 
-def _environment(domain: str, path: str, arguments: Mapping[str, Any], *, worked: bool) -> Iterator[Trouble]:
+def _environment(
+    domain: str, path: str, arguments: Mapping[str, Any], *, worked: bool
+) -> Generator[Trouble, None, Any]:
+    """Returns the environment; None where none could be made."""
     make, problem = _found(path)
     if make is None:
         yield Trouble(domain, "", problem)
-        return
+        return None
     unknown = list(_unknown(make, arguments))
     if unknown:
         for key, hint in unknown:
             yield Trouble(domain, key, f"environment_args has '{key}' (rule: what {path} takes{hint})")
-        return
+        return None
     try:
-        made = make(**arguments)
+        with foreign():
+            made = make(**arguments)
     except Exception as error:  # whatever their code raises
         why = f"'{path}' cannot be made{_with(arguments)}: {one_line(error, 500)}"
         yield Trouble(domain, "*" if arguments else "", why)
-        return
+        return None
     lacking = [name for name in METHODS if not callable(getattr(made, name, None))]
     if lacking:
         yield Trouble(
@@ -93,6 +105,7 @@ def _environment(domain: str, path: str, arguments: Mapping[str, Any], *, worked
         yield Trouble(
             domain, WARM, f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))"
         )
+    return made
 
 
 def _with(arguments: Mapping[str, Any]) -> str:
@@ -126,7 +139,8 @@ def _found(path: str) -> tuple[Callable[..., Any] | None, str]:
     """What a spec names, or why it is not there."""
     module, _, name = path.partition(":")
     try:
-        holder = importlib.import_module(module)
+        with foreign():
+            holder = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = str(error.name)
         own = module == missing or module.startswith(f"{missing}.")
@@ -180,7 +194,13 @@ def main() -> None:
         said.write(json.dumps(line) + "\n")
         said.flush()
 
-    for one in look(asked["domains"], asked["images"], worked=asked["worked"], told=lambda what: tell(looking=what)):
+    for one in look(
+        asked["domains"],
+        asked["images"],
+        worked=asked["worked"],
+        told=lambda what: tell(looking=what),
+        quick=lambda name: tell(quick=name),
+    ):
         tell(trouble=[one.domain, one.argument, one.message])
     tell(looking="")
     os._exit(0)  # threads that an environment has made keep nobody

@@ -67,8 +67,10 @@ class ReasoningGymEnv:
     `package.module:Class` of one. The step pays `score_answer` (0 to 1, partial credit where the dataset gives it);
     `success` is a full score. Its metadata has `reference_answer`, `derivation`, `entry` and `success`.
     Seeds from `rollart.ports.EVAL_SEEDS_FROM` on draw prompts that no training seed ever shows.
-    reasoning_gym (2 s to import) is loaded on the first reset of a process; datasets are shared in the process.
+    The first one of a process imports reasoning_gym (2 s) and makes the dataset, which others of the process share.
     """
+
+    quick = True
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class ReasoningGymEnv:
         self._format = _resolve_format(worked_format)
         self._max_tokens = max_tokens
         self._entry: Entry | None = None
+        _dataset(*self._dataset_key)  # here and not in a reset, which others' calls would wait for
 
     async def reset(self, seed: int) -> Observation:
         self._entry = self.draw(seed)

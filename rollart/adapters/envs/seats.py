@@ -13,6 +13,7 @@ from typing import Any
 
 from rollart.adapters.envs.wire import Told
 from rollart.errors import one_line
+from rollart.foreign import foreign
 from rollart.ports import Environment
 
 __all__ = ["Lie", "Maker", "Seat", "forever", "makers", "on_loop", "sound", "timed"]
@@ -37,11 +38,13 @@ def makers(domains: Mapping[str, Any]) -> dict[str, Maker]:
 def _maker(path: str, arguments: dict[str, Any]) -> Maker:
     module, _, name = path.partition(":")
     try:
-        make = getattr(importlib.import_module(module), name)
+        with foreign():
+            make = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may do anything when it is imported
         return Maker(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
     try:
-        made = make(**arguments)
+        with foreign():
+            made = make(**arguments)
     except Exception as error:
         return Maker(None, problem=f"'{path}' cannot be made with {arguments}: {one_line(error, 500)}")
     return Maker(
