@@ -27,6 +27,13 @@ __all__ = ["ForkServer", "ProcessWorker"]
 _STOP_S = 2.0
 """How long a stopping zygote may take to kill and reap its workers before it is killed itself."""
 
+_LEASE_S = 3.0
+"""How long a zygote may leave a fork unanswered. It answers within milliseconds, and later only if it gets no CPU: one
+that is runnable is given longer."""
+
+_IMPORT_LEASE_S = 60.0
+"""How long a zygote that imports may use no CPU at all: a module may come from a slow file system."""
+
 _CAUSE_S = 1.0
 """How long a dead worker's wait status may take to arrive."""
 
@@ -41,7 +48,8 @@ class ForkServer:
     """Owns the zygote process. Called from one loop.
 
     `fork` waits for the zygote's answer, `ready` for its imports; both are unblocked by them or by its death. A dead
-    zygote is noticed at once (its socket closes), takes its workers with it, and is replaced by the next `fork`.
+    zygote is noticed at once (its socket closes), takes its workers with it, and is replaced by the next `fork`. One
+    that hangs is noticed while something waits for it: it is killed.
     `cleanup`: the zygote removes `root` when this process has ended, however it did, or has called `close`.
     """
 
@@ -53,6 +61,10 @@ class ForkServer:
         self._control: socket.socket | None = None
         self._keys = 0
         self._forking: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._watch: asyncio.TimerHandle | None = None
+        self._seen: tuple[int, frozenset[int]] = (0, frozenset())
+        """At the last look: ticks of CPU that the zygote had used, and forks that it had not answered."""
+        self._idle_s = 0.0
         self._running: dict[int, asyncio.Future[int]] = {}
         self._preloaded: asyncio.Future[dict[str, str]] | None = None
 
@@ -137,6 +149,7 @@ class ForkServer:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._readable)
         self._preloaded = asyncio.get_running_loop().create_future()
         self._send(["preload", self._preload])
+        self._watch_it()
 
     def _order(
         self,
@@ -155,6 +168,7 @@ class ForkServer:
             self._ensure()
             self._send(message, [fd])
         self._forking[key], self._running[key] = forked, ended
+        self._watch_it()
 
     def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
         """A few hundred bytes on a socket pair. A full or closed socket is a zygote that does not answer."""
@@ -164,6 +178,29 @@ class ForkServer:
         except OSError as error:
             detail = f"the zygote takes no orders: {error}"
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
+
+    def _watch_it(self) -> None:
+        """Look at the zygote in a lease's time, unless that is arranged already."""
+        if self._watch is None:
+            self._idle_s = 0.0
+            self._watch = asyncio.get_running_loop().call_later(_LEASE_S, self._look)
+
+    def _look(self) -> None:
+        """Kill a zygote that something waits for and that does nothing."""
+        self._watch = None
+        self._readable()  # its answers may be here: this loop was late
+        importing = self._preloaded is not None and not self._preloaded.done()
+        if self._process is None or not (importing or self._forking):
+            return
+        state, cpu = _activity(self._process.pid)
+        (cpu_before, forks_before), self._seen = self._seen, (cpu, frozenset(self._forking))
+        waits = importing or bool(forks_before & self._seen[1])
+        idle = waits and state != "R" and cpu == cpu_before
+        self._idle_s = self._idle_s + _LEASE_S if idle else 0.0
+        if state in "Tt" or self._idle_s >= (_IMPORT_LEASE_S if importing else _LEASE_S):
+            self._died("the zygote does not answer: it was killed")
+        else:
+            self._watch = asyncio.get_running_loop().call_later(_LEASE_S, self._look)
 
     def _readable(self) -> None:
         while self._control is not None:
@@ -202,21 +239,24 @@ class ForkServer:
         if future is not None and not future.done():
             future.set_result(status)
 
-    def _died(self) -> None:
+    def _died(self, why: str = "the zygote ended") -> None:
         """Kill what may be left of it before the channel closes, which would tell it that we ended."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._lose()
+        self._lose(why)
 
-    def _lose(self) -> subprocess.Popen[bytes] | None:
-        """Close the channel and tell everyone who waits on this zygote."""
+    def _lose(self, why: str = "the zygote ended") -> subprocess.Popen[bytes] | None:
+        """Close the channel, and fail what waits for this zygote."""
         process, self._process = self._process, None
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             self._control.close()
             self._control = None
-        fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="the zygote ended")
+        fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=why)
         if self._preloaded is not None and not self._preloaded.done():
             self._preloaded.set_exception(WorkerFault(fault))
             self._preloaded.exception()  # nobody need be waiting
@@ -227,6 +267,15 @@ class ForkServer:
         for key in list(self._running):
             self._ended(key, signal.SIGKILL)
         return process
+
+
+def _activity(pid: int) -> tuple[str, int]:
+    """The state of a process (`R`, `S`, `T`, …) and the clock ticks of CPU that it has used."""
+    try:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "Z", 0
+    return fields[0], int(fields[11]) + int(fields[12])
 
 
 class ProcessWorker(asyncio.Protocol):

@@ -379,3 +379,37 @@ def test_a_reward_that_forks_gets_the_answers_of_its_own_items(provider: str) ->
     if PROVIDERS[provider].missing:
         pytest.skip(PROVIDERS[provider].missing)
     assert run(main()) == [Scored(float(n)) for n in range(10)]
+
+
+@pytest.mark.parametrize("preload", [(), ("xml.dom",)])
+def test_a_zygote_that_hangs_is_replaced_and_the_calls_that_waited_are_made(preload: tuple[str, ...]) -> None:
+    """Stopped, not dead: its socket stays open, and no new worker would ever come."""
+
+    async def main() -> list[Outcome]:
+        one = package(concurrency=3, preload=preload)
+        async with LocalBackend() as backend, Offload([one], backend) as offload:
+            pid = int((await offload.submit("behave", item(do="pid"), 60.0)).value)  # type: ignore[union-attr]
+            first = backend.zygote_pids[-1]
+            os.kill(first, signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(offload.submit("behave", item(str(n)), 60.0)) for n in range(6)]
+            assert not alive(first)
+            return [task.result() for task in tasks]
+
+    assert run(main()) == [Scored(1.0)] * 6
+
+
+def test_a_zygote_that_hangs_as_it_imports_is_replaced() -> None:
+    async def main() -> Outcome:
+        one = package(preload=("xml.dom",))
+        async with LocalBackend() as backend:
+            deploying = asyncio.create_task(backend.deploy(one))
+            await until(lambda: backend.zygote_pids)
+            os.kill(backend.zygote_pids[0], signal.SIGSTOP)
+            with pytest.raises(BackendFailed, match="does not answer"):
+                await deploying
+            async with Offload([one], backend) as offload:
+                return await offload.submit("behave", item(), 60.0)
+
+    assert run(main()) == Scored(1.0)
