@@ -46,10 +46,12 @@ def launch(
     KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
     prefix `cluster.`.
     """
-    from rollart.compose.preflight import refuse_environments
+    from rollart.compose.preflight import refuse_unlaunchable
     from rollart.spec.where import Where
 
     run_file, overrides = split_arguments(arguments)
+    if name is not None and (not name or name != Path(name).name or name in (".", "..")):
+        raise UsageError(f"--name '{name}' (rule: one directory name)")
     if resume is not None:
         if run_file is not None or cluster is not None or name is not None:
             raise UsageError(
@@ -69,7 +71,7 @@ def launch(
     where = Where.saved(directory / RESOLVED) if resume is not None else Where.files(run_file, cluster, overrides)
     if dry_run:
         with native_output_to_stderr():
-            refuse_environments(resolved, where)
+            refuse_unlaunchable(resolved, where)
         from rollart.compose.dry import commands
 
         click.echo(resolved.to_yaml(), nl=False)
@@ -80,7 +82,7 @@ def launch(
 
     refuse_missing(resolved)
     with native_output_to_stderr():
-        refuse_environments(resolved, where)
+        refuse_unlaunchable(resolved, where)
     if resolved.cluster.engines.kind == "vllm":  # others have nothing to look for, and need not wait for imports
         from rollart.compose.vllm_home import ready
 
@@ -168,8 +170,6 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
 
 def _new_directory(runs: Path, name: str | None, run_name: str) -> Path:
     """Make the run's directory: it must be new."""
-    if name is not None and (not name or name != Path(name).name or name in (".", "..")):
-        raise UsageError(f"--name '{name}' (rule: one directory name)")
     try:
         runs.mkdir(parents=True, exist_ok=True)
         n = 1

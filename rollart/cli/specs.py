@@ -18,8 +18,9 @@ __all__ = ["schema", "validate"]
 def validate(files: tuple[str, ...]) -> None:
     """Check run, cluster, price and fault files.
 
-    Every problem comes with its file, line and column. Of a run each environment is made once where it would live: in
-    this process, or by the hosts' interpreter of a cluster file beside it.
+    Every problem comes with its file, line and column. Of a run, the model's directory and configuration are read, the
+    reward functions are packed, and each environment is made once where it would live: in this process, or by the
+    hosts' interpreter of a cluster file beside it.
     """
     from rollart.spec.load import load_file
     from rollart.spec.run import RunSpec
@@ -54,13 +55,13 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
 
 
 def _look(run: str, cluster: str | None) -> None:
-    """Whether the run's environments can be made."""
-    from rollart.compose.preflight import refuse_environments
+    """Whether a launch would refuse the run."""
+    from rollart.compose.preflight import refuse_unlaunchable
     from rollart.spec.resolve import read_specs
     from rollart.spec.where import Where
 
     with native_output_to_stderr():
-        refuse_environments(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_unlaunchable(read_specs(run, cluster), Where.files(run, cluster), plan=True)
 
 
 @click.command()

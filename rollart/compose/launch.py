@@ -17,9 +17,9 @@ from rollart.compose.elastic import follow
 from rollart.compose.environments import examples_of
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
-from rollart.compose.preflight import decided, refuse_environments
+from rollart.compose.preflight import decided, refuse_unlaunchable
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
-from rollart.compose.rewards import check, rewards
+from rollart.compose.rewards import rewards
 from rollart.compose.stored import StoredWeights
 from rollart.compose.wiring import Parts, wire
 from rollart.controller_loop import ControllerLoop, LoopWatch
@@ -96,11 +96,10 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         # A spec names the user's environments and functions; they lie beside it.
         sys.path.insert(0, resolved.base)
     refuse_missing(resolved)
-    refuse_environments(resolved)
+    refuse_unlaunchable(resolved)
     resolved = decided(resolved)
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
-    check(resolved)
     refuse_lending(resolved)
     async with wire(start, directory, progress) as parts:
         recovered = await parts.ledger.recover() if resume else None

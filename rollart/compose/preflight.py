@@ -1,13 +1,16 @@
-"""What is wrong with a run's environments, found before anything is started: they are looked at where they will live.
+"""What is wrong with a run, found from its specs before anything is started, by the code that a launch runs.
 
-Those of the controller are made in this process, as they will be. Those of hosts are made in one process of the hosts'
-interpreter, once, in a bounded time. What lives on other machines is theirs to have: only those can look.
+The model's configuration is read as the embedded engine reads it, the reward functions are packed as for their workers,
+and environments are looked at where they will live. Those of the controller are made in this process, as they will be.
+Those of hosts are made in one process of the hosts' interpreter, once, in a bounded time. What lives on other machines
+is theirs to have: only those can look.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,17 +18,20 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import IO, Any
 
 from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
+from rollart.architecture import read_architecture, refuse_unsupported, weight_files
 from rollart.compose.environments import hook, made_by_hosts
-from rollart.compose.prepare import harness_of
-from rollart.errors import SpecError
+from rollart.compose.prepare import harness_of, import_attribute, refuse_incomplete
+from rollart.compose.rewards import check
+from rollart.errors import RollartError, SpecError, UsageError
 from rollart.spec.environments import UNLESS_QUICK
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.where import Found, Where, refuse
 
-__all__ = ["decided", "environment_problems", "refuse_environments"]
+__all__ = ["decided", "environment_problems", "function_problems", "model_problems", "refuse_unlaunchable"]
 
 _WELL: dict[str, bool] = {}
 """What was looked at in this process and found well, and whether each environment of it declares itself quick: the
@@ -40,10 +46,78 @@ WATCHED = "rollart.adapters.clusters.pdeathsig"
 INSTALL = "install what it needs where environments live: see docs/environments.md"
 
 
-def refuse_environments(specs: Resolved | Specs, where: Where | None = None) -> None:
-    """SpecError with a line for each environment that cannot be made, and for an image hook or an interpreter that
-    is not what the spec says. `where`: the specs' documents, whose lines are told."""
-    refuse(environment_problems(specs), where)
+def refuse_unlaunchable(specs: Resolved | Specs, where: Where | None = None, *, plan: bool = False) -> None:
+    """SpecError with a line for each thing that a launch would refuse later: the model, reward functions, environments,
+    an image hook or interpreter. `where`: the specs' documents, whose lines are named. `plan`: the model may be one
+    for plans alone, with a `config` and no weights."""
+    with _path(specs.base):
+        found = [*model_problems(specs, plan=plan), *function_problems(specs)]
+    refuse([*found, *environment_problems(specs)], where)
+
+
+def model_problems(specs: Resolved | Specs, *, plan: bool = False) -> Iterator[Found]:
+    """What is wrong with the policy's directory, configuration and tokenizer."""
+    model, base = specs.run.model, Path(specs.base)
+    try:
+        if not plan or model.init is not None:
+            refuse_incomplete(model)
+    except SpecError as error:
+        yield Found(("run", "model"), error.message, error.remedy)
+    if model.path is not None and not (_elsewhere(specs) and model.tokenizer is not None):
+        found = list(_directory_problems(specs, base / model.path))
+        yield from found
+        if found:
+            return
+    if model.init is not None:
+        try:
+            init = import_attribute(model.init, "model.init")() if isinstance(model.init, str) else model.init
+            if specs.cluster.engines.kind != "vllm":
+                refuse_unsupported(init, "model.init")
+        except (SpecError, UsageError) as error:
+            yield Found(("run", "model", "init"), error.message, _or_vllm(error))
+    if model.tokenizer is not None and ":" in model.tokenizer:
+        try:
+            import_attribute(model.tokenizer, "model.tokenizer")
+        except SpecError as error:
+            yield Found(("run", "model", "tokenizer"), error.message, error.remedy)
+    elif (named := model.tokenizer or model.path) is not None:
+        key = "path" if model.tokenizer is None else "tokenizer"
+        if not (base / named / "tokenizer.json").is_file():
+            why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
+            yield Found(
+                ("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer"
+            )
+
+
+def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[Found]:
+    """Of `model.path`."""
+    name, place = specs.run.model.path, ("run", "model", "path")
+    if not path.is_dir():
+        why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name or "") is not None
+        yield Found(place, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
+        return
+    try:
+        if specs.cluster.engines.kind != "vllm":
+            read_architecture(path)
+        weight_files(path)
+    except UsageError as error:
+        yield Found(place, f"model.path: {error.message}", _or_vllm(error))
+
+
+def _or_vllm(error: RollartError) -> str:
+    """vLLM computes families that the embedded engine does not."""
+    unsupported = "not supported" in error.message
+    return f"{error.remedy}{', or ' if error.remedy else ''}engines: {{kind: vllm}}" if unsupported else error.remedy
+
+
+def function_problems(specs: Resolved | Specs) -> Iterator[Found]:
+    """What is wrong with the source of a reward function. Artefacts are not there yet, and do not matter here."""
+    for number, function in enumerate(specs.run.functions):
+        try:
+            check(function, specs)
+        except RollartError as error:
+            yield Found(("run", "functions", number), error.message, error.remedy)
 
 
 def environment_problems(specs: Resolved | Specs) -> list[Found]:
@@ -66,11 +140,11 @@ def environment_problems(specs: Resolved | Specs) -> list[Found]:
 
 def decided(resolved: Resolved) -> Resolved:
     """The run with `environments.workers` decided, where that depends on what its environments declare. SpecError as
-    from `refuse_environments`."""
+    from `refuse_unlaunchable`."""
     spec = resolved.cluster.environments
     if spec.workers != UNLESS_QUICK:
         return resolved
-    refuse_environments(resolved)
+    refuse_unlaunchable(resolved)
     environments = spec.model_copy(update={"workers": 0 if _WELL[_asked(resolved)] else "auto"})
     return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
 

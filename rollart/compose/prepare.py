@@ -31,7 +31,7 @@ from rollart.runtime.domain import Domain, derive_seed
 from rollart.runtime.in_process import in_process
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved, Specs
-from rollart.spec.run_parts import DomainSpec
+from rollart.spec.run_parts import DomainSpec, ModelSpec
 
 __all__ = [
     "domains",
@@ -40,6 +40,7 @@ __all__ = [
     "import_attribute",
     "prepare_tokenizer",
     "produce_artefacts",
+    "refuse_incomplete",
     "reward_plan",
     "trainer_config",
     "warm_start_samples",
@@ -68,22 +69,28 @@ def import_attribute(path: str, what: str) -> Any:
     return getattr(holder, name)
 
 
-def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
-    """The directory with tokenizer.json: the spec's, the model's, or one that a producer writes into the run."""
-    model = resolved.run.model
+def refuse_incomplete(model: ModelSpec) -> None:
+    """`SpecError` for a model without weights, which is for plans, or without a tokenizer."""
     if model.path is None and model.init is None:
         raise SpecError(
             "model has neither 'path' nor 'init' (rule: a run needs one; 'config' alone is for plans)",
             remedy="give model.path a directory with weights, or model.init a configuration",
         )
+    if model.tokenizer is None and model.path is None:
+        raise SpecError("model.init has no tokenizer", remedy="give model.tokenizer a directory or a producer")
+
+
+def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
+    """The directory with tokenizer.json: the spec's, the model's, or one that a producer writes into the run."""
+    model = resolved.run.model
+    refuse_incomplete(model)
     if model.tokenizer is not None and ":" in model.tokenizer:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
             import_attribute(model.tokenizer, "model.tokenizer")(directory)
         return directory
     named = model.tokenizer or model.path
-    if named is None:
-        raise SpecError("model.init has no tokenizer", remedy="give model.tokenizer a directory or a producer")
+    assert named is not None
     return Path(resolved.base) / named
 
 

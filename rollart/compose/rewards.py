@@ -33,18 +33,16 @@ class Rewards:
     why: Mapping[str, str] = field(default_factory=dict)
 
 
-def check(resolved: Resolved) -> None:
-    """Read every function's source before anything is started: `SpecError` for what would be refused later. Artefacts
-    are not there yet, and do not matter here."""
-    functions = resolved.cluster.functions
-    for function in resolved.run.functions:
-        try:
-            package = _package(function, (), Path(resolved.base))
-        except NotOffloadable:
-            continue  # it runs beside the environments, or is refused when it is made there
-        if "local" in functions.chain and not functions.allow_unsafe:
-            with translated():
-                contained(package)
+def check(function: FunctionEntry, specs: Resolved | Specs) -> None:
+    """Read a function's source before anything is started: `RollartError` for what would be refused later."""
+    functions = specs.cluster.functions
+    try:
+        package = _package(function, (), Path(specs.base))
+    except NotOffloadable:
+        return  # it runs beside the environments, or is refused when it is made there
+    if "local" in functions.chain and not functions.allow_unsafe:
+        with translated():
+            contained(package)
 
 
 def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewards:

@@ -16,7 +16,7 @@ from rollart.ports import RunEvent
 
 RUN = """\
 name: test
-model: {path: policy, context: 128}
+model: {init: {model_type: qwen3}, tokenizer: "rollart.quickstart.tokenizer:write_tokenizer", context: 128}
 steps: 2
 batch: {trajectories: 8}
 domains:

@@ -61,7 +61,10 @@ class TestLaunch:
         assert done.code == 2
         assert "run 'test-1' exists" in done.err
         assert "--resume test-1" in done.err
-        assert rollart("launch", "run.yaml", "--name", "../x").code == 2
+        for options in ((), ("--dry-run",)):
+            done = rollart("launch", "run.yaml", "--name", "../x", *options)
+            assert (done.code, done.out) == (2, "")
+            assert "--name '../x' (rule: one directory name)" in done.err
 
     def test_dry_run_prints_what_would_run(self, rollart: Call, compose: Any) -> None:
         done = rollart("launch", "run.yaml", "--dry-run")
@@ -204,7 +207,7 @@ class TestSpecs:
         found = json.loads(rollart("plan", "run.yaml", "-o", "json").out)
         assert [row["part"] for row in found["tables"]["parts"]] == ["engine-0", "trainer-0"]
         assert "$0.0944 per hour" in found["notes"][0]
-        assert "no prediction: model.path: policy/config.json cannot be read" in found["notes"][-1].replace(
+        assert "no prediction: model: model config: num_attention_heads is missing" in found["notes"][-1].replace(
             os.getcwd() + "/", ""
         )
         assert "cannot hold the run" in rollart("plan", "run.yaml", "cluster.trainer.threads=9").err

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,8 +16,9 @@ import pytest
 import yaml
 
 from rollart.cli.main import run as rollart
-from rollart.compose.preflight import decided, environment_problems, refuse_environments
+from rollart.compose.preflight import decided, environment_problems, refuse_unlaunchable
 from rollart.errors import SpecError
+from rollart.spec.load import builtin
 from rollart.spec.resolve import read_specs, resolve_files
 from rollart.spec.where import Where
 from tests.e2e.harness import CLUSTER, ROOT, tiny
@@ -71,7 +75,7 @@ def written(directory: Path, environment: str, arguments: dict[str, Any], **host
 
 def refused(run: Path, cluster: Path) -> pytest.ExceptionInfo[SpecError]:
     with pytest.raises(SpecError) as told:
-        refuse_environments(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_unlaunchable(read_specs(run, cluster), Where.files(run, cluster))
     return told
 
 
@@ -129,7 +133,7 @@ def test_what_an_environment_has_started_is_not_waited_for(tmp_path: Path) -> No
     note = tmp_path / "pid"
     run, cluster = written(tmp_path, "worlds:Serves", {"note": str(note)}, workers=1, start_s=60.0)
     try:
-        refuse_environments(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_unlaunchable(read_specs(run, cluster), Where.files(run, cluster))
     finally:
         os.kill(int(note.read_text()), signal.SIGKILL)  # it is there: it has the look's stdout and stderr still
 
@@ -229,3 +233,57 @@ def test_environments_live_on_hosts_unless_they_declare_themselves_quick(
     arguments = {"dataset": "chain_sum"} if "reasoning" in environment else {}
     run, cluster = written(tmp_path, environment, arguments, workers="unless_quick")
     assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == workers
+
+
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2, "hidden_size": 16, "num_hidden_layers": 1,
+        "intermediate_size": 32, "vocab_size": 128}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "message"),
+    [
+        ({"model": {"path": "nowhere"}}, "path", "model.path is 'nowhere', and there is no directory"),
+        ({"model": {"path": "Qwen/Qwen3-0.6B"}}, "path", "hf download Qwen/Qwen3-0.6B --local-dir DIR"),
+        ({"model": {"path": "gpt"}}, "path", "architecture GPT2LMHeadModel is not supported"),
+        ({"model": {"path": "gpt"}}, "path", r"or engines: \{kind: vllm\}"),
+        ({"model": {"path": "bare"}}, "path", "model.safetensors is missing"),
+        ({"model": {"path": "whole", "tokenizer": "bare"}}, "tokenizer", "there is no tokenizer.json"),
+        ({"model__init": {"model_type": "gpt2"}}, "model_type", "architecture gpt2 is not supported"),
+        ({"model__init": "tests.e2e.worlds:nothing"}, "init", "has no 'nothing'"),
+        ({"model__tokenizer": "no_such:thing"}, "tokenizer", "model.tokenizer 'no_such:thing' cannot be imported"),
+        ({"model": {"config": QWEN}}, "config", "model has neither 'path' nor 'init'"),
+        ({"functions__0__source": "nowhere.py"}, "name: rule", "function 'rule'"),
+        ({"functions__0__handler": "nobody"}, "name: rule", "function 'rule'"),
+        ({"training": {"loss": {"clip_low": 0}}}, "clip_low", "clip_low is 0"),
+        (
+            {"domains__0__environment": "rollart.adapters.envs.reasoning_gym:ReasoningGymEnv",
+             "domains__0__environment_args": {"dataset": "spell_bakward"}},
+            "dataset", "has no data set 'spell_bakward'; did you mean 'spell_backward'?",
+        ),
+    ],
+)  # fmt: skip
+def test_no_command_accepts_a_run_that_no_launch_could_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], place: str, message: str
+) -> None:
+    for name, config in (("gpt", {"architectures": ["GPT2LMHeadModel"]}), ("bare", QWEN), ("whole", QWEN)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "whole" / "model.safetensors").touch()
+    run, cluster, runs = tmp_path / "run.yaml", tmp_path / "cluster.yaml", tmp_path / "runs"
+    run.write_text(yaml.safe_dump(tiny(**changes), sort_keys=False))
+    cluster.write_text(yaml.safe_dump(CLUSTER))
+    commands = [["launch", str(run), "--cluster", str(cluster), "--runs-dir", str(runs)]]
+    commands += [[*commands[0], "--dry-run"], ["validate", str(run), str(cluster)]]
+    for command in commands[: 2 if "config" in changes.get("model", {}) else 3]:  # a plan needs no weights
+        assert rollart(command) == 2
+        told = capsys.readouterr()
+        assert re.search(message, told.err), told.err
+        assert line_of(run, f"{place}:" if ":" not in place else place) in told.err
+    assert not runs.exists(), "nothing was made"
+
+
+def test_the_check_loads_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from rollart.cli.main import run; assert run(sys.argv[1:]) == 0; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "validate", str(builtin("runs/quickstart.yaml"))],
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "False"

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import json
 import random
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rollart.adapters.envs.split import held_out_item, held_out_seed
 from rollart.model import Observation, Step
 from rollart.ports import EVAL_SEEDS_FROM
+from rollart.spec.suggest import did_you_mean
 
 __all__ = ["Entry", "PlainFormat", "ReasoningGymEnv", "WorkedFormat"]
 
@@ -26,6 +30,9 @@ _ITEMS = 1 << 31
 """Virtual size of a dataset: items are generated from their index, so a large size costs nothing."""
 
 _DRAWS = 10_000
+
+_REGISTERED = re.compile(r'(?:^DATASET_NAME = |register_dataset\(\s*)"(\w+)"', re.MULTILINE)
+"""Where a module of reasoning_gym names its data set."""
 
 
 class WorkedFormat(Protocol):
@@ -80,6 +87,7 @@ class ReasoningGymEnv:
         worked_format: WorkedFormat | str | None = None,
         max_tokens: int | None = None,
     ) -> None:
+        _refuse_unknown(dataset)
         self._dataset_key = (dataset, json.dumps(dict(config or {}), sort_keys=True))
         self._format = _resolve_format(worked_format)
         self._max_tokens = max_tokens
@@ -129,6 +137,24 @@ class ReasoningGymEnv:
                 return entry
         name, config = self._dataset_key
         raise ValueError(f"no item of {name} {config} fits its format in {_DRAWS} draws: widen the dataset's config")
+
+
+def _refuse_unknown(dataset: str) -> None:
+    """ValueError for a name that reasoning_gym does not have, found without the seconds of its import."""
+    known = _names()
+    if known and dataset not in known:
+        raise ValueError(f"reasoning_gym has no data set '{dataset}'{did_you_mean(dataset, known)}")
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    """Data sets that the installed package registers, as its source names them; none if it is not there."""
+    found = importlib.util.find_spec("reasoning_gym")
+    names: set[str] = set()
+    for root in () if found is None else found.submodule_search_locations or ():
+        for file in Path(root).rglob("*.py"):
+            names.update(_REGISTERED.findall(file.read_text(encoding="utf-8", errors="replace")))
+    return frozenset(names)
 
 
 @functools.cache

@@ -1,0 +1,153 @@
+"""What lies in a Hugging Face checkpoint directory: the architecture, and which files hold the weights.
+
+Qwen3 and Llama families. Whatever the embedded engine cannot compute exactly is refused here, by name, rather than
+approximated: by the engine when it starts, and by `rollart validate` before. Errors: `UsageError`, one line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollart.errors import UsageError
+
+__all__ = ["Architecture", "architecture_of", "read_architecture", "refuse_unsupported", "weight_files"]
+
+FAMILIES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
+"""Supported architectures, and whether they normalise queries and keys per head."""
+
+TYPES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+"""Architecture by `model_type`, for a configuration that does not name its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The numbers that fix a decoder's computation. Sizes in elements; `rope` as in the checkpoint's config."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    norm_eps: float
+    tied: bool
+    qk_norm: bool
+    attention_bias: bool
+    rope_theta: float
+    rope_scaling: Mapping[str, float] | None
+    """`llama3` scaling: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    eos: tuple[int, ...] = field(compare=False)
+    """End-of-sequence ids. Not compared: a trainer may publish weights without a generation config."""
+
+    @property
+    def group(self) -> int:
+        """Query heads per key-value head."""
+        return self.heads // self.kv_heads
+
+
+def read_architecture(directory: str | Path) -> Architecture:
+    """Read `config.json` (and `generation_config.json` for the end-of-sequence ids)."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise UsageError(f"model directory {path} does not exist", remedy="pass --model DIR with a config.json")
+    return architecture_of(_read_json(path / "config.json"), path)
+
+
+def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
+    """Of a parsed `config.json`; `path` is where it is from."""
+    family = refuse_unsupported(config, path)
+    heads = int(config["num_attention_heads"])
+    theta, scaling = _rope(path, config)
+    return Architecture(
+        family=family,
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        intermediate=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=FAMILIES[family],
+        attention_bias=bool(config.get("attention_bias", False)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        eos=_eos(path, config),
+    )
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """The safetensors files of a checkpoint: one, or those of its index. `UsageError` for one that is missing."""
+    path = Path(directory)
+    index = path / "model.safetensors.index.json"
+    names = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    for name in names:
+        if not (path / name).exists():
+            raise UsageError(f"{path}: {name} is missing", remedy="write the checkpoint as safetensors")
+    return [path / name for name in names]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist", remedy="pass a Hugging Face checkpoint directory") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not a JSON object")
+    return value
+
+
+def refuse_unsupported(config: Mapping[str, Any], path: str | Path) -> str:
+    """The architecture of a configuration. `UsageError` for what the embedded engine does not compute, or would compute
+    differently if it ignored it; `path` is where the configuration is from."""
+    named = config.get("architectures") or [TYPES.get(str(config.get("model_type")), config.get("model_type", "?"))]
+    family = str(named[0])
+    if family not in FAMILIES:
+        supported = ", ".join(FAMILIES)
+        raise UsageError(f"{path}: architecture {family} is not supported", remedy=f"use one of {supported}")
+    if config.get("mlp_bias"):
+        raise UsageError(f"{path}: mlp_bias is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UsageError(f"{path}: activation {config['hidden_act']} is not supported", remedy="use silu")
+    layer_types = set(config.get("layer_types") or ["full_attention"])
+    if config.get("use_sliding_window") or layer_types != {"full_attention"}:
+        raise UsageError(f"{path}: sliding-window attention is not supported")
+    if config.get("quantization_config"):
+        raise UsageError(f"{path}: quantised checkpoints are not supported")
+    _rope(path, config)
+    return family
+
+
+def _rope(path: str | Path, config: Mapping[str, Any]) -> tuple[float, Mapping[str, float] | None]:
+    """Base and scaling, from transformers 5 (`rope_parameters`) or 4 (`rope_theta` and `rope_scaling`)."""
+    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise UsageError(f"{path}: partial rotary embeddings are not supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UsageError(f"{path}: rope scaling {kind} is not supported", remedy="use default or llama3")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return theta, {key: float(parameters[key]) for key in keys}
+
+
+def _eos(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids, as vLLM takes them: generation_config.json first, then config.json."""
+    generation = path / "generation_config.json"
+    value = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
