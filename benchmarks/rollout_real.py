@@ -108,6 +108,7 @@ CLUSTER: dict[str, Any] = {
     "engines": {"count": 1, "threads": 1, "max_slots": 64},
     "trainer": {"threads": 1},
     "functions": {"backend": "local"},
+    "environments": {"workers": 0},
 }
 
 

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # Ray is started twic
 LIMIT_S, STEPS = 150.0, 12
 
 CLUSTER: dict[str, Any] = {
+    "environments": {"workers": 0},
     "name": "fleet",
     "runtime": {"backend": "ray", "health_s": 8},
     "devices": [{"name": kind, "generation": "cpu", "source": "a core of this machine"} for kind in ("fast", "wide")],

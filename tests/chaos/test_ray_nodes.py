@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # Ray, and four engi
 LIMIT_S, STEPS = 300.0, 8
 
 CLUSTER: dict[str, Any] = {
+    "environments": {"workers": 0},
     "name": "fleet",
     "runtime": {"backend": "ray", "health_s": 8, "elastic": {"settle_s": 1.0}},
     "devices": [{"name": kind, "generation": "cpu", "source": "a core of this machine"} for kind in ("fast", "wide")],

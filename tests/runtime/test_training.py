@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from rollart.errors import TrainerRefused
+from rollart.ledger.memory import MemoryRecorder
+from rollart.policy.redundancy import Redundancy
 from rollart.runtime.training import REFUSALS
 from rollart.sim import loop
 from rollart.sim.run import SimulatedRun, make
@@ -38,25 +40,23 @@ def test_refusals_in_a_row_end_the_run_with_the_trainers_words() -> None:
     assert "will not have it" in str(refused.exceptions[0].args or refused.exceptions[0])
 
 
-def test_a_close_during_the_schedulers_own_await_ends_it() -> None:
-    """Closing sets the event that the scheduler clears before it sleeps: the wake-up must not be lost in between."""
+class SlowToDrop(MemoryRecorder):
+    """A journal whose disk is slow."""
 
-    async def main() -> None:
-        run = make(steps=0)
+    async def drop(self, group: str, reason: str) -> None:
+        await asyncio.sleep(0.5)
+        await super().drop(group, reason)
 
-        async def close_in_between() -> None:
-            run.control.scheduler.close()
 
-        async def body() -> None:
-            await run.run()
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(body())
-            await asyncio.sleep(0)
-
-        scheduler = run.control.scheduler
-        scheduler._closed = False
-        scheduler._write_drops = close_in_between  # type: ignore[method-assign]
-        await scheduler.run(lambda: 0)
-
-    loop.run(main())
+@pytest.mark.parametrize("schedule", ["rollart", "sync_plus"])
+def test_a_close_during_the_schedulers_own_await_ends_it(schedule: str) -> None:
+    """Training ends while the scheduler writes down which redundant groups it dropped: the wake-up that this sends
+    must not be lost before the scheduler sleeps."""
+    for seed in range(5):
+        journal = SlowToDrop()
+        run = make(
+            steps=2, schedule=schedule, alpha=int(schedule == "rollart"), redundancy=Redundancy(groups=2.0),
+            engine_s=lambda r: r.expovariate(1.0), journal=journal, recorder=journal,
+        )  # fmt: skip
+        loop.run(run.run(), seed=seed)
+        assert len(run.trainer.batches) == 2
