@@ -27,7 +27,7 @@ def train(out_dir: str, seed: int) -> str:
     Learns from training lakes only. Meant for a process of its own: it imports torch.
     """
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     torch.manual_seed(seed)
     data = [rows for i in range(_LAKES) for rows in examples(draw_lake(i))]
@@ -54,7 +54,7 @@ def train(out_dir: str, seed: int) -> str:
     linear = [layer for layer in net if isinstance(layer, torch.nn.Linear)]
     named = {f"{i}.weight": layer.weight.detach() for i, layer in enumerate(linear)}
     named |= {f"{i}.bias": layer.bias.detach() for i, layer in enumerate(linear)}
-    save_file(named, str(path))
+    path.write_bytes(save(named))
     return str(path)
 
 

@@ -7,6 +7,7 @@ A file with rows says so in its metadata: `rows` = {name: [first row, rows of th
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,15 @@ class Rows:
 
 
 def save(path: Path, tensors: Mapping[str, Tensor | Rows]) -> None:
-    """Write one file. `OSError` and `SafetensorError` as they come."""
+    """Write one file, with the mode that the umask gives new files. `OSError` and `SafetensorError` as they come."""
     rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, Rows)}
     plain = {name: t.tensor if isinstance(t, Rows) else t for name, t in tensors.items()}
     # `format` is what transformers asks for, and an empty file without metadata is one that safetensors cannot read.
     metadata = {"format": "pt"} | ({"rows": json.dumps(rows)} if rows else {})
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     save_file({name: t.detach().cpu().contiguous() for name, t in plain.items()}, path, metadata=metadata)
+    path.chmod(mode)  # safetensors puts a temporary file of mode 0600 in its place
 
 
 class Pieces:

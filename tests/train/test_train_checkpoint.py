@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,20 @@ def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(path)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(loaded(input_ids=ids).logits, learner.policy.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_files_of_a_version_have_the_mode_of_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    """Engines of another user read them from a shared directory."""
+    learner = Learner(config(tmp_path))
+    before = os.umask(umask)
+    try:
+        published = checkpoint.publish(learner, tmp_path, 3, ())
+    finally:
+        os.umask(before)
+    files = [path for path in Path(published).rglob("*") if path.is_file()]
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in files} == {p.name: oct(mode) for p in files}
+    assert any(path.suffix == ".safetensors" for path in files)
 
 
 def test_the_store_sees_what_the_trainer_publishes(tmp_path: Path) -> None:
