@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from unittest.mock import Mock
 
 import pytest
 
+from rollart.adapters.clusters import ray_link
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import health_settings
 from rollart.adapters.clusters.ray_handle import RayHandle, _Life
@@ -84,6 +86,53 @@ def test_an_address_where_nothing_listens_is_said_before_ray_is_asked() -> None:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ProviderError, match=f"no Ray cluster at '{address}'"):
             asyncio.run(RayRuntime(address).start())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak gRPC"),
+        (b"-ERR\r\n", "does not speak gRPC"),
+        (None, "no answer within 0.2 s"),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_server_that_is_not_rays_is_found_out_before_ray_is_asked(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, answer: bytes | None, said: str
+) -> None:
+    """Ray would try for minutes to speak to it, and cannot be interrupted."""
+    monkeypatch.setattr(ray_link, "ANSWER_S", 0.2)
+    monkeypatch.setattr(ray_link, "connect", lambda address: pytest.fail("Ray was asked"))
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if answer is None:
+            await ended.wait()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            address = f"{scheme}127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            with pytest.raises(ProviderError, match=f"no Ray cluster at '{address}': .*{said}"):
+                await RayRuntime(address).start()
+            ended.set()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_ray_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of gRPC that is another program's."""
+    monkeypatch.setattr(ray_link, "CONNECTED_S", 0.1)
+    ended = threading.Event()
+    monkeypatch.setattr(ray_link, "connect", lambda address: ended.wait())
+
+    try:
+        with pytest.raises(ProviderError, match=r"does not answer Ray's client within 0\.1 s.*runtime\.address"):
+            asyncio.run(ray_link.connected("127.0.0.1:6379"))
+    finally:
+        ended.set()
 
 
 def test_a_call_while_an_actor_is_killed_does_not_bring_it_back() -> None:

@@ -21,7 +21,17 @@ from rollart.adapters.clusters.labels import matches
 from rollart.adapters.clusters.ray_groups import RayGroups
 from rollart.adapters.clusters.ray_handle import RayHandle
 from rollart.adapters.clusters.ray_host import pack, unpack
-from rollart.adapters.clusters.ray_link import CLIENT, SILENT_S, Client, Driver, Link, answers, connect, lost, resolved
+from rollart.adapters.clusters.ray_link import (
+    CLIENT,
+    SILENT_S,
+    Client,
+    Driver,
+    Link,
+    answers,
+    connected,
+    lost,
+    resolved,
+)
 from rollart.adapters.clusters.threads import in_daemon
 from rollart.errors import ProviderError, UsageError
 from rollart.fleet import BundleGroup
@@ -166,8 +176,7 @@ class RayRuntime:
                 os.environ[name] = value
 
     async def _connect(self, address: str) -> None:
-        # In a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
-        await in_daemon(connect, address)
+        await connected(address)
 
     async def _disconnect(self) -> None:
         import ray

@@ -19,12 +19,21 @@ from typing import Any, TypeVar
 from rollart.adapters.clusters.threads import aside, daemon_future, in_daemon
 from rollart.errors import ProviderError
 
-__all__ = ["CLIENT", "Client", "Driver", "Link", "answers", "connect", "resolved"]
+__all__ = ["CLIENT", "Client", "Driver", "Link", "answers", "connect", "connected", "resolved"]
 
 CLIENT = "ray://"
 
 ANSWER_S = 10.0
 """Seconds that a cluster's address may take to answer. Ray tries for minutes, and cannot be interrupted."""
+
+FRAME = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""HTTP/2's frame of no settings: the fourth byte says what it is. Both sides of gRPC begin with a frame of settings."""
+
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
+"""The start of an HTTP/2 client."""
+
+CONNECTED_S = 60.0
+"""Seconds for the connection to a gRPC server that is to be Ray's: it takes up to ten on a busy machine."""
 
 SILENT_S = 60.0
 """Seconds without an answer after which the client's server is lost: longer than its own tries to reconnect."""
@@ -218,17 +227,45 @@ def resolved(address: str) -> str:
 
 
 async def answers(address: str) -> None:
-    """`ProviderError` if nothing listens at `host:port`; an address of another form is Ray's to understand."""
+    """`ProviderError` if no gRPC server listens at `host:port`: Ray would try to speak to any other for minutes. An
+    address of another form is Ray's to understand."""
     host, _, port = address.removeprefix(CLIENT).partition("?")[0].rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         return
     try:
         async with asyncio.timeout(ANSWER_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+                    await _greeted(reader, writer, address)
+            finally:
+                writer.close()
     except OSError as error:  # a timeout too
         cause = error.strerror or f"no answer within {ANSWER_S:g} s"
         raise ProviderError(f"no Ray cluster at '{address}': {cause}", remedy=REMEDY) from None
-    writer.close()
+
+
+async def _greeted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        writer.write(GREETING)
+        answer = await reader.readexactly(len(FRAME))
+        if answer[3] == FRAME[3]:
+            return
+    raise ProviderError(
+        f"no Ray cluster at '{address}': the server there does not speak gRPC, as Ray's do", remedy=REMEDY
+    )
+
+
+async def connected(address: str) -> None:
+    """Connect in a thread: it takes seconds, and in the main thread Ray would take SIGTERM from whoever handles it.
+    `ProviderError` when there is no cluster, it refuses us, or it has not let us in within `CONNECTED_S`."""
+    try:
+        async with asyncio.timeout(CONNECTED_S):
+            await in_daemon(connect, address)
+    except TimeoutError:
+        raise ProviderError(
+            f"no Ray cluster at '{address}': it does not answer Ray's client within {CONNECTED_S:g} s", remedy=REMEDY
+        ) from None
 
 
 def connect(address: str) -> None:
