@@ -57,8 +57,8 @@ def single_types(problem: Problem) -> tuple[str, ...]:
 
 
 def gain(placement: Placement, baseline: Placement) -> float:
-    """How much better a plan is than another by its own objective: 1.1 is ten per cent more rate, more rate per dollar,
-    or as much for a cost that is lower by a factor of 1.1."""
+    """How much better a plan is than another by its own objective: 1.1 is ten per cent more rate (before
+    some of it was given up for dollars) or rate per dollar, or as much for a cost that is lower by a factor of 1.1."""
     ours, theirs = _worth(placement), _worth(baseline)
     if theirs <= 0:
         return 1.0 if ours <= 0 else float("inf")
@@ -76,7 +76,7 @@ def _worth(placement: Placement | None) -> float:
     if placement is None:
         return 0.0
     if placement.objective is Objective.MAX_THROUGHPUT:
-        return placement.rate
+        return placement.best_rate
     if placement.usd_per_hour <= 0:
         return float("inf")
     if placement.objective is Objective.MIN_COST:

@@ -192,7 +192,7 @@ def _computing(problem: Problem) -> list[Pool]:
 
 
 def _device(placement: Placement, pool: Pool) -> Marginal:
-    worth = placement.prices.pools.get(pool.name, 0.0) / placement.rate
+    worth = placement.prices.pools.get(pool.name, 0.0) / placement.best_rate
     return _marginal(placement, _devices(pool, 1), worth, solved=False)
 
 
@@ -216,13 +216,13 @@ def _shares(problem: Problem, placement: Placement) -> Iterator[Marginal]:
     if prices.places > 0 and math.isfinite(bound):
         tenth = float(max(1, round(0.1 * bound)))
         more = _More("in flight", tenth, "trajectories", f"{tenth:.0f} more trajectories in flight")
-        yield _marginal(placement, more, prices.places * more.amount / placement.rate, solved=False)
+        yield _marginal(placement, more, prices.places * more.amount / placement.best_rate, solved=False)
     for channel in channels(problem).values():
         price = prices.links.get(channel.pools, 0.0)
         if price > 0:
             name, speed = "–".join(channel.pools), 0.1 * channel.gb_per_s
             more = _More(name, speed, "GB/s", f"{speed:.3g} GB/s more on {name}")
-            yield _marginal(placement, more, price * speed / placement.rate, solved=False)
+            yield _marginal(placement, more, price * speed / placement.best_rate, solved=False)
 
 
 def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
@@ -240,7 +240,7 @@ def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
 
     free = solved(_More("publish", path.seconds, "s", f"publishing takes {path.seconds:.3g} s; in no time"), None)
     if placement.objective is Objective.MAX_THROUGHPUT and free.gain >= NOTHING:
-        cost = f"it costs {free.gain * placement.rate:.2g} trajectories/s, without it"
+        cost = f"it costs {free.gain * placement.best_rate:.2g} trajectories/s, without it"
         free = replace(free, words=free.words.replace("in no time", cost))
     yield free
     leg = path.slower

@@ -98,6 +98,8 @@ class Problem:
     """None: a trajectory is over, for the bound on those in flight, when it is generated and scored."""
     gap: float = 1e-4
     """Relative gap at which the solver may stop."""
+    rate_tolerance: float = 0.0
+    """Share of the best rate that a plan of MAX_THROUGHPUT may give up to cost less."""
 
     def __post_init__(self) -> None:
         if not self.pools:
@@ -113,6 +115,8 @@ class Problem:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value} (rule: a finite number above 0)")
+        if not 0 <= self.rate_tolerance < 1:
+            raise ValueError(f"rate_tolerance is {self.rate_tolerance} (rule: in [0, 1))")
         if not 0 < self.utilisation <= 1:
             raise ValueError(f"utilisation is {self.utilisation} (rule: in (0, 1])")
         if not self.tensor_parallel or min(self.tensor_parallel) < 1 or self.max_batch < 1:

@@ -11,7 +11,7 @@ from placement import binding, columns
 from placement.milp import Answer, Floats
 from placement.program import Program
 from placement.tableau import MODES
-from placement.types import Deployment, Flow, Objective, Placement, Prices, RewardChoice, Role
+from placement.types import Deployment, FirstStage, Flow, Objective, Placement, Prices, RewardChoice, Role
 
 __all__ = ["placement"]
 
@@ -19,7 +19,7 @@ NOTHING = 1e-9
 """Shares of the rate below this are the solver's tolerance, not flows."""
 
 
-def placement(p: Program, x: Floats, bound: float) -> Placement:
+def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
     """The plan at the whole numbers of `x`, its flows those that keep the devices least busy."""
     fix = {j: float(round(x[j])) for j in p.integers()}
     for key in (("cost",), ("reached",)):
@@ -33,7 +33,7 @@ def placement(p: Program, x: Floats, bound: float) -> Placement:
         rate = p.problem.rate  # reached, but for the solver's tolerance
     cost = float(p.vector(p.cost()) @ x)
     value = {
-        Objective.MAX_THROUGHPUT: rate,
+        Objective.MAX_THROUGHPUT: rate if first is None else max(rate, first.rate),
         Objective.MIN_COST: cost,
         Objective.MAX_THROUGHPUT_PER_DOLLAR: rate / cost if cost > 0 else 0.0,
     }[p.problem.objective]
@@ -54,6 +54,7 @@ def placement(p: Program, x: Floats, bound: float) -> Placement:
         binds=binding.words(p, best, x),
         notes=tuple(dict.fromkeys([*p.tableau.notes, *(n for m in models for n in m.notes), *p.notes, *_assumed(p)])),
         band=max((m.band for m in models), default=0.0),
+        first=first if first is None or first.rate > rate else FirstStage(rate, cost),
     )
 
 

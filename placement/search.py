@@ -17,7 +17,7 @@ from placement import columns
 from placement.milp import Answer
 from placement.program import Program
 
-__all__ = ["best", "fewer"]
+__all__ = ["best", "fewer", "least"]
 
 WHOLE = 30
 """Up to this many whole-number columns are searched to the end."""
@@ -82,6 +82,12 @@ def fewer(p: Program, objective: Mapping[int, float], start: Answer, *, gap: flo
     answer = _better(found, start, objective, p, math.inf)
     assert answer is not None
     return answer
+
+
+def least(p: Program, objective: Mapping[int, float], start: Answer, *, gap: float) -> Answer:
+    """The best of all plans, also of those with other instances than `start` has: by its neighbourhood first."""
+    shrunk = fewer(p, objective, start, gap=gap)
+    return shrunk if _small(p) else best(p, objective, shrunk, gap=gap) or shrunk
 
 
 def _small(p: Program) -> bool:

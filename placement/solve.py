@@ -9,13 +9,14 @@ time. Objectives are lexicographic: what was asked for, then dollars, then devic
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from placement import columns, diagnose, holding, result, search, windowed
-from placement.milp import Floats
+from placement.milp import Answer, Floats
 from placement.problem import Problem
 from placement.program import Program, program
 from placement.tableau import Tableau, tableau
-from placement.types import Infeasible, Objective, Placement
+from placement.types import FirstStage, Infeasible, Objective, Placement
 
 __all__ = ["solve"]
 
@@ -51,7 +52,33 @@ def solve(problem: Problem) -> Placement | Infeasible:
         p, found = (p, None) if kept is None else (kept.p, (kept.x, kept.bound))
     if found is None:
         return diagnose.infeasible(problem, table, solve)
-    return result.placement(p, *found)
+    if problem.objective is not Objective.MAX_THROUGHPUT:
+        return result.placement(p, *found)
+    x, bound = found
+    first = FirstStage(float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x))
+    return result.placement(p, _economical(p, x), bound, first)
+
+
+def _economical(p: Program, x: Floats) -> Floats:
+    """The least cost at no less than the tolerated share of the best rate; then the most rate at that cost, so that no
+    plan is at least as good in both."""
+    goal, charge, cost = {p.rate: 1.0}, _charge(p), _cheapest(p, sunk=True)
+    reached = {**goal, **charge}
+    best = _worth_of(reached, x)
+    p.matrix.limit(("reached",), low=best - max(p.problem.rate_tolerance, SLACK) * abs(best))
+    start = Answer(x, _worth_of(cost, x), math.inf)
+    cheap = search.least(p, cost, start, gap=_tie(p))
+    if p.problem.rate_tolerance <= SLACK:
+        return cheap.x
+    spent = _worth_of(cost, cheap.x)
+    p.matrix.row(("spent",), cost.items(), low=spent - SLACK * abs(spent))
+    most = search.best(p, reached, Answer(cheap.x, _worth_of(reached, cheap.x), math.inf))
+    p.matrix.limit(("spent",))
+    return cheap.x if most is None else most.x
+
+
+def _worth_of(objective: Mapping[int, float], x: Floats) -> float:
+    return sum(v * float(x[j]) for j, v in objective.items())
 
 
 def _best(p: Program) -> tuple[Floats, float] | None:

@@ -16,6 +16,7 @@ __all__ = [
     "Demand",
     "Deployment",
     "Device",
+    "FirstStage",
     "Flow",
     "Infeasible",
     "KvMode",
@@ -242,6 +243,14 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstStage:
+    """The plan of the best rate, from which the returned one was derived: least cost at no less than a share of it."""
+
+    rate: float
+    usd_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """The solver's answer: how many instances of what, where, and what flows through them.
 
@@ -265,6 +274,13 @@ class Placement:
     """What a reader must know: extrapolations, assumptions, figures that were absent."""
     band: float = 0.0
     """Relative error band of the rate, from the performance model: rate × (1 ± band)."""
+    first: FirstStage | None = None
+    """None for other objectives than the most throughput."""
+
+    @property
+    def best_rate(self) -> float:
+        """The rate to compare plans by: before any of it was given up for dollars."""
+        return self.rate if self.first is None else self.first.rate
 
     @property
     def usd_per_thousand(self) -> float:

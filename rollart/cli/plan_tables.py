@@ -23,6 +23,8 @@ __all__ = ["compared", "described"]
 
 Row = tuple[Cell, ...]
 
+BEST_RATE = "best rate"
+"""The plan of the first stage, whose rate `ratio` compares: before `placement.rate_tolerance` gave some of it up."""
 REACHED = 0.01
 """A plan that its window sustains but for so much is taken to be sustained: slopes are those near it."""
 
@@ -261,6 +263,8 @@ def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
     columns = (Column("plan"), Column("trajectories_per_s", "number"), Column("usd_per_hour_used", "usd"),
                Column("usd_per_1k", "usd"), Column("ratio", "number"))  # fmt: skip
     rows: list[Row] = [("this plan", found.rate, found.usd_per_hour, _per_thousand(found), None)]
+    if found.first is not None and found.first.rate > found.rate:
+        rows.append((BEST_RATE, found.first.rate, found.first.usd_per_hour, None, None))
     for other in others:
         plan = other.placement
         if plan is None:
@@ -350,7 +354,7 @@ def _batch(resolved: Resolved) -> Table:
 def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
     a, b = old.plan.placement, new.plan.placement
     if a is not None and b is not None:
-        yield _figure("trajectories/s", a.rate, b.rate)
+        yield _figure("trajectories/s", a.best_rate, b.best_rate)
         yield _figure("$/h of what is used", a.usd_per_hour, b.usd_per_hour)
         if a.rate > 0 and b.rate > 0:
             yield _figure("$/1k trajectories", a.usd_per_thousand, b.usd_per_thousand)

@@ -114,6 +114,13 @@ class PlacementSpec(Entry):
     utilisation: float = Field(
         default=0.95, le=1, ge=0.01, description="Share of an instance's time that the plan may use."
     )
+    rate_tolerance: float = Field(
+        default=0.01,
+        ge=0,
+        lt=1,
+        description="Share of the best rate that a plan of `max_throughput` may give up to cost less; the "
+        "plan shows both.",
+    )
     weight_bytes: float | None = Field(
         default=None,
         ge=0.01,

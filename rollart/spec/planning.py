@@ -107,6 +107,7 @@ def question_of(
             restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
             device_types=only,
             utilisation=spec.utilisation,
+            rate_tolerance=spec.rate_tolerance,
             window=window_of(run, cluster, shape) if fixed is None and windowed else None,
         )
     except ValueError as error:

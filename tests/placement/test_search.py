@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from placement.baselines import gain
 from placement.hardware import device
 from placement.problem import Problem
 from placement.quiet import quiet
@@ -52,3 +53,29 @@ def test_c_code_is_silent_and_python_is_not(capfd: pytest.CaptureFixture[str]) -
     c.puts(b"heard from C")
     c.fflush(None)
     assert sorted(capfd.readouterr().out.split("\n")) == ["", "heard", "heard from C"]
+
+
+@pytest.mark.slow  # a second each
+@pytest.mark.parametrize(("seed", "usd_per_hour"), [(2, 141.0), (5, 139.7)])
+def test_no_plan_of_many_instances_is_as_fast_for_much_less(seed: int, usd_per_hour: float) -> None:
+    """Of more than 30 whole numbers, plans of this cost exist at the best rate, with other instances than the first
+    stage's."""
+    problem = dataclasses.replace(several_that_can_train(seed), gap=1e-3)
+    found = solve(problem)
+    assert isinstance(found, Placement), found
+    assert found.first is not None
+    assert found.rate >= found.first.rate * (1 - 1e-4)
+    assert found.usd_per_hour <= usd_per_hour < found.first.usd_per_hour
+
+
+@pytest.mark.slow  # two plans
+def test_plans_are_compared_by_the_rate_before_any_was_given_up() -> None:
+    problem = dataclasses.replace(several_that_can_train(2), gap=1e-3, rate_tolerance=0.05)
+    found = solve(problem)
+    exact = solve(dataclasses.replace(problem, rate_tolerance=0.0))
+    assert isinstance(found, Placement)
+    assert isinstance(exact, Placement)
+    assert found.usd_per_hour < exact.usd_per_hour
+    assert found.rate < exact.rate
+    assert gain(found, exact) == pytest.approx(1.0, rel=1e-3)
+    assert found.gap == pytest.approx(exact.gap, abs=1e-3)
