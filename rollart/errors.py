@@ -14,7 +14,8 @@ RollartError                      exit code
     ├── StorageFailed             1   disk full, directory unwritable, ledger damaged
     ├── EnvironmentFault          1   an environment or its host failed a call: carries the host's name
     ├── EngineError               1   an engine answered with an error
-    │   └── HandoffFailed         1   the KV of a prefill could not be used: the engine is well, prefill elsewhere
+    │   ├── HandoffFailed         1   the KV of a prefill could not be used: the engine is well, prefill elsewhere
+    │   └── WrongAnswer           1   an engine answered with something that cannot be used: its fault, asked elsewhere
     └── TrainerError              1
         └── TrainerRefused        1   it will not train what it was given: a restart would not help
 
@@ -41,6 +42,7 @@ __all__ = [
     "TrainerError",
     "TrainerRefused",
     "UsageError",
+    "WrongAnswer",
     "one_line",
 ]
 
@@ -145,12 +147,24 @@ class HandoffFailed(EngineError):
         super().__init__(message, retryable=True, remedy=remedy)
 
 
+class WrongAnswer(EngineError):
+    """An answer that cannot be read, or breaks a rule of answers. It counts against the engine that gave it, whatever
+    its health check says; another engine may answer the same request."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message, retryable=True, remedy=remedy)
+
+
 class TrainerError(RunFailed):
     pass
 
 
 class TrainerRefused(TrainerError):
-    pass
+    """`samples`: ids of those that it will not train; empty if the whole batch or none of its samples is at fault."""
+
+    def __init__(self, message: str, *, remedy: str = "", samples: tuple[str, ...] = ()) -> None:
+        super().__init__(message, remedy=remedy)
+        self.samples = samples
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:

@@ -138,7 +138,7 @@ class Parts:
             leases=self.leases,
             trainer_clock=self.trainer_clock,
             version=weights.version,
-            settings=control_settings(self.resolved, self.roles),
+            settings=control_settings(self.resolved, self.roles, self.weights.vocab(weights.version)),
             planner=elastic_planner(self.wanted, self.resolved),
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
@@ -286,8 +286,10 @@ class Parts:
         return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
 
 
-def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> ControlSettings:
-    """The run spec for the control plane. `roles`: see `seats`."""
+def control_settings(
+    resolved: Resolved, roles: Mapping[str, EngineRole] | None = None, vocab: int | None = None
+) -> ControlSettings:
+    """The run spec for the control plane. `roles`: see `seats`; `vocab`: see `GatewayLimits`."""
     run, leases = resolved.run, resolved.run.leases
     tail = run.rollout.tail_batching
     return ControlSettings(
@@ -322,6 +324,7 @@ def control_settings(resolved: Resolved, roles: Mapping[str, EngineRole] | None 
             slots=resolved.cluster.engines.max_slots,
             handoff_s=leases.handoff_s,
             handoffs=None if run.rollout.handoffs == "auto" else run.rollout.handoffs,
+            vocab=vocab,
         ),
         train_s=leases.train_s,
         publish_s=leases.publish_s,

@@ -205,9 +205,9 @@ class SampleBuffer:
 
         A batch that grows takes what is finished first, where `take` takes what is oldest; within what is there it is
         the same order. Staleness is judged here, once: the version does not change before the batch is trained. With a
-        token budget, which is a matter of the whole batch, it comes in one piece.
+        token budget or a deadline, which are matters of the whole batch, it comes in one piece.
         """
-        if self._token_budget is not None:
+        if self._token_budget is not None or self._due is not None:
             return () if taken else await self.take(version)
         if self._shares is not None:
             return await self._grow_fairly(self._shares, version, taken)
@@ -223,10 +223,16 @@ class SampleBuffer:
         return ()
 
     def refused(self, groups: Sequence[Group]) -> None:
-        """The trainer will not train these. If they are the last batch, that was none."""
-        if self._last and {g.id for g in groups} == {g.id for g in self._last}:
+        """The trainer will not train these. If they are the last batch, that was none; if they are a part of one that
+        comes in one piece, it goes without them."""
+        gone = {g.id for g in groups}
+        left = tuple(g for g in self._last if g.id not in gone)
+        if self._last and not left:
             self._count(self._last, -1)
-            self._last = ()
+        elif self._token_budget is not None or self._due is not None:
+            for group in self._last:
+                self.short[group.domain] += len(group.samples) if group.id in gone else 0
+        self._last = left
 
     def beyond(self) -> list[Group]:
         """Groups that the next batch, which is whole, leaves here."""

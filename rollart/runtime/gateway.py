@@ -147,6 +147,11 @@ class Gateway:
         self._turns.notify()
         return True
 
+    def condemned(self, engine_id: EngineId) -> str:
+        """Why the engine has to be restarted though it may answer that it is healthy; '' if it need not."""
+        member = self._roster.members.get(engine_id)
+        return "" if member is None else member.condemned
+
     def lose(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
         """The engine is gone: its sessions start over elsewhere with a full prefill."""
         member = self._roster.members.get(engine_id)
@@ -286,7 +291,7 @@ class Gateway:
         """
         self._requests += 1
         turn = Turn(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
-        turn.prompt, turn.last, turn.listener = prompt, last, told
+        turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, told, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
         return self._turns.generate(turn)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rollart.fleet import EngineKind, EngineRole, KindLoad, Seat
 from rollart.ledger.clock import EngineShares
 from rollart.model import EngineId
+from rollart.policy.answers import Trust
 from rollart.policy.breaker import Breaker
 from rollart.policy.residency import Residency
 from rollart.policy.routing import EngineView
@@ -55,6 +56,9 @@ class Member:
     work_s: float = 0.0
     clear_at: float = 0.0
     breaker: Breaker = field(default_factory=Breaker)
+    trust: Trust = field(default_factory=Trust)
+    condemned: str = ""
+    """Why it has to be restarted, though it answers."""
     sessions: set[str] = field(default_factory=set)
     """Trajectories that live here."""
     guests: set[str] = field(default_factory=set)

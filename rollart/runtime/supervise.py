@@ -239,11 +239,13 @@ class EngineSupervisor:
             waiter.cancel()
         if cause:
             return cause[0]
-        return None if serves else "it stopped answering"
+        return None if serves else self._gateway.condemned(part.id) or "it stopped answering"
 
     async def _rejoin(self, part: EnginePart) -> bool:
         """A slow turn or a single failed connection is no death: an engine that answers goes on, or joins again."""
         engine, shares = self._engines[part.id], self._shares[part.id]
+        if self._gateway.condemned(part.id):
+            return False
         try:
             async with self._leases.hold(part.id, "its health check", HEALTH_S, Expiry.RESTART_PART):
                 if not await engine.healthy():

@@ -31,7 +31,7 @@ __all__ = ["StepDone", "Training"]
 
 
 REFUSALS = 3
-"""Batches that a trainer may refuse in a row: one is bad luck, three are a setting."""
+"""Batches that a trainer may refuse whole in a row: one is bad luck, three are a setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,17 @@ class _Streamed:
     refusals: int = 0
     empty: int = 0
 
-    def refused(self) -> list[Group]:
-        """The trainer refuses: at the end all of them, before that those which it was just given. They leave."""
-        if self.finishing:
-            self.empty += 1
-            self.given, self.finishing = None, False
-        else:
-            self.refusals += 1
-        gone = self.groups[self.given or 0 :]
-        del self.groups[self.given or 0 :]
+    def refused(self, error: TrainerRefused) -> list[Group]:
+        """The groups that leave: those of the samples that the trainer names; if it names none, at the end all of them,
+        before that those which it was just given."""
+        ending, self.finishing = self.finishing, False
+        if ending:
+            self.given = None
+        kept, fresh = self.groups[: self.given or 0], self.groups[self.given or 0 :]
+        gone = _named(fresh, error)
+        self.empty += ending and len(gone) == len(fresh)
+        self.refusals += not ending and len(gone) == len(fresh)
+        self.groups = kept + [g for g in fresh if g not in gone]
         self.whole = False
         return gone
 
@@ -168,27 +170,38 @@ class Training:
         self._clock.enter(State.IDLE, "run_over")
 
     async def _train_some(self, version: int, step: int) -> None:
-        """The first batch that the trainer takes. One that it refuses is dropped with its reason, so that neither this
-        run nor its resume meets it again; `REFUSALS` in a row end the run."""
+        """The first batch that the trainer takes. Groups with a sample that it refuses are dropped with the reason, so
+        that neither this run nor its resume meets them again, and others take their place in the batch. `REFUSALS`
+        batches that it refuses whole, in a row, end the run."""
         loop = asyncio.get_running_loop()
-        for refused in range(1, REFUSALS + 1):
-            groups = await self._batch(version, step)
+        groups: tuple[Group, ...] = ()
+        refusals = 0
+        while True:
+            groups = await self._batch(version, step, groups)
             self._taken(groups)
             began = loop.time()
             try:
                 return await self._step(groups, version, step, began)
             except TrainerRefused as error:
-                self._refused(groups, str(error))
-                if refused == REFUSALS:
+                gone = _named(groups, error)
+                groups = tuple(g for g in groups if g not in gone)
+                self._refused(gone, str(error))
+                refusals = 0 if groups else refusals + 1
+                if refusals == REFUSALS:
                     raise
                 self._clock.enter(State.IDLE, "waits_for_samples")
 
-    async def _batch(self, version: int, step: int) -> tuple[Group, ...]:
+    async def _batch(self, version: int, step: int, begun: tuple[Group, ...]) -> tuple[Group, ...]:
+        """The next batch, or what one that has `begun` and lost groups grows to."""
         while True:
             try:
                 with self._leases.note("training", f"a batch for step {step}"):
                     async with self._unless_broken():
-                        return await self._buffer.take(version)
+                        if not begun:
+                            return await self._buffer.take(version)
+                        while more := await self._buffer.grow(version, begun):
+                            begun += more
+                        return begun
             except TrainerError:
                 await self._restart()
                 self._clock.enter(State.IDLE, "waits_for_samples")
@@ -207,7 +220,7 @@ class Training:
                 report = await self._finish(state, step)
                 return await self._hand_over(version, step, state.groups, report, state.since)
             except TrainerRefused as error:
-                self._refused(state.refused(), str(error))
+                self._refused(state.refused(error), str(error))
                 if REFUSALS in (state.refusals, state.empty):
                     raise
             except (TrainerError, LeaseExpired):
@@ -374,3 +387,9 @@ class Training:
         self._clock.enter(State.SYNC)
         await self._publisher.publish(done.version, done.step + 1, done.groups, report.metrics)
         self._published(dataclasses.replace(done, report=report))
+
+
+def _named(groups: Sequence[Group], error: TrainerRefused) -> list[Group]:
+    """Groups with a sample that the refusal names; all of them if it names none of theirs."""
+    samples = frozenset(error.samples)
+    return [g for g in groups if any(s.id in samples for s in g.samples)] or list(groups)

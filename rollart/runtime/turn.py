@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rollart.errors import WrongAnswer
 from rollart.model import Completion, Piece, Sampling
+from rollart.policy.answers import wrong_tokens
 from rollart.policy.continuing import drawn, joined, onwards
 
 __all__ = ["Again", "Failed", "GatewayLimits", "Turn"]
@@ -37,6 +39,8 @@ class GatewayLimits:
     """Requests that one engine generates at a time; more wait inside it."""
     handoff_s: float = 10.0
     handoffs: int | None = 0
+    vocab: int | None = None
+    """Token ids of the model; None: ids are no token ids (simulations), and are not checked."""
 
 
 @dataclass(slots=True)
@@ -75,6 +79,9 @@ class Turn:
     """Of the attempt that is under way."""
     unsure: bool = False
     """Weights changed under the attempt, and its engine says only at its end what drew what."""
+    avoided: set[str] = field(default_factory=set)
+    """Engines that gave a wrong answer to it: it goes elsewhere while another engine serves."""
+    vocab: int | None = None
 
     def begins(self, version: int) -> None:
         """Its first token is of this version, if nothing of it is kept that is older. Told once per version: the turn
@@ -100,7 +107,10 @@ class Turn:
 
     def hear(self, piece: Piece) -> None:
         """Tokens that somebody reads already: whatever becomes of the attempt, the answer begins with them. Those whose
-        version nobody knows yet are not shown before it is over: they may have to be drawn anew."""
+        version nobody knows yet are not shown before it is over: they may have to be drawn anew. WrongAnswer for tokens
+        that cannot be used, which ends the attempt."""
+        if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self.vocab):
+            raise WrongAnswer(wrong)
         self.unsure = self.unsure or piece.version is None
         if self.unsure:
             return

@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from rollart.errors import EngineError, HandoffFailed, LeaseExpired
+from rollart.errors import EngineError, HandoffFailed, LeaseExpired, WrongAnswer
 from rollart.model import Completion, FinishReason, GenerateRequest
+from rollart.policy.answers import wrong_answer
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
@@ -162,7 +163,10 @@ class Turns(Ways):
         retryable = not isinstance(error, EngineError) or error.retryable
         if retryable:
             self._leave_home(turn, kv, home)
-            self._doubt(home, error)
+            if isinstance(error, WrongAnswer):
+                self._answered_wrongly(turn, home, error)
+            else:
+                self._doubt(home, error)
             turn.at_home = turn.at_home or source is not None
         if source is not None:
             await self._drop(source, request)
@@ -171,6 +175,14 @@ class Turns(Ways):
         if home.draining:  # it was drained away under a long turn
             return Again()
         return Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
+
+    def _answered_wrongly(self, turn: Turn, home: Member, error: WrongAnswer) -> None:
+        """The turn is asked elsewhere. The engine goes on, or is restarted once it has answered so too often."""
+        turn.avoided.add(home.engine.id)
+        self._tell("wrong_answer", home.engine.id, request=turn.id, what=error.message)
+        if home.trust.failed() and home.healthy:
+            home.condemned = f"its answers cannot be used: {error.message}"
+            self._doubt(home, error)
 
     async def _handed(
         self, turn: Turn, kv: SessionKv, request: GenerateRequest, source: Member, home: Member
@@ -275,10 +287,17 @@ class Turns(Ways):
         if generates and member.running <= self._limits.slots:
             turn.begins(member.version)
         member.shares.begin(request.request_id)
-        what = "generation" if generates else "prefill"
+        what, oldest = "generation" if generates else "prefill", member.version
         try:
             with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY):
-                return await member.engine.generate(request)
+                answer = await member.engine.generate(request)
+            if generates:
+                versions = oldest, max(self.version, member.version)
+                wrong = wrong_answer(answer, request.sampling, vocab=self._limits.vocab, versions=versions)
+                if wrong:
+                    raise WrongAnswer(f"{member.engine.id}: {wrong}")
+                member.trust.right()
+            return answer
         finally:
             member.running -= 1
             if work or member.work_s:  # without work of its own it may still be the last, and rounding be left over

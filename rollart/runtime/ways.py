@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from rollart.fleet import Routes
-from rollart.policy.routing import Path, Router, TurnView, choose_engine, route
+from rollart.fleet import EngineRole, Routes
+from rollart.policy.routing import EngineView, Path, Router, TurnView, choose_engine, route
 from rollart.runtime.entrance import Entrance
 from rollart.runtime.homes import DomainBook, Tell
 from rollart.runtime.members import Member, Roster, SessionKv
@@ -190,7 +190,7 @@ class Ways:
         """`takes`: of the engines that generate, only those may be a home."""
         roster = self._roster
         if not self._special:
-            loads = roster.loads(turn.session, kv.version)
+            loads = _elsewhere(turn, kv, roster.loads(turn.session, kv.version))
             chosen = choose_engine(loads, sticky=None, version=kv.version)
             return None if chosen is None else Path(chosen, None, "least loaded")
         view = TurnView(
@@ -203,10 +203,11 @@ class Ways:
             at_home=turn.at_home,
         )
         now = asyncio.get_running_loop().time()
+        views = roster.views(
+            turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
+        )
         path = route(
-            roster.views(
-                turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
-            ),
+            _elsewhere(turn, kv, views),
             view,
             self.router,
             sticky=None if home is None else kv.home,
@@ -270,3 +271,10 @@ class Ways:
         if decode:
             seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))
         return seconds
+
+
+def _elsewhere(turn: Turn, kv: SessionKv, views: list[EngineView]) -> list[EngineView]:
+    """Without the engines that answered the turn wrongly, while others may generate it."""
+    others = [v for v in views if v.id not in turn.avoided] if turn.avoided else views
+    able = (v for v in others if v.healthy and v.version == kv.version and v.seat.role is not EngineRole.PREFILL)
+    return others if any(able) else views

@@ -23,11 +23,29 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Batch", "BoolArray", "FloatArray", "IntArray", "LegalSets", "LossTokens", "decode", "select"]
+__all__ = [
+    "Batch",
+    "BoolArray",
+    "FloatArray",
+    "IntArray",
+    "LegalSets",
+    "LossTokens",
+    "RefusedSamples",
+    "decode",
+    "select",
+]
 
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]
+
+
+class RefusedSamples(ValueError):
+    """Samples that cannot be trained on: `samples` has the ids of all of them, the message one with its rule."""
+
+    def __init__(self, message: str, samples: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.samples = samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +117,8 @@ class Batch:
 
 
 def decode(wire: Mapping[str, Any], vocab_size: int) -> Batch:
-    """Check and unpack the wire form. `ValueError` names the sample and the rule that it breaks."""
+    """Check and unpack the wire form. `RefusedSamples` names the samples that break a rule, `ValueError` is for a form
+    that cannot be read."""
     try:
         batch = _unpack(wire)
     except (KeyError, TypeError, ValueError) as error:
@@ -185,10 +204,11 @@ def _loss_tokens(mask: BoolArray, offsets: IntArray, tokens: IntArray, legal: In
 
 def _check(batch: Batch, vocab_size: int) -> None:
     loss = batch.loss
+    broken: dict[str, str] = {}
 
     def refuse(bad: BoolArray, sample: IntArray, rule: str) -> None:
-        if bad.any():
-            raise ValueError(f"sample {batch.ids[int(sample[int(bad.argmax())])]}: {rule}")
+        for s in np.unique(sample[bad]):
+            broken.setdefault(batch.ids[int(s)], rule)
 
     owner = np.repeat(np.arange(len(batch)), batch.lengths)
     outside = (batch.tokens < 0) | (batch.tokens >= vocab_size)
@@ -208,3 +228,7 @@ def _check(batch: Batch, vocab_size: int) -> None:
         wrong = ~np.isfinite(batch.weight) | (batch.weight <= 0)
         refuse(wrong, np.arange(len(batch)), "its weight is not a positive number")
     refuse(~np.isfinite(batch.score), np.arange(len(batch)), "its score is not finite")
+    if broken:
+        first, rule = next(iter(broken.items()))
+        more = f" (and {len(broken) - 1} other samples)" if len(broken) > 1 else ""
+        raise RefusedSamples(f"sample {first}: {rule}{more}", tuple(broken))

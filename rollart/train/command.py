@@ -14,6 +14,7 @@ import msgpack
 import torch
 
 from rollart.errors import RollartError, TrainerError
+from rollart.train.batch import RefusedSamples
 from rollart.train.ranks import Channel
 
 __all__ = ["Answer", "Outcome", "Work", "call", "follow", "lead"]
@@ -39,9 +40,11 @@ class Outcome:
     sound: bool = True
 
     @classmethod
-    def failed(cls, status: int, error: str, remedy: str = "", *, sound: bool = True) -> Outcome:
+    def failed(
+        cls, status: int, error: str, remedy: str = "", *, sound: bool = True, samples: tuple[str, ...] = ()
+    ) -> Outcome:
         line = error.splitlines()[0] if error else "unknown"
-        return cls(status, msgpack.packb({"error": line, "remedy": remedy}), line, remedy, sound)
+        return cls(status, msgpack.packb({"error": line, "remedy": remedy, "samples": samples}), line, remedy, sound)
 
 
 def call(work: Work, body: bytes) -> Outcome:
@@ -55,6 +58,8 @@ def call(work: Work, body: bytes) -> Outcome:
         return Outcome.failed(500, error.message, error.remedy)
     except KeyError as error:
         return Outcome.failed(400, f"the request lacks {error}")
+    except RefusedSamples as error:
+        return Outcome.failed(400, str(error), samples=error.samples)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         return Outcome.failed(400, str(error) or type(error).__name__)
     except torch.OutOfMemoryError as error:

@@ -187,12 +187,12 @@ async def test_tokens_that_came_after_an_update_began_are_drawn_anew(refused: bo
 
 @pytest.mark.asyncio
 async def test_an_answer_that_is_whole_names_its_versions_itself() -> None:
-    async with fleet() as ((first, _), (engine, _), gateway):
+    async with fleet() as ((first, _), _, gateway):
         asked = Asked()
         answer = ask(gateway, asked)
         first.more.put_nowait(True)
         await asked.heard(2)
-        await engine.update_weights(WeightsRef(1, "v1"))
+        await gateway.update(WeightsRef(1, "v1"), lambda _: None)
         for _ in range(2):
             first.more.put_nowait(True)
         assert versions(await answer) == [0, 0, 1, 1, 1, 1]

@@ -121,7 +121,9 @@ class Fleet:
         self.leases = Leases(self.recorder)
         self.suspected: list[str] = []
         self.current = WeightsRef(0, "v0")
-        self.gateway = Gateway(self.leases, limits=limits or GatewayLimits(), version=0, on_suspect=self._suspect)
+        self.gateway = Gateway(
+            self.leases, limits=limits or GatewayLimits(), version=0, on_suspect=self._suspect, recorder=self.recorder
+        )
         self.shares = {
             EngineId(f"engine-{n}"): EngineShares(
                 ResourceClock(role="engine", resource=f"engine-{n}", recorder=self.recorder, clock=now), clock=now

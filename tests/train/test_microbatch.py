@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.adapters.trainers.http import encode_samples
-from rollart.train.batch import decode
+from rollart.train.batch import RefusedSamples, decode
 from rollart.train.microbatch import build, plan
 from tests.train.trainkit import VOCAB, batch, sample
 
@@ -93,6 +93,13 @@ def test_a_sample_that_cannot_be_trained_on_is_named(change: dict[str, object], 
     good = sample("x", turns=[(1, 2)])
     with pytest.raises(ValueError, match=rule):
         batch([sample("ok"), dataclasses.replace(good, **change)])  # type: ignore[arg-type]
+
+
+def test_every_sample_that_cannot_be_trained_on_is_named() -> None:
+    bad = [dataclasses.replace(sample(n), score=float("nan")) for n in "xy"]
+    with pytest.raises(RefusedSamples, match=r"^sample x: its score is not finite \(and 1 other samples\)$") as refused:
+        batch([sample("ok"), *bad])
+    assert refused.value.samples == ("x", "y")
 
 
 def test_a_malformed_body_is_one_error() -> None:

@@ -74,6 +74,10 @@ async def test_refusals_reach_the_caller_as_one_line(tmp_path: Path) -> None:
         with pytest.raises(TrainerError, match="none of the 0 samples"):
             await trainer.imitate([], 1)
         assert await trainer.logprobs([]) == []
+        bad = dataclasses.replace(SAMPLES[0], score=float("nan"))
+        with pytest.raises(TrainerRefused) as refused:
+            await trainer.train([bad, *SAMPLES[1:]], 0)
+        assert refused.value.samples == (bad.id,)
         service._learner.train = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(TrainerError, match=r"^train: ZeroDivisionError: division by zero$"):
             await trainer.train(SAMPLES, 0)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollart.errors import EngineError, HandoffFailed
+from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, FinishReason, Piece, VersionSpan
 
 __all__ = ["Events", "refusal", "version_of"]
@@ -44,7 +44,7 @@ class Events:
             for choice in event["choices"]:
                 self._add(choice)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._url}: event not understood: {error!r}", retryable=False) from error
+            raise WrongAnswer(f"{self._url}: event not understood: {error!r}") from error
 
     def completion(self) -> Completion:
         """EngineError if the events ended without the answer's end."""

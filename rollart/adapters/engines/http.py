@@ -16,7 +16,7 @@ import aiohttp
 
 from rollart.adapters.engines.events import Events, refusal, version_of
 from rollart.adapters.engines.stream import EngineStream
-from rollart.errors import EngineError
+from rollart.errors import EngineError, WrongAnswer
 from rollart.model import (
     Completion,
     EngineId,
@@ -96,8 +96,8 @@ class HttpEngine:
         raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
         try:
             return _completion(json.loads(raw), self._first)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{self._url}: answer not understood: {error!r}", retryable=False) from error
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise WrongAnswer(f"{self._url}: answer not understood: {error!r}") from error
 
     async def started_with(self, weights: WeightsRef) -> None:
         """Before its first request: `EngineError` where it does not compute what it should."""

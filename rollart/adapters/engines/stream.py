@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgpack
 
-from rollart.errors import EngineError, HandoffFailed
+from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, FinishReason, GenerateRequest, Piece, VersionSpan
 
 __all__ = ["EngineStream"]
@@ -20,6 +20,9 @@ __all__ = ["EngineStream"]
 SEED_MASK = 2**64 - 1
 """Seeds are 64 bits on the wire; the engine takes a seed modulo 2^64 anyway."""
 
+
+MAX_FRAME = 2**28
+"""Bytes of answers in one frame at most, far above what an engine sends: more is noise, and would be waited for."""
 
 FRAME_MESSAGES = 64
 """Requests in one frame at most: 64 contexts of 100,000 tokens stay below what the server takes (64 MiB)."""
@@ -74,7 +77,7 @@ class EngineStream(asyncio.Protocol):
             self._told[number] = request.told
         try:
             return await answer
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, WrongAnswer):
             if self.open:
                 self.send(("x", number))
             raise
@@ -107,19 +110,37 @@ class EngineStream(asyncio.Protocol):
         self._incoming += data
         while len(self._incoming) >= 4:
             size = int.from_bytes(self._incoming[:4], "little")
+            if size > MAX_FRAME:
+                self._give_up(f"a frame of {size} bytes")
+                return
             if len(self._incoming) < 4 + size:
                 return
             frame = bytes(self._incoming[4 : 4 + size])
             del self._incoming[: 4 + size]
-            for message in msgpack.unpackb(frame, use_list=False):
-                self._settle(message)
+            try:
+                for message in msgpack.unpackb(frame, use_list=False):
+                    self._settle(message)
+            except (msgpack.UnpackException, LookupError, TypeError, ValueError) as error:
+                self._give_up(repr(error))
+
+    def _give_up(self, what: str) -> None:
+        """What came is no frame of answers, so no later byte can be understood either."""
+        self._incoming.clear()
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(WrongAnswer(f"{self._peer}: answer not understood: {what}"))
+        if self._transport is not None:
+            self._transport.abort()
 
     def _settle(self, message: tuple[Any, ...]) -> None:
         answer = self._pending.get(message[1])
         if answer is None or answer.done():  # cancelled meanwhile
             return
         if message[0] == "p":
-            self._told[message[1]](Piece(*message[2:]))
+            try:
+                self._told[message[1]](Piece(*message[2:]))
+            except WrongAnswer as error:
+                answer.set_exception(error)
             return
         if message[0] == "e":
             _, _, text, retryable, kind = message

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.adapters.engines.http import CONNECT_S, VLLM_PREFIX, HttpEngine, as_object
-from rollart.errors import EngineError, HandoffFailed
+from rollart.errors import EngineError, HandoffFailed, WrongAnswer
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
 
 __all__ = ["KEEPALIVE_S", "METHOD", "PROBE", "VllmEngine"]
@@ -107,7 +107,8 @@ class VllmEngine(HttpEngine):
                 )
             return answer
         except EngineError as error:
-            if error.retryable and _pulls(request.kv_transfer) and await self.healthy():
+            wrong = isinstance(error, WrongAnswer)
+            if error.retryable and not wrong and _pulls(request.kv_transfer) and await self.healthy():
                 raise HandoffFailed(str(error)) from None  # `kv_load_failure_policy: fail` answers 500
             raise
         finally:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rollart.adapters.engines.http import HttpEngine
-from rollart.errors import EngineError
+from rollart.errors import EngineError, WrongAnswer
 from rollart.model import Completion, EngineId, FinishReason, GenerateRequest, Piece, Sampling
+from rollart.policy.answers import wrong_answer, wrong_tokens
 from rollart.policy.continuing import drawn, joined, onwards
 
 __all__ = ["EnginePool"]
@@ -125,14 +126,20 @@ class PooledSession:
         self, token_ids: tuple[int, ...], sampling: Sampling, told: Callable[[Piece], None] | None, pieces: list[Piece]
     ) -> Completion:
         self._requests += 1
+        engine = self._engine
 
         def tell(piece: Piece) -> None:
+            if wrong := wrong_tokens(piece.token_ids, piece.logprobs, None):
+                raise WrongAnswer(f"{engine.id}: {wrong}")
             pieces.append(piece)
             if told is not None:
                 told(piece)
 
         request = GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
-        return await self._engine.generate(request if told is None else replace(request, told=tell))
+        answer = await engine.generate(request if told is None else replace(request, told=tell))
+        if wrong := wrong_answer(answer, sampling):
+            raise WrongAnswer(f"{engine.id}: {wrong}")
+        return answer
 
 
 def _tell(part: Completion, pieces: list[Piece], told: Callable[[Piece], None]) -> None:

@@ -138,8 +138,10 @@ class HttpTrainer:
         if status != 200 or not isinstance(answer, dict):
             detail = answer if isinstance(answer, dict) else {}
             cause = detail.get("error", f"status {status}")
-            kind = TrainerRefused if status == 400 else TrainerError
-            raise kind(f"{route}: {cause}", remedy=str(detail.get("remedy", "")))
+            remedy = str(detail.get("remedy", ""))
+            if status == 400:
+                raise TrainerRefused(f"{route}: {cause}", remedy=remedy, samples=_names(detail.get("samples")))
+            raise TrainerError(f"{route}: {cause}", remedy=remedy)
         return answer
 
     def _open(self) -> aiohttp.ClientSession:
@@ -176,6 +178,10 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
         **({"weight": _pack("d", [s.weight for s in samples])} if any(s.weight != 1.0 for s in samples) else {}),
         **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in _filled(samples)},
     }
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _filled(samples: Sequence[TrainSample]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -28,6 +29,15 @@ class DirectoryWeightStore:
 
     def complete(self, version: int) -> bool:
         return (Path(self.path(version)) / MARKER).is_file()
+
+    def vocab(self, version: int) -> int | None:
+        """Token ids of its model, as its config.json says; None if it does not."""
+        try:
+            config = json.loads((Path(self.path(version)) / "config.json").read_text())
+            size = config.get("text_config", config)["vocab_size"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return size if isinstance(size, int) else None
 
     def versions(self) -> list[int]:
         try:

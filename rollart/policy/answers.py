@@ -1,0 +1,99 @@
+"""Checks of an engine's answer, at the place where it arrives, and how much an engine is trusted after them.
+
+Neither depends on the engine's own health check: a process that answers it may still compute nonsense.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollart.model import Completion, FinishReason, Sampling, VersionSpan
+
+__all__ = ["LEAST_GOOD_SHARE", "ROUNDING", "WRONG_ANSWERS", "Trust", "wrong_answer", "wrong_tokens"]
+
+ROUNDING = 1e-3
+"""Log-probabilities above 0 by less are rounding errors of a certain token; the trainer allows as much."""
+
+WRONG_ANSWERS = 3.0
+"""An engine with so many wrong answers that right ones did not make up for is restarted."""
+
+LEAST_GOOD_SHARE = 0.95
+"""Of its answers: an engine with a smaller share of right ones is restarted sooner or later, one with a larger share is
+not; its wrong answers cost their turns alone."""
+
+
+@dataclass(slots=True)
+class Trust:
+    """Wrong answers of one engine since it started, less what its right ones make up for."""
+
+    wrong: float = 0.0
+
+    def right(self) -> None:
+        self.wrong = max(0.0, self.wrong - (1 - LEAST_GOOD_SHARE))
+
+    def failed(self) -> bool:
+        """One more wrong answer; True if the engine is not to be asked again before it is restarted."""
+        self.wrong += 1.0
+        return self.wrong >= WRONG_ANSWERS
+
+
+def wrong_answer(
+    answer: Completion, sampling: Sampling, *, vocab: int | None = None, versions: tuple[int, int] | None = None
+) -> str:
+    """What makes the answer unusable, '' if nothing does.
+
+    `vocab`: size of the model's vocabulary; None: ids are not token ids (simulations), and are not looked at.
+    `versions`: the oldest and the newest that may have sampled it; None: any from 0 on.
+    """
+    ids = answer.token_ids
+    if not ids and answer.finish is not FinishReason.ABORT:
+        return f"no tokens, and it ended with '{answer.finish}'"
+    counts = (answer.prompt_tokens, answer.cached_tokens)
+    if set(map(type, counts)) != {int} or min(counts) < 0:
+        return f"usage {counts} (rule: whole numbers of tokens, at least 0)"
+    if vocab is not None and len(ids) > sampling.max_tokens:
+        return f"{len(ids)} tokens (rule: at most the {sampling.max_tokens} that were asked for)"
+    return (
+        wrong_tokens(ids, answer.logprobs, vocab)
+        or _not_allowed(ids, sampling, vocab)
+        or _wrong_spans(answer.spans, len(ids), versions)
+    )
+
+
+def wrong_tokens(ids: Sequence[int], logprobs: Sequence[float], vocab: int | None) -> str:
+    """As `wrong_answer`, of the tokens alone."""
+    if len(logprobs) != len(ids):
+        return f"{len(logprobs)} log-probabilities for {len(ids)} tokens"
+    if not ids:
+        return ""
+    if not set(map(type, logprobs)) <= {float, int} or not all(map(math.isfinite, logprobs)):
+        bad = next(p for p in logprobs if type(p) not in (float, int) or not math.isfinite(p))
+        return f"a log-probability of {bad!r} (rule: finite)"
+    if max(logprobs) > ROUNDING:
+        return f"a log-probability of {max(logprobs):g} (rule: at most 0)"
+    if set(map(type, ids)) != {int}:
+        return f"token id {next(t for t in ids if type(t) is not int)!r} (rule: a whole number)"
+    if vocab is not None and not 0 <= min(ids) <= max(ids) < vocab:
+        return f"token id {next(t for t in ids if not 0 <= t < vocab)} (rule: below the vocabulary's size, {vocab})"
+    return ""
+
+
+def _not_allowed(ids: Sequence[int], sampling: Sampling, vocab: int | None) -> str:
+    allowed = sampling.allowed_token_ids
+    if vocab is None or allowed is None or set(ids) <= set(allowed):
+        return ""
+    return f"token id {next(t for t in ids if t not in allowed)} (rule: one of the {len(allowed)} that were allowed)"
+
+
+def _wrong_spans(spans: Sequence[VersionSpan], tokens: int, versions: tuple[int, int] | None) -> str:
+    at = 0
+    for span in spans:
+        if set(map(type, (span.version, span.start, span.end))) != {int} or span.start != at or span.end < at:
+            return f"versions of tokens {span.start}..{span.end} after token {at} (rule: of each token in order)"
+        oldest, newest = versions or (0, span.version)
+        if not oldest <= span.version <= newest:
+            return f"tokens of v{span.version} (rule: a version that was published, {oldest} to {newest} here)"
+        at = span.end
+    return "" if at == tokens else f"versions of {at} tokens for {tokens}"
