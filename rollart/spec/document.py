@@ -23,6 +23,9 @@ Loc: TypeAlias = tuple[str | int, ...]
 MAX_NODES = 20_000
 """Largest document, aliases expanded: a spec has hundreds of nodes, an alias bomb billions."""
 
+MAX_BYTES = 2_000_000
+"""Largest file: the parser takes 2 s for a MB of comments, and `MAX_NODES` values seldom take more than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -87,6 +90,13 @@ def read_document(path: str | Path) -> Document:
     """Parse a YAML file whose top is a mapping. SpecError for everything that is wrong with it as text."""
     path = Path(path)
     try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise SpecError(
+                f"the file has {size / 1e6:,.1f} MB (rule: at most {MAX_BYTES / 1e6:g} MB)",
+                where=str(path),
+                remedy="give the path of a YAML spec, without the data that it names",
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file", remedy="give the path of a YAML spec") from None

@@ -39,6 +39,9 @@ __all__ = [
     "value_problem",
 ]
 
+MAX_LINES = 50
+"""Most problems of a spec in one error."""
+
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList, FaultPlanSpec)
 
 
@@ -175,10 +178,10 @@ class _Line:
 def _report(lines: Sequence[_Line]) -> SpecError:
     """One error for all problems, in file order; the first one's place is the error's."""
     unique = sorted(dict.fromkeys(lines), key=lambda line: (line.where.line, line.where.column))
-    first, rest = unique[0], unique[1:]
-    return SpecError(
-        "\n".join([first.message, *(f"{line.where}: {line.message}" for line in rest)]), where=str(first.where)
-    )
+    first, rest = unique[0], unique[1:MAX_LINES]
+    more = [f"and {len(unique) - MAX_LINES:,} more problems"] if len(unique) > MAX_LINES else []
+    text = [first.message, *(f"{line.where}: {line.message}" for line in rest), *more]
+    return SpecError("\n".join(text), where=str(first.where))
 
 
 def _problems(

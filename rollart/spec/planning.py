@@ -21,7 +21,7 @@ from rollart.spec.fleet import device_name, function_price, links_of, pools_of, 
 from rollart.spec.prices import PriceList
 from rollart.spec.rules import quotas
 from rollart.spec.run import LAG, RunSpec
-from rollart.spec.suggest import did_you_mean
+from rollart.spec.suggest import did_you_mean, some_of
 from rollart.spec.work import ASSUMED, affinity_of, model_config, model_name, profiles_of, train_of
 
 __all__ = [
@@ -329,7 +329,7 @@ def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, .
     assumed = [d.name for d in domains if d.source == ASSUMED]
     if assumed:
         notes.append(
-            f"assumed: every trajectory of {', '.join(assumed)} is as long as max_turns, max_tokens and model.context "
+            f"assumed: every trajectory of {some_of(assumed)} is as long as max_turns, max_tokens and model.context "
             "allow; give a profile, or placement.profile a finished run"
         )
     notes += [f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given")]

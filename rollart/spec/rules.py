@@ -17,7 +17,7 @@ from rollart.spec.problem import Problem
 from rollart.spec.rollout_rules import rollout_problems
 from rollart.spec.run import LAG, RunSpec
 from rollart.spec.run_parts import DomainSpec
-from rollart.spec.suggest import did_you_mean
+from rollart.spec.suggest import did_you_mean, some_of
 
 __all__ = ["Problem", "cluster_problems", "known_device", "price_problems", "quotas", "run_problems"]
 
@@ -88,7 +88,7 @@ def quotas(run: RunSpec) -> dict[str, int]:
         filled[most.name] += most.group_size
     total = sum(filled.values())
     if total != batch:
-        sizes = ", ".join(f"{d.name} {d.group_size}" for d in run.domains)
+        sizes = some_of(f"{d.name} {d.group_size}" for d in run.domains)
         raise SpecError(
             f"batch.trajectories is {batch} (rule: filled by whole groups of {sizes}; these shares make {total})"
         )

@@ -83,8 +83,9 @@ class RunSpec(Entry):
     @classmethod
     def _lag_of_schedule(cls, data: Any) -> Any:
         """A run that says nothing about staleness has that of its schedule."""
-        if isinstance(data, dict) and data.get("schedule") in LAG and "staleness" not in data:
-            return {**data, "staleness": LAG[data["schedule"]]}
+        schedule = data.get("schedule") if isinstance(data, dict) else None
+        if isinstance(schedule, str) and schedule in LAG and "staleness" not in data:
+            return {**data, "staleness": LAG[schedule]}
         return data
 
     @property

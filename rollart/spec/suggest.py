@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean"]
+__all__ = ["did_you_mean", "some_of"]
+
+SHOWN = 12
+"""Most names in one message."""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -14,6 +17,13 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
-    if 0 < len(known) <= 12:
+    if 0 < len(known) <= SHOWN:
         return f"; known: {', '.join(known)}"
     return ""
+
+
+def some_of(names: Iterable[str]) -> str:
+    """`a, b, c`; of a long list the first ones and the number of the others."""
+    names = list(names)
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")

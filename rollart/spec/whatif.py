@@ -29,7 +29,7 @@ from rollart.spec.load import value_problem
 from rollart.spec.resolve import Specs
 from rollart.spec.rules import Problem, cluster_problems, run_problems
 from rollart.spec.run import RunSpec
-from rollart.spec.suggest import did_you_mean
+from rollart.spec.suggest import did_you_mean, some_of
 
 __all__ = ["changed"]
 
@@ -114,7 +114,7 @@ def _count(cluster: Values, name: str, value: str, text: str) -> None:
         return
     pools = _pools(cluster, name, text)
     if len(pools) > 1:
-        names = ", ".join(p["name"] for p in pools)
+        names = some_of(p["name"] for p in pools)
         raise UsageError(f"--what-if '{text}': several pools have '{name}'", remedy=f"name one of {names}")
     count = pools[0]["count"] + amount if relative else amount
     if count < 0:
@@ -139,7 +139,7 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
                     return
             cluster["links"].append({"a": a[0], "b": b[0], "gb_per_s": gb_per_s})
             return
-    names = ", ".join(p["name"] for p in cluster["pools"])
+    names = some_of(p["name"] for p in cluster["pools"])
     raise UsageError(f"--what-if '{text}': '{ends}' is no pair of pools (rule: link.a-b; pools: {names})")
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import functools
+import json
+import operator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rollart.errors import SpecError
 from rollart.spec.load import load_cluster, load_file, load_prices, load_run
@@ -198,3 +205,47 @@ def test_a_file_is_known_by_its_keys(write: Write) -> None:
 @pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.yaml"), key=str), ids=str)
 def test_every_shipped_spec_is_valid(path: Path) -> None:
     load_file(path)
+
+
+VALUES: tuple[Any, ...] = ([], ["async"], {}, {"a": [{}]}, None, -1.5, 10**400, True, "")
+
+
+@pytest.mark.parametrize("value", ["[async]", "{a: 1}", "null", "3", "true"])
+def test_a_schedule_that_is_no_text_is_a_spec_error_at_its_line(write: Write, value: str) -> None:
+    assert problems(write(RUN + f"schedule: {value}\n"))[0].startswith("run.yaml:14:11: schedule is ")
+
+
+@pytest.mark.slow  # some hundred files are written and read
+@pytest.mark.parametrize("path", ["runs/quickstart", "runs/agentic-math-32b", "clusters/local", "prices"])
+def test_a_value_of_another_type_anywhere_is_a_spec_error(path: str, write: Write) -> None:
+    """Every key of shipped specs, with values of other types in turn: accepted, or an error with exit code 2."""
+    values = yaml.safe_load(Path(f"configs/{path}.yaml").read_text())
+    for number, at in enumerate(places(values)):
+        changed = copy.deepcopy(values)
+        within = functools.reduce(operator.getitem, at[:-1], changed)
+        within[at[-1]] = VALUES[number % len(VALUES)]
+        with contextlib.suppress(SpecError):
+            load_file(write(json.dumps(changed, default=str)))
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the values of a document stand."""
+    if at:
+        yield at
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(below, (*at, key))
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(write: Write) -> None:
+    found = problems(write(RUN + "# nothing\n" * 300_000))
+    assert "the file has 3.0 MB (rule: at most 2 MB)" in found[0]
+
+
+def test_an_error_does_not_list_thousands(write: Write) -> None:
+    domains = "".join(f"  - {{name: d{i}, environment: 'a:b', group_size: 3}}\n" for i in range(100))
+    (found,) = problems(write(f"name: x\nmodel: {{path: p}}\nbatch: {{trajectories: 16}}\ndomains:\n{domains}"))
+    assert "d0 3, d1 3" in found
+    assert "and 88 more" in found
+    assert len(found) < 500
+    found = problems(write(f"name: x\nmodel: {{path: p}}\ndomains:\n{domains.replace('group_size: 3', 'group: 3')}"))
+    assert (len(found), found[-1]) == (51, "and 50 more problems")
