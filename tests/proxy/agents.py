@@ -33,6 +33,6 @@ async def endless(base_url: str, session: str, seed: int) -> float:
 
 async def chat(http: aiohttp.ClientSession, base_url: str, messages: list[Any]) -> Any:
     body = {"model": "policy", "messages": messages, "max_tokens": 1}
-    async with http.post(f"{base_url}/v1/chat/completions", json=body) as answer:
+    async with http.post(f"{base_url}/chat/completions", json=body) as answer:
         answer.raise_for_status()
         return (await answer.json())["choices"][0]["message"]

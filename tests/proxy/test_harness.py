@@ -54,7 +54,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 async def one_answer(base_url: str, session: str, seed: int) -> float:
-    assert (session, seed, base_url.rpartition("/")[2]) == ("lake-1.0r2", 7, session)
+    assert (session, seed, base_url.rpartition("/s/")[2]) == ("lake-1.0r2", 7, f"{session}/v1")
     async with aiohttp.ClientSession() as http:
         return float((await chat(http, base_url, [user("hi")]))["content"] == "world")
 
@@ -73,6 +73,53 @@ def test_its_requests_are_the_trajectorys_and_its_answer_is_the_reward(form: Cha
         assert ending.metadata == {"branches": 1, "sampled_elsewhere": 0}
 
     play(form, one_answer, scenario)
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "body"),
+    [
+        ("{base_url}", "/chat/completions", {}),
+        ("{base_url}", "/v1/chat/completions", {}),  # a program that adds what was not there once
+        ("{base_url}", "/v1/messages", {"max_tokens": 9}),  # clients of Anthropic's API add their own
+    ],
+)
+def test_the_base_url_is_one_that_clients_take_as_it_is(
+    form: ChatFormat, base: str, path: str, body: dict[str, Any]
+) -> None:
+    async def program(base_url: str, session: str, seed: int) -> float:
+        asked = {"model": "policy", "messages": [user("hi")], **body}
+        async with aiohttp.ClientSession() as http, http.post(base.format(base_url=base_url) + path, json=asked) as got:
+            return float(got.status == 200)
+
+    async def scenario(episode: Episode) -> None:
+        assert await episode.wanted() is not None
+        episode.answer(world(form))
+        assert await episode.wanted() is None
+        assert episode.ending().reward == 1.0
+
+    play(form, program, scenario)
+
+
+@pytest.mark.parametrize("path", ["/chat/completion", "/v2/chat/completions"])
+def test_a_program_at_a_wrong_url_is_told_the_right_one(form: ChatFormat, path: str) -> None:
+    async def program(base_url: str, session: str, seed: int) -> None:
+        async with aiohttp.ClientSession() as http, http.post(f"{base_url}{path}", json={}) as answer:
+            assert answer.status == 404
+            said = (await answer.json())["error"]["message"]
+            assert f"{base_url}{path}" in said, "what was asked"
+            assert f"the base URL is {base_url} for clients of OpenAI's API" in said
+            assert f"{base_url.removesuffix('/v1')} for those of Anthropic's" in said
+        unopened = base_url.replace(session, "other") + "/chat/completions"
+        body = {"model": "policy", "messages": [user("hi")]}
+        async with aiohttp.ClientSession() as http, http.post(unopened, json=body) as answer:
+            assert answer.status == 404
+            assert f"session other is not open at {unopened}" in (await answer.json())["error"]["message"]
+
+    async def scenario(episode: Episode) -> None:
+        assert await episode.wanted() is None
+        assert episode.ending().reward == 0.0
+
+    play(form, program, scenario)
 
 
 def test_a_reward_may_be_told_to_the_proxy_or_be_a_step(form: ChatFormat) -> None:

@@ -128,7 +128,7 @@ async def episode(
 
     own: Loaded = loaded(env, env_args or {})
     row = own.row(random.Random(seed), held_out=held_out_seed(seed))
-    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as api:
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as api:
         state = await own.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
     own.check(state)
     return own.step(state, row, await own.score(state), success_at=success_at)

@@ -21,8 +21,9 @@ from rollart.model import Completion, Observation, Piece, Sampling, Segment, Ste
 __all__ = ["Agent", "Harnesses"]
 
 Agent = Callable[..., Awaitable[float | Step | None]]
-"""`async def agent(base_url, session, seed, **arguments)`. `base_url` ends before `/v1`. What it returns is the
-episode's own reward, or a `Step` with success and metadata; None: what it said to `/sessions/SESSION/end`, or 0."""
+"""`async def agent(base_url, session, seed, **arguments)`. `base_url` ends in `/v1`, as OpenAI's clients take it,
+and takes those of Anthropic's, too, which add their own. What it returns is the episode's own reward, or a `Step` with
+success and metadata; None: what it said to `/sessions/SESSION/end`, or 0."""
 
 
 class Harnesses:
@@ -52,7 +53,7 @@ class Harnesses:
     def _begin(self, agent: Agent, arguments: Mapping[str, Any], name: str, seed: int) -> Episode:
         policy = _Asking(self._context)
         session = self._proxy.open(name, policy)
-        url = f"{self._url}/s/{name}"
+        url = f"{self._url}/s/{name}/v1"
         program = partial(agent, base_url=url, session=name, seed=seed, **arguments)
         # No TaskGroup's: one waits for its tasks for ever.
         task = asyncio.get_running_loop().create_task(_run(program, policy), name=f"harness {name}")

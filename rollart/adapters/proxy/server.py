@@ -74,7 +74,7 @@ class Proxy:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        for prefix in ("", "/s/{session}"):
+        for prefix in ("", "/s/{session}", "/v1", "/s/{session}/v1"):  # with /v1: clients that add one of their own
             for path, api in (
                 ("/v1/chat/completions", openai_chat),
                 ("/v1/completions", openai_completions),
@@ -214,7 +214,7 @@ class Proxy:
             if not _NAME.fullmatch(name):
                 raise BadRequest(f"session {name!r} (rule: letters, digits, '_.:@-', at most 128)", field=HEADER)
             if self._policy is None:
-                raise BadRequest(f"session {name} is not open", status=404)
+                raise BadRequest(f"session {name} is not open at {request.url}: {_bases(request)}", status=404)
             await self._shelf.room(begins=True)
             session = self._sessions.get(name) or self.open(name, self._policy(name))
         elif self._policy is not None:
@@ -251,8 +251,19 @@ class Proxy:
             return _json(shape, status=error.status, headers=headers)
         except RollartError as error:
             return _refused(api, error)
+        except web.HTTPNotFound:
+            return _json(api.error(f"nothing is at {request.url}: {_bases(request)}", 404), status=404)
         except web.HTTPException as error:
             return _json(api.error(error.reason, error.status), status=error.status)
+
+
+def _bases(request: web.Request) -> str:
+    """The base URLs that clients are to be given."""
+    at, name = request.url.origin(), "SESSION"
+    parts = request.path.split("/")
+    if parts[1] == "s" and len(parts) > 2:
+        name = parts[2]
+    return f"the base URL is {at}/s/{name}/v1 for clients of OpenAI's API, {at}/s/{name} for those of Anthropic's"
 
 
 def _refused(api: ModuleType, error: RollartError) -> web.Response:
