@@ -38,7 +38,8 @@ def serve(
 ) -> None:
     """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
 
-    A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke).
+    A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
+    200 while it serves.
     """
     from rollart.compose.providers import packages_in, translated
 
@@ -91,11 +92,13 @@ async def _serve(
 
 
 def _announce(url: str, packages: list[Package], token_env: str, as_json: bool) -> None:
+    from serverless.backends.front import HEALTH
+
     urls = {package.spec.name: f"{url}/functions/{package.spec.name}" for package in packages}
     if as_json:
         versions = {package.spec.name: package.version for package in packages}
         functions = [{"function": name, "url": at, "version": versions[name]} for name, at in urls.items()]
-        click.echo(json.dumps({"schema_version": 1, "url": url, "functions": functions}))
+        click.echo(json.dumps({"schema_version": 1, "url": url, "health": url + HEALTH, "functions": functions}))
         return
     for name, at in urls.items():
         click.echo(f"{name}  {at}")
@@ -109,6 +112,7 @@ def _announce(url: str, packages: list[Package], token_env: str, as_json: bool) 
         f'{name}: {{url: "{at}", token_env: {token_env}}}' if token_env else f'{name}: "{at}"'
         for name, at in urls.items()
     )
+    click.echo(f"health:  {url}{HEALTH} (GET, without a token)", err=True)
     click.echo(f"for a cluster spec:  functions: {{backend: http, http: {{{entries}}}}}", err=True)
     click.echo("Ctrl-C stops it", err=True)
 

@@ -64,6 +64,7 @@ def show_deployed(
 ) -> None:
     """Functions or versions. `notes` go to the foot; `trials` are the calls that deploying them took."""
     people = output in FOR_PEOPLE
+    notes = (*notes, *(f"{d.function}: {note}" for d in found if (note := _deployment_note(d))))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (d.function, d.provider, d.version[:DIGEST] if people else d.version, d.provider_version,
          "yes" if d.current else "", d.created[:19] if people else d.created, d.memory_mb, d.warm, d.concurrency,
@@ -81,6 +82,12 @@ def show_deployed(
     elif trials:
         tables.append(_trials(trials))
     _show(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
+
+
+def _deployment_note(one: Deployed) -> str:
+    if one.problem:
+        return f"version {one.version[:DIGEST]} is current, but its scale could not be read: {one.problem}"
+    return f"unchanged: version {one.version[:DIGEST]} was current already" if one.unchanged else ""
 
 
 def _trials(trials: Sequence[Trial]) -> Table:

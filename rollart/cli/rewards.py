@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,7 @@ from rollart.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
     from serverless.backends.base import Deployer
+    from serverless.deploy.package import Package
     from serverless.meter import MeterSink
     from serverless.rehearse import Rehearsal
 
@@ -145,7 +147,7 @@ def versions(function: str, provider: str, cluster: Path | None, root: Path, out
 
 
 @rewards.command()
-@click.argument("source", metavar="FILE")
+@click.argument("source", metavar="FILE|NAME")
 @click.option("--item", default=None, help="One item as JSON; standard input if not given.")
 @provider_options
 @click.option("--timeout", "seconds", type=click.FloatRange(min=0.001), default=60.0, show_default=True,
@@ -156,21 +158,24 @@ def invoke(
 ) -> None:
     """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
 
-    The function is deployed first if its version is not there. With --json the bill is printed with the answer.
+    NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
+    if it is not there; the current version stays current. With --json the bill is printed with the answer.
     """
-    from rollart.compose.providers import backend, canonical, packages_in, translated
+    from rollart.compose.providers import attach, backend, canonical, translated
 
     event = _event(sys.stdin.read() if item is None else item)
-    packages = packages_in(source)
-    if len(packages) != 1:
-        raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
-    (package,), name, functions = packages, canonical(provider), cluster_functions(cluster)
+    name, functions = canonical(provider), cluster_functions(cluster)
+    package = None if _is_name(source) else _single(source)
+    function = source if package is None else package.spec.name
 
     async def main() -> Any:
         settings, unsafe = functions.settings(name), functions.allow_unsafe
         async with backend(name, settings, root=root, allow_unsafe=unsafe) as place:
-            await place.deploy(package)
-            return await place.invoke(package.spec.name, event, deadline_s=seconds)
+            if package is None:
+                await attach(place, name, function, root=root)
+            else:
+                await place.deploy(package)
+            return await place.invoke(function, event, deadline_s=seconds)
 
     with translated():
         reply = asyncio.run(main())
@@ -179,7 +184,7 @@ def invoke(
             bill = reply.invocation and asdict(reply.invocation)
             shown = {"schema_version": 1, "answer": None, "fault": asdict(reply.fault), "bill": bill}
             click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
-        raise RunFailed(f"{package.spec.name} on {name}: {reply.fault.kind}: {reply.fault.detail}")
+        raise RunFailed(f"{function} on {name}: {reply.fault.kind}: {reply.fault.detail}")
     bill = reply.invocation
     shown = {"schema_version": 1, "answer": reply.body, "bill": bill and asdict(bill)} if as_json else reply.body
     click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
@@ -330,6 +335,24 @@ def _with(
 
     with translated():
         return asyncio.run(main())
+
+
+def _is_name(source: str) -> bool:
+    """Whether this is the name of a function rather than a file or a package directory."""
+    path = Path(source)
+    return re.fullmatch(r"[A-Za-z][\w-]*", source) is not None and not (
+        path.is_file() or (path / "__init__.py").exists()
+    )
+
+
+def _single(source: str) -> Package:
+    """The only reward of FILE, without warm workers: it is called once."""
+    from rollart.compose.providers import packages_in
+
+    packages = packages_in(source)
+    if len(packages) != 1:
+        raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
+    return replace(packages[0], spec=packages[0].spec.model_copy(update={"warm": 0}))
 
 
 _ITEM = ("id", "messages", "prompt", "completion", "reference_answer", "metadata")

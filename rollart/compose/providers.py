@@ -215,7 +215,8 @@ def backend(
     run: str = "",
 ) -> Backend:
     """Where calls go, not open yet. `root` keeps logs of local workers; `hosts` have them, if there are any; `run` is
-    the caller's id, which no other run of the provider's account has ('' makes one). SpecError for wrong settings."""
+    the caller's id, which no other run of the provider's account has; without one, what is deployed to be called does
+    not become current. SpecError for wrong settings."""
     with translated():
         if provider == "local":
             return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
@@ -226,12 +227,25 @@ def backend(
         if provider == "modal":
             from serverless.backends.modal_functions import ModalBackend
 
-            return ModalBackend(_modal(settings), meter=meter)
+            return ModalBackend(_modal(settings), meter=meter, current=bool(run))
         if provider == "http":
             from serverless.backends.http import HttpBackend
 
             return HttpBackend(_endpoints(settings or {}), meter=meter)
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
+
+
+async def attach(place: Backend, provider: str, function: str, *, root: Path) -> None:
+    """Calls of a function go to its current version, which for `local` is below `root`."""
+    from serverless.backends.base import Attaches
+    from serverless.deploy.local import LocalDeployer
+
+    if provider == "local":
+        await place.deploy(LocalDeployer(root).package(function))
+    elif isinstance(place, Attaches):
+        await place.attach(function)
+    else:
+        raise UsageError(f"'{function}' cannot be called by its name on '{provider}'", remedy="give its file")
 
 
 def _local(

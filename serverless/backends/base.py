@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from serverless.deploy.package import Package
 from serverless.types import Cause, InfraFault, Invocation
 
-__all__ = ["Backend", "Change", "Deployed", "Deployer", "Load", "LogLine", "Provisions", "Reply", "Scalable"]
+__all__ = [
+    "Attaches",
+    "Backend",
+    "Change",
+    "Deployed",
+    "Deployer",
+    "Load",
+    "LogLine",
+    "Provisions",
+    "Reply",
+    "Scalable",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,14 @@ class Load:
 
 
 @runtime_checkable
+class Attaches(Protocol):
+    """A backend whose provider keeps what was deployed there."""
+
+    async def attach(self, function: str) -> None:
+        """Calls of a function go to the version that is current now. `UnknownFunction` if there is none."""
+
+
+@runtime_checkable
 class Scalable(Protocol):
     """A backend whose workers start in no time of the caller's: how many there should be may change at any moment.
 
@@ -123,8 +142,13 @@ class Deployed:
     memory_mb: int = 0
     endpoint: str = ""
     """What a caller addresses: an ARN, a URL, an app and a function."""
-    warm: int = 0
-    concurrency: int = 0
+    warm: int | None = 0
+    """None: the provider did not say."""
+    concurrency: int | None = 0
+    unchanged: bool = field(default=False, compare=False)
+    """Of a deployment: this version was current, as it is to be."""
+    problem: str = field(default="", compare=False)
+    """What failed after the version had become current."""
 
 
 @dataclass(frozen=True, slots=True)

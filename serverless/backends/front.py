@@ -33,7 +33,10 @@ from serverless.backends.once import Answer, Gone, Once, Reused
 from serverless.errors import ServerlessError, UnknownFunction
 from serverless.types import FaultKind, InfraFault, Invocation
 
-__all__ = ["Front", "current_only"]
+__all__ = ["HEALTH", "Front", "current_only"]
+
+HEALTH = "/health"
+"""Answers GET and HEAD with 200, without a token, while the front serves."""
 
 _PLAIN = "/functions/"
 _LAMBDA = "/2015-03-31/functions/"
@@ -118,7 +121,7 @@ class Front:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
-        if request.method == "GET" and path == "/health":
+        if request.method in ("GET", "HEAD") and path == HEALTH:
             return web.Response(text="ok")
         if request.method != "POST":
             return _error(404, "ResourceNotFoundException", f"nothing at {request.method} {path}")

@@ -20,6 +20,7 @@ Source of the key: IETF draft-ietf-httpapi-idempotency-key-header.
 from __future__ import annotations
 
 import asyncio
+import base64
 import datetime
 import json
 import secrets
@@ -238,6 +239,7 @@ class _Answer:
 
 def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes, now: datetime.datetime) -> _Answer:
     used = report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
+    status, body = _unwrapped(status, body)
     if status != 200:
         told = faults.decode(body)
         billed = used is not None or "X-Rollart-Billed-Ms" in headers
@@ -252,6 +254,22 @@ def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: byt
         detail = f"the answer is not JSON: {error}"
         fault = InfraFault(FaultKind.BAD_ANSWER, retryable=not spec.deterministic, detail=detail)
         return _Answer(None, fault, headers, used)
+
+
+def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:
+    """The status and the body inside of what a handler for API Gateway answers, `{"statusCode", "body"}`, where
+    whatever is in front of it does not take that apart."""
+    try:
+        wrapped = json.loads(body) if status == 200 and body.lstrip().startswith(b"{") else None
+        match wrapped:
+            case {"statusCode": int() | str() as inner, "body": str(text), **rest}:
+                data = base64.b64decode(text) if rest.get("isBase64Encoded") is True else text.encode()
+                return int(inner), data
+            case {"statusCode": int() | str() as inner, "body": value}:
+                return int(inner), json.dumps(value).encode()
+    except ValueError:
+        pass
+    return status, body
 
 
 def _bill(

@@ -56,9 +56,11 @@ class ModalBackend:
         versions: Mapping[str, str] | None = None,
         cancellable: bool = False,
         meter: MeterSink | None = None,
+        current: bool = True,
     ) -> None:
         """`versions` pins functions to digests (or their first characters) that are kept on Modal: they are called and
-        not deployed."""
+        not deployed. `current`: what is deployed from here becomes current."""
+        self._current = current
         self._versions = dict(versions or {})
         self._cancellable = cancellable
         self._meter = meter or NullMeter()
@@ -77,11 +79,15 @@ class ModalBackend:
         if name in self._versions:
             await self._target(name)
             return
-        deployed = await self._deployer.deploy(package)
+        deployed = await self._deployer.deploy(package, current=self._current)
         number, known = int(deployed.provider_version), self._pinned.get(name)
         if known is None or known.number != number:
             with modal_client.translated():
                 self._pinned[name] = await pin(self._open(), name, number, package.version)
+
+    async def attach(self, function: str) -> None:
+        """See `Attaches`."""
+        await self._target(function)
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL

@@ -16,7 +16,7 @@ import datetime
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from serverless.backends.aws_answers import Report
@@ -274,14 +274,23 @@ class AwsDeployer:
         exists, live = control.ours(name), control.live(name)
         if exists:
             self._remove_expired(control, name)
-        if live is None or not live.runs(package.version, wanted, self.settings):
+        unchanged = live is not None and live.runs(package.version, wanted, self.settings)
+        if live is None or not unchanged:
             live = self._advance(control, name, package, wanted, trials, exists=exists)
         spec = package.spec
-        if self.settings.reserve_concurrency and control.reserved(name) != spec.concurrency:
-            control.reserve(name, spec.concurrency)
-        if spec.warm and control.warm(name) != spec.warm:
-            control.set_warm(name, spec.warm)
-        return self._deployed(control, name, live, live)
+        try:
+            if self.settings.reserve_concurrency and control.reserved(name) != spec.concurrency:
+                control.reserve(name, spec.concurrency)
+                unchanged = False
+            if spec.warm and control.warm(name) != spec.warm:
+                control.set_warm(name, spec.warm)
+                unchanged = False
+        except ServerlessError as error:
+            raise BackendFailed(
+                f"{spec.name}: version {live.number} is current, but not scaled as it says: {error.message}",
+                remedy=error.remedy or "deploy it again",
+            ) from None
+        return replace(self._deployed(control, name, live, live), unchanged=unchanged)
 
     def _advance(
         self,
@@ -391,6 +400,15 @@ class AwsDeployer:
 
     def _deployed(self, control: Control, name: str, version: Version, live: Version | None) -> Deployed:
         current = live is not None and version.number == live.number
+        warm: int | None = 0
+        reserved: int | None = 0
+        problem = ""
+        if current:
+            try:
+                warm, reserved = None, None
+                warm, reserved = control.warm(name), control.reserved(name)
+            except ServerlessError as error:  # only what is shown is missing
+                problem = error.message
         return Deployed(
             function=name.removeprefix(self.settings.prefix),
             provider=self.provider,
@@ -400,8 +418,9 @@ class AwsDeployer:
             created=version.created,
             memory_mb=int(version.settings["MemorySize"]),
             endpoint=f"{version.unqualified}:{ALIAS if current else version.number}",
-            warm=control.warm(name) if current else 0,
-            concurrency=control.reserved(name) if current else 0,
+            warm=warm,
+            concurrency=reserved,
+            problem=problem,
         )
 
     def _bill(self, package: Package, trial: Report, t0: float, t1: float) -> None:

@@ -105,7 +105,7 @@ class LocalDeployer:
         with self._locked():
             state = self._read(name)
             if state.current == package.version:
-                return self._deployed(name, state, state.find(name, state.current))
+                return replace(self._deployed(name, state, state.find(name, state.current)), unchanged=True)
             await _try(package, self._meter, allow_unsafe=self._allow_unsafe)
             directory = self._directory(name) / package.version
             if not directory.exists():
@@ -162,9 +162,10 @@ class LocalDeployer:
             )
             chosen = state.find(function, state.current)
             deployed = self._deployed(function, state, chosen)
-            if not 0 <= deployed.warm <= deployed.concurrency or deployed.concurrency < 1:
+            least, most = deployed.warm or 0, deployed.concurrency or 0
+            if not 0 <= least <= most or most < 1:
                 raise SpecInvalid(
-                    f"function {function}: warm={deployed.warm} and concurrency={deployed.concurrency} do not fit",
+                    f"function {function}: warm={least} and concurrency={most} do not fit",
                     remedy="keep 0 <= warm <= concurrency, and concurrency at least 1",
                 )
             self._write(function, state)

@@ -18,6 +18,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from serverless.backends import modal_client
@@ -87,8 +88,9 @@ class ModalDeployer:
                 lines = [f"{key} -> {value}" for key, value in changes.items()]
         return Change(name, self.provider, tuple(lines))
 
-    async def deploy(self, package: Package) -> Deployed:
-        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
+    async def deploy(self, package: Package, *, current: bool = True) -> Deployed:
+        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call. With `current` False the
+        live version stays, if there is one, and a new one is not kept for a rollback."""
         check_pinned(package)
         name, place = package.spec.name, self.place
         async with self._turn:
@@ -98,12 +100,15 @@ class ModalDeployer:
                 kept = [n for n, digest in ledger.versions.items() if digest == package.version]
                 if found is not None and kept:
                     number = ledger.live if ledger.live in kept else max(kept)
-                    ledger = await self._point(name, found[0], ledger, number)
+                    if not current and ledger.live:
+                        return await self._deployed(name, ledger, number)
+                    before, ledger = ledger, await self._point(name, found[0], ledger, number)
                     changes = await self._scaling(name, number, package.spec)
                     if changes:
                         await place.function(name, number).autoscaler.update.aio(**changes)
-                    return await self._deployed(name, ledger, number)
-            return await self._new(package, ledger)
+                    unchanged = before.live == number and not changes
+                    return replace(await self._deployed(name, ledger, number), unchanged=unchanged)
+            return await self._new(package, ledger, current=current or not ledger.live)
 
     async def functions(self) -> Sequence[Deployed]:
         place = self.place
@@ -175,7 +180,7 @@ class ModalDeployer:
             raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
         return self._at
 
-    async def _new(self, package: Package, ledger: Ledger) -> Deployed:
+    async def _new(self, package: Package, ledger: Ledger, *, current: bool) -> Deployed:
         """Deploy, try, and make it live; on failure the live version stays, and an app without one is stopped."""
         name, place = package.spec.name, self.place
         with modal_client.translated():
@@ -189,6 +194,8 @@ class ModalDeployer:
                 await self._try(target, package)
                 now = datetime.datetime.now(datetime.UTC).timestamp()
                 fresh = ledger.added(number, package.version, now, keep=self.settings.keep)
+                if not current:
+                    return await self._deployed(name, replace(fresh, live=ledger.live), number)
                 bounds = {**await self._set(name, ledger.live), **_bounds(package.spec)}
                 if bounds:
                     await target.handle.autoscaler.update.aio(**bounds)

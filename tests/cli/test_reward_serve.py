@@ -58,6 +58,8 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signa
 
 def test_another_run_calls_it_by_url_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path, "--token-env", "TOKEN") as (_, told):
+        with urllib.request.urlopen(told["health"], timeout=120) as healthy:
+            assert (healthy.status, healthy.read()) == (200, b"ok")
         (function,) = told["functions"]
         request = urllib.request.Request(function["url"], data=b"[]")
         with pytest.raises(urllib.error.HTTPError) as refused:

@@ -15,6 +15,7 @@ import click
 import pytest
 
 from rollart.cli.main import cli
+from tests.serverless.aws import provider as aws
 
 Call = Callable[..., Any]
 
@@ -44,6 +45,7 @@ def test_the_life_of_a_reward(rollart: Call) -> None:
     (first,) = rows(rollart("rewards", "deploy", "mine/mine.py", "-o", "json").out, "functions")
     (again,) = rows(rollart("rewards", "deploy", "mine/mine.py", "--dry-run", "-o", "json").out, "changes")
     assert "nothing" in again["change"]
+    assert "mine: unchanged: version" in rollart("rewards", "deploy", "mine/mine.py").out
 
     source = Path("mine/mine.py")
     source.write_text(source.read_text().replace("timeout_s=5", "timeout_s=6"))
@@ -58,12 +60,46 @@ def test_the_life_of_a_reward(rollart: Call) -> None:
     (scaled,) = rows(rollart("rewards", "scale", "mine", "--warm", "2", "-o", "json").out, "functions")
     assert scaled["warm"] == 2
 
-    called = rollart("rewards", "invoke", "mine/mine.py", "--item", json.dumps(ITEM))
-    assert called.code == 0
+    for named in ("mine/mine.py", "mine"):
+        called = rollart("rewards", "invoke", named, "--item", json.dumps(ITEM))
+        assert called.code == 0
     assert json.loads(called.out)[0]["aggregate_reward_score"] == 1.0
     assert "billed" in called.err
     assert rollart("rewards", "delete", "mine", "--yes").code == 0
     assert rows(rollart("rewards", "list", "-o", "json").out, "functions") == []
+
+
+@pytest.mark.slow  # the real clients of AWS against its plane, real workers
+@pytest.mark.skipif(bool(aws.MISSING), reason=f"not installed: {aws.MISSING}")
+def test_a_call_of_a_file_leaves_what_is_current_and_a_name_calls_it(rollart: Call) -> None:
+    with aws.plane() as plane:
+        settings = {"region": aws.REGION, "endpoint_url": plane.url, "runtime": aws.settings(plane).runtime}
+        text = f"name: c\npools: [{{name: p, count: 2}}]\nfunctions: {json.dumps({'aws_lambda': settings})}\n"
+        Path("cluster.yaml").write_text(text)
+        at = ("--provider", "aws", "--cluster", "cluster.yaml")
+
+        def value(one: str) -> float:
+            done = rollart("rewards", "invoke", one, "--item", ITEM_TEXT, *at)
+            assert done.code == 0, done.err
+            return float(json.loads(done.out)[0]["aggregate_reward_score"])
+
+        def write(number: float, more: str = "") -> None:
+            Path("f.py").write_text(
+                f"from rollart import reward\n@reward({more})\ndef f(sample):\n    return {number}\n"
+            )
+
+        write(1.0)
+        assert rollart("rewards", "deploy", "f.py", *at).code == 0
+        write(2.0)
+        assert rollart("rewards", "deploy", "f.py", *at).code == 0
+        assert rollart("rewards", "rollback", "f", *at).code == 0
+        write(3.0, "warm=1")
+        assert (value("f"), value("f.py"), value("f"), value("f.py")) == (1.0, 3.0, 1.0, 3.0)
+        assert [one["Name"] for one in aws.client(plane).list_aliases(FunctionName="rollart-f")["Aliases"]] == ["live"]
+        assert not any("provisioned" in call for call in plane.calls if call.startswith("PUT"))
+        missing = rollart("rewards", "invoke", "nothing", "--item", ITEM_TEXT, *at)
+        assert missing.code == 2
+        assert "nothing is not deployed on AWS" in missing.err
 
 
 @pytest.mark.slow  # function workers are processes

@@ -212,6 +212,26 @@ def test_scaling_and_warm_environments(plane: Plane) -> None:
     assert [(d.warm, d.concurrency) for d in (first, more, none)] == [(1, 0), (2, 7), (0, 0)]
 
 
+def test_a_look_up_that_fails_after_the_alias_has_moved_is_no_failed_deployment(plane: Plane) -> None:
+    from tests.serverless.aws.plane import refusal
+
+    path = "GET /2019-09-30/functions/rollart-behave/provisioned-concurrency"
+
+    async def main() -> Any:
+        async with deployer(plane) as aws:
+            plane.refusals[path] = [refusal(403, "AccessDeniedException", "not authorized")] * 8
+            first = await aws.deploy(package())
+            with pytest.raises(BackendFailed, match="version 1 is current, but"):
+                await aws.deploy(package(warm=1))
+            plane.refusals.clear()
+            return first, await aws.deploy(package(warm=1))
+
+    first, again = asyncio.run(main())
+    assert (first.current, first.warm) == (True, None)
+    assert "not authorized" in first.problem
+    assert (again.unchanged, again.warm, again.problem) == (False, 1, "")
+
+
 def test_concurrency_is_reserved_if_asked(plane: Plane) -> None:
     async def main() -> Any:
         async with deployer(plane, reserve_concurrency=True) as aws:

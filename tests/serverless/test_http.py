@@ -212,3 +212,31 @@ def test_mistakes_of_the_caller() -> None:
         Endpoint("ftp://host/f")
     shown = repr(Endpoint("http://h/", Signed("k", "topsecret"), {"X-Key": "topsecret"})) + repr(Bearer("topsecret"))
     assert "topsecret" not in shown
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        {"statusCode": 200, "body": json.dumps(OK)},
+        {"statusCode": "200", "headers": {"Content-Type": "application/json"}, "body": OK},
+        {"statusCode": 200, "isBase64Encoded": True, "body": base64.b64encode(json.dumps(OK).encode()).decode()},
+    ],
+)
+def test_the_answer_of_a_handler_for_api_gateway_is_taken_out(wrapped: dict[str, Any]) -> None:
+    reply, _, _ = answering(lambda: web.json_response(wrapped))
+    assert (reply.fault, reply.body) == (None, OK)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "kind"),
+    [
+        ({"statusCode": 503, "body": "busy"}, FaultKind.UNAVAILABLE),
+        ({"statusCode": 429, "body": ""}, FaultKind.THROTTLED),
+        ({"statusCode": 200, "body": "oops"}, FaultKind.BAD_ANSWER),
+        ({"statusCode": 200, "isBase64Encoded": True, "body": "."}, FaultKind.BAD_ANSWER),
+    ],
+)
+def test_a_failure_inside_of_an_api_gateway_answer_is_that_failure(wrapped: dict[str, Any], kind: FaultKind) -> None:
+    reply, _, _ = answering(lambda: web.json_response(wrapped))
+    assert reply.fault is not None
+    assert reply.fault.kind is kind
