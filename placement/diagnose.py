@@ -92,7 +92,13 @@ def _elastic(p: Program) -> Infeasible:
         give(("pool", g), -1.0, pool.count, functools.partial(_devices, pool))
     if m.has(("budget",)):
         usd = problem.budget_usd_per_hour or 0.0
-        give(("budget",), -1.0, 1.0, lambda v: f"the plan needs ${usd * (1 + v):.4g}/h, the budget is ${usd:g}/h")
+        everything = sum(q.count * q.usd_per_device_hour for q in problem.pools)
+        give(
+            ("budget",),
+            -1.0,
+            max(1.0, everything / usd),
+            lambda v: f"the plan needs ${usd * (1 + v):.4g}/h, the budget is ${usd:g}/h",
+        )
     if m.has(("changes",)) and problem.running is not None:
         most = problem.running.max_changed_devices or 0
         give(("changes",), -1.0, max(1, most), lambda v: f"the plan changes {most + v:.0f} devices, {most} may change")

@@ -67,8 +67,9 @@ class Problem:
     """Hardware, model, work and wishes. ValueError, naming the field, for values that mean nothing.
 
     `affinity` maps a domain to the pools that may decode it (a domain without an entry may use any). `fixed`
-    gives the instances, so that only flows are left to choose. `in_flight` bounds the trajectories under way (default:
-    `train.in_flight`; no bound if neither is given). `device_types` restricts rollout to some types (a baseline).
+    gives the instances, so that only flows are left to choose. Domains of weight 0 are left out. `in_flight` bounds the
+    trajectories under way (default: `train.in_flight`; no bound if neither is given). `device_types` restricts rollout
+    to some types (a baseline).
     """
 
     pools: tuple[Pool, ...]
@@ -109,6 +110,11 @@ class Problem:
         self._unique("pools", [p.name for p in self.pools])
         self._unique("domains", [d.name for d in self.domains])
         self._references()
+        if not any(d.weight for d in self.domains):
+            raise ValueError("every domain has weight 0 (rule: at least one has a share)")
+        object.__setattr__(self, "domains", tuple(d for d in self.domains if d.weight))
+        names = {d.name for d in self.domains}
+        object.__setattr__(self, "affinity", {d: pools for d, pools in self.affinity.items() if d in names})
         if self.objective is Objective.MIN_COST and self.rate is None:
             raise ValueError("objective min_cost needs a rate (trajectories/s to reach)")
         for name in ("rate", "budget_usd_per_hour", "in_flight"):

@@ -19,6 +19,10 @@ NOTHING = 1e-9
 """Shares of the rate below this are the solver's tolerance, not flows."""
 
 
+WIDE_GAP = 0.1
+"""Distance of a plan to its bound from which a reader is warned. A guess: a tenth, less than the band of any model."""
+
+
 def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = None) -> Placement:
     """The plan at the whole numbers of `x`, its flows those that keep the devices least busy."""
     fix = {j: float(round(x[j])) for j in p.integers()}
@@ -38,6 +42,10 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
         Objective.MAX_THROUGHPUT_PER_DOLLAR: rate / cost if cost > 0 else 0.0,
     }[p.problem.objective]
     gap = abs(bound - value) / max(abs(bound), 1e-300)
+    warning = (
+        f"warning: the search ended {gap:.0%} short of the bound: a much better plan may exist; solve a smaller "
+        "problem (placement.tensor_parallel, fewer pools) or give placement.train.devices"
+    )
     used = [u for u, column in enumerate(p.units) if x[column] > 0.5]
     models = [p.tableau.instances[u] for u in used]
     return Placement(
@@ -52,7 +60,17 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
         rewards=tuple(_rewards(p, x)),
         prices=prices,
         binds=binding.words(p, best, x),
-        notes=tuple(dict.fromkeys([*p.tableau.notes, *(n for m in models for n in m.notes), *p.notes, *_assumed(p)])),
+        notes=tuple(
+            dict.fromkeys(
+                [
+                    *([warning] if gap > WIDE_GAP else []),
+                    *p.tableau.notes,
+                    *(n for m in models for n in m.notes),
+                    *p.notes,
+                    *_assumed(p),
+                ]
+            )
+        ),
         band=max((m.band for m in models), default=0.0),
         first=first if first is None or first.rate > rate else FirstStage(rate, cost),
     )

@@ -207,12 +207,14 @@ class RooflinePerformance:
     `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration
     of another GPU, the nearest first, and without any uses the priors of its generation; notes and band say so.
     `reserve_gb` of each device is kept free for activations. `kv_capacity_bytes` by device name: what an instance is
-    configured with there, where that is not "all that is left".
+    configured with there, where that is not "all that is left". `weight_only`: a device without a figure for
+    `precision` computes in bf16 on weights that are read at their size (W8A16, W4A16).
     """
 
     shape: RooflineShape
     constants: Mapping[str, Constants | Calibration] = field(default_factory=dict)
     precision: Precision = "bf16"
+    weight_only: bool = False
     reserve_gb: float = 0.0
     kv_capacity_bytes: Mapping[str, float] = field(default_factory=dict)
 
@@ -224,14 +226,21 @@ class RooflinePerformance:
     def instance(self, device: Device, tp: int) -> Roofline | str:
         """The instance on `tp` devices of a type, or why there can be none."""
         constants, band, notes = self._choose(device)
+        precision = self._precision(device)
+        if precision != self.precision:
+            notes += (f"{device.name}: no {self.precision} arithmetic: quantized weights are computed with in bf16",)
         configured = self.kv_capacity_bytes.get(device.name)
-        reason = unfit(self.shape, device, tp, constants, self.precision, needs_memory=configured is None)
+        reason = unfit(self.shape, device, tp, constants, precision, needs_memory=configured is None)
         if reason is not None:
             return reason
         return Roofline(
             self.shape, device, tp, constants,
-            precision=self.precision, band=band, notes=notes, reserve_gb=self.reserve_gb, kv_capacity_bytes=configured,
+            precision=precision, band=band, notes=notes, reserve_gb=self.reserve_gb, kv_capacity_bytes=configured,
         )  # fmt: skip
+
+    def _precision(self, device: Device) -> Precision:
+        """What the device computes in."""
+        return "bf16" if self.weight_only and _tflops(device, self.precision) is None else self.precision
 
     def _choose(self, device: Device) -> tuple[Constants, float, tuple[str, ...]]:
         """Constants for a device, their band, and notes in words where they come from elsewhere."""
@@ -278,8 +287,9 @@ class RooflinePerformance:
                 away.append(("same generation", "another device of the same generation"))
             else:
                 away.append(("other generation", f"generation '{device.generation or '?'}' is another"))
-        if found.precision != self.precision:
-            away.append(("other precision", f"calibrated in {found.precision}, asked in {self.precision}"))
+        if found.precision != self._precision(device):
+            asked = self._precision(device)
+            away.append(("other precision", f"calibrated in {found.precision}, asked in {asked}"))
         if found.model != self.shape.name:
             away.append(("other model", f"calibrated with {found.model or '?'}, asked for {self.shape.name or '?'}"))
         if not away:

@@ -115,8 +115,8 @@ class DomainProfile:
             raise ValueError(f"domain {self.name}: output_tokens is {self.output_tokens.mean} (rule: at least 1)")
         if self.prompt.mean <= 0:
             raise ValueError(f"domain {self.name}: first_tokens is {self.prompt.mean} (rule: above 0)")
-        if not (math.isfinite(self.weight) and self.weight > 0):
-            raise ValueError(f"domain {self.name}: weight is {self.weight} (rule: a finite number above 0)")
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"domain {self.name}: weight is {self.weight} (rule: a finite number, at least 0)")
         if not 0 <= self.shared_prefix < 1:
             raise ValueError(f"domain {self.name}: shared_prefix is {self.shared_prefix} (rule: in [0, 1))")
 

@@ -121,12 +121,17 @@ class PlacementSpec(Entry):
         description="Share of the best rate that a plan of `max_throughput` may give up to cost less; the "
         "plan shows both.",
     )
+    arithmetic: Literal["auto", "bf16", "fp8"] = Field(
+        default="auto",
+        description="What engines are planned to compute in. auto: fp8 where weights have 1 byte and the device states "
+        "tflops_fp8, else bf16, also with quantized weights (W8A16, W4A16).",
+    )
     weight_bytes: float | None = Field(
         default=None,
         ge=0.01,
         le=100,
-        description="Bytes per parameter when serving: 2 bf16, 1 fp8. 4 for `engines.dtype: float32`, else 2, if not "
-        "given.",
+        description="Bytes per parameter when serving: 2 bf16, 1 fp8, 0.5 int4. 4 for `engines.dtype: float32`, else "
+        "2, if not given.",
     )
     kv_bytes: float | None = Field(
         default=None, ge=0.01, le=100, description="Bytes per element of the KV cache; likewise if not given."

@@ -262,11 +262,13 @@ def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
 
 def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: Shape) -> RooflinePerformance:
     """An engine on a CPU keeps KV for its slots, however much memory its host has."""
+    asked = run.placement.arithmetic
     slots = cluster.engines.max_slots * shape.kv_bytes(float(run.model.context))
     return RooflinePerformance(
         shape,
         load_calibrations(cluster),
-        precision="fp8" if shape.weight_bytes_per_parameter <= 1 else "bf16",
+        precision="fp8" if asked == "fp8" or (asked == "auto" and shape.weight_bytes_per_parameter == 1) else "bf16",
+        weight_only=asked == "auto",
         kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
     )
 

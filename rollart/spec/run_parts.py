@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rollart.entry import Entry, ImportPath, Name
 from rollart.learning import AdvantageSpec, ImitationSpec, LossWeight
@@ -151,6 +151,13 @@ class DomainSpec(Entry):
     profile: ProfileSpec | None = Field(
         default=None, description="Its work, for the placer; measured or assumed from the bounds if not given."
     )
+
+    @field_validator("weight", mode="before")
+    @classmethod
+    def _some_weight(cls, value: object) -> object:
+        if isinstance(value, int | float) and value == 0:
+            raise ValueError("above 0: every domain has a group of each batch at least; leave the domain out instead")
+        return value
 
 
 class FunctionEntry(Entry):

@@ -251,3 +251,51 @@ class TestTraining:
         found = self.planned(rollart, H100.replace("count: 8", "count: 256"), *small)["tables"]
         (row,) = found["training"]
         assert row["devices"] <= row["most_useful"] == 128 * 4500 // 16_384
+
+
+@pytest.mark.slow
+class TestWarnings:
+    """Slow: each solves mixed-integer programs."""
+
+    def test_a_plan_far_from_its_bound_says_so(self, rollart: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+        Path("r.yaml").write_text(RUN)
+        Path("c.yaml").write_text(CLUSTER)
+        monkeypatch.setattr("placement.result.WIDE_GAP", -1.0)
+        done = rollart("plan", "r.yaml", "--cluster", "c.yaml", "--fast")
+        assert "warning: the search ended 0% short of the bound" in " ".join(done.out.split())
+        monkeypatch.undo()
+        assert "warning" not in rollart("plan", "r.yaml", "--cluster", "c.yaml", "--fast").out
+
+    @pytest.mark.parametrize("size", ["0.5", "1"])
+    def test_quantized_weights_run_where_there_is_no_fp8(self, rollart: Call, size: str) -> None:
+        Path("r.yaml").write_text(RUN)
+        Path("c.yaml").write_text("name: a\npools: [{name: a, device: A100, count: 8, devices_per_host: 8}]\n")
+        done = rollart("plan", "r.yaml", "--cluster", "c.yaml", "--fast", f"placement.weight_bytes={size}")
+        assert done.code == 0, done.err
+        assert ("no fp8 arithmetic" in done.out) == (size == "1")
+        fp8 = rollart(
+            "plan",
+            "r.yaml",
+            "--cluster",
+            "c.yaml",
+            "--fast",
+            f"placement.weight_bytes={size}",
+            "placement.arithmetic=fp8",
+        )
+        assert fp8.code == 2
+        assert "no fp8 figure for A100" in fp8.err
+
+    def test_a_budget_far_too_small_is_named(self, rollart: Call) -> None:
+        Path("r.yaml").write_text(RUN)
+        Path("c.yaml").write_text(CLUSTER.replace("H800, count: 8", "H800, count: 96"))
+        done = rollart("plan", "r.yaml", "--cluster", "c.yaml", "--fast", "placement.budget_usd_per_hour=0.01")
+        assert done.code == 2
+        assert "/h, the budget is $0.01/h" in done.err
+
+
+def test_a_domain_without_weight_is_refused_for_a_reason(rollart: Call) -> None:
+    Path("r.yaml").write_text(RUN)
+    Path("c.yaml").write_text(CLUSTER)
+    done = rollart("plan", "r.yaml", "--cluster", "c.yaml", "domains.chat.weight=0")
+    assert done.code == 2
+    assert "every domain has a group of each batch at least; leave the domain out" in done.err

@@ -332,3 +332,10 @@ def test_paths_need_a_link_that_somebody_states() -> None:
 def test_scipy_is_loaded_only_to_solve() -> None:
     code = "import sys, placement.solve; sys.exit(any(m.split('.')[0] == 'scipy' for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_domain_of_no_weight_changes_nothing() -> None:
+    with_it = problem(domains=(MATH, dataclasses.replace(AGENT, weight=0.0)), affinity={AGENT.name: ("a",)})
+    assert plan(with_it).rate == plan(problem(domains=(MATH,))).rate
+    with pytest.raises(ValueError, match="at least one has a share"):
+        problem(domains=(dataclasses.replace(MATH, weight=0.0),))
