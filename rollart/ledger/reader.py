@@ -224,6 +224,12 @@ class Reader:
         rows = self._query("SELECT value FROM meta WHERE key = 'config'")
         return dict(json.loads(rows[0][0])) if rows else {}
 
+    def configs(self) -> list[dict[str, Any]]:
+        """All that lives of the run were started with, the last one last; equal ones that follow each other once."""
+        rows = self._query("SELECT value FROM meta WHERE key LIKE 'config.%' ORDER BY CAST(substr(key, 8) AS INTEGER)")
+        now = self.config()
+        return [*(json.loads(row[0]) for row in rows), *([now] if now else [])]
+
     def facts(self) -> RunFacts:
         (row,) = self._query(
             f"""SELECT max((SELECT coalesce(max(t1), 0) FROM intervals), (SELECT coalesce(max(t), 0) FROM events)),
