@@ -111,6 +111,11 @@ class InvocationSum:
     cause: str = "call"
     cold_billed_s: float = 0.0
     """What of `billed_s` was start-up."""
+    estimated: int = 0
+    """Calls that the provider sent no bill of: most were never answered, and count as the time until they were given
+    up."""
+    estimated_s: float = 0.0
+    """Their part of `billed_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +328,9 @@ class Reader:
             InvocationSum(*row)
             for row in self._query(
                 """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
-                sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s)
+                sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s),
+                sum(provider_id = '' AND provider <> 'local'),
+                sum(CASE WHEN provider_id = '' AND provider <> 'local' THEN billed_s ELSE 0 END)
                 FROM invocations GROUP BY function, provider, memory_mb, status, cause
                 ORDER BY function, provider, status, cause"""
             )
