@@ -14,10 +14,11 @@ from placement.solve import solve
 from placement.training import layout, mfu
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import Held
-from rollart.compose.window import publish_paths, sustained
+from rollart.compose.window import in_time, publish_paths, sustained
 from rollart.report.rows import Cell, Column, Report, Table
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
+from rollart.spec.run import MAX_STALENESS
 
 __all__ = ["compared", "described"]
 
@@ -43,7 +44,7 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         if problem is not None:
             tables += _training(problem, found)
             notes += _trainer_options(resolved, problem, found)
-        notes += _out_of_reach(held, found) + _guessed(resolved)
+        notes += _out_of_reach(held, found) + _guessed(resolved) + _tail(resolved)
         if problem is not None:
             others = () if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
@@ -108,6 +109,18 @@ def _publishing(resolved: Resolved) -> Iterator[Table]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _tail(resolved: Resolved) -> list[str]:
+    """Which staleness bound the lengths of each domain ask for."""
+    bound, notes = resolved.run.staleness, []
+    for one in in_time(resolved):
+        asked = str(one.staleness) if one.staleness <= MAX_STALENESS else f"no bound up to {MAX_STALENESS}"
+        left = "" if one.staleness <= bound else " (paced waits for the others, rollart drops them)"
+        notes.append(
+            f"staleness: at this rate {asked} keeps 99 % of {one.domain}'s groups, {bound} keeps {one.share:.0%}{left}"
+        )
+    return notes
 
 
 def _guessed(resolved: Resolved) -> list[str]:

@@ -56,7 +56,7 @@ from rollart.spec.other_schedule import under
 from rollart.spec.planning import publishing_of
 from rollart.spec.resolve import NO_PREDICTION, Resolved
 
-__all__ = ["Replay", "Simulated", "simulate"]
+__all__ = ["Replay", "Simulated", "simulate", "workload"]
 
 
 AT_ONCE_GB_PER_S = 1e9
@@ -365,7 +365,7 @@ def _domain(
     spec = resolved.run.domains[number]
     solved = None if spec.profile is None else spec.profile.solved
     world = World(
-        _workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved, hosts=trouble.hosts,
+        workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved, hosts=trouble.hosts,
         faults=trouble.resets,
     )  # fmt: skip
     if hosts is not None:
@@ -380,7 +380,7 @@ def _domain(
     )
 
 
-def _workload(resolved: Resolved, name: str, seed: int, replay: Replay | None) -> Workload:
+def workload(resolved: Resolved, name: str, seed: int, replay: Replay | None) -> Workload:
     if replay is not None:
         return Replayed(replay.recording.scripts[name], seed=seed, resample=replay.resample)
     assert resolved.problem is not None

@@ -327,6 +327,7 @@ def control_settings(
             vocab=vocab,
         ),
         train_s=leases.train_s,
+        pace_s=leases.pace_s,
         publish_s=leases.publish_s,
         overlap=run.weights.overlap,
         updates=update_policy(resolved),

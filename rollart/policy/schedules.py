@@ -1,4 +1,4 @@
-"""The published schedules as values: which of a few independent switches each of them sets.
+"""The published schedules, and `paced`, as values: which of a few independent switches each of them sets.
 
 A schedule says when rollout, reward, training and weight updates may overlap, and what keeps samples fresh. The runtime
 follows the switches; nothing anywhere asks for a schedule by its name. Sources: RollArt §4, §7.2 (sync, sync_plus,
@@ -103,6 +103,8 @@ class Schedule:
     admission: Admission
     in_flight: InFlight
     consumption: Consumption
+    paced: bool = False
+    """Batches wait for groups at their bound, and a prompt that cannot end in time starts at the next publish."""
 
     def __post_init__(self) -> None:
         StalenessBound(self.alpha)
@@ -124,6 +126,10 @@ class Schedule:
             (
                 (self.consumption is Consumption.OLDEST_BATCH) != (self.admission is not Admission.WINDOW),
                 "what is admitted in batches is consumed in batches",
+            ),
+            (
+                self.paced and not self.aborts_stale,
+                "only a window of groups whose bound is judged at every turn can be paced",
             ),
             (
                 self.turns is Turns.LOCKSTEP and self.admission is not Admission.ONE_BATCH,
@@ -193,6 +199,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     },
     "areal": _WINDOW | {"judged": Judged.AT_START},
     "rollart": _WINDOW | {"judged": Judged.EVERY_TURN},
+    "paced": _WINDOW | {"judged": Judged.EVERY_TURN, "paced": True},
     "roll_flash": _WINDOW | {"judged": Judged.AT_BATCH, "in_flight": InFlight.TURN_REDONE},
 }  # fmt: skip
 
@@ -217,7 +224,7 @@ def resolve(name: str, staleness: int | None = None) -> Schedule:
         if staleness not in (None, FIXED_LAG[name]):
             raise ValueError(
                 f"staleness is {staleness}, but schedule '{name}' always has {FIXED_LAG[name]}: leave it out, or "
-                f"choose areal, rollart or roll_flash"
+                f"choose areal, rollart, paced or roll_flash"
             )
         return SCHEDULES[name](FIXED_LAG[name])
     alpha = 1 if staleness is None else staleness

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.redundancy import Redundancy
@@ -12,6 +12,7 @@ from rollart.policy.schedules import Schedule
 from rollart.policy.tailbatch import TailSettings
 from rollart.ports import Recorder, RunEvent
 from rollart.runtime.domain import Domain, training_seed
+from rollart.runtime.pacing import StartPace
 from rollart.runtime.redundant import Redundant
 from rollart.runtime.rounds import Launch, Prompt, Rounds
 from rollart.runtime.sharing import Shares
@@ -39,6 +40,7 @@ class Admitting:
         additional: Mapping[str, int],
         tail: TailSettings | None,
         shares: Shares | None = None,
+        pace: StartPace | None = None,
     ) -> None:
         self._domains = {d.name: d for d in domains}
         self._rules = rules
@@ -48,6 +50,7 @@ class Admitting:
         quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
         self._window = AdmissionWindow(quotas, rules.alpha if rules.windowed else 0)
         self._shares = shares
+        self._pace = pace if shares is None else None
         self.slots = SlotLedger()
         self.redundant = Redundant(domains, redundancy, additional)
         self.rounds = None if tail is None else Rounds(self._domains, tail, self.draw)
@@ -59,22 +62,39 @@ class Admitting:
         """Take slots for every group that may start now."""
         if self.rounds is not None:
             return self._next_round(self.rounds)
-        fresh = []
-        while (name := self._next_domain()) is not None:
+        fresh: list[Launch] = []
+        deferring: set[str] = set()
+        while (name := self._next_domain(deferring)) is not None:
             domain = self._domains[name]
+            if self._defers(domain):
+                deferring.add(name)
+                continue
             (prompt,) = self.draw(domain, 1)
             self.slots.admit(prompt.group, name, domain.group_size)
             fresh.append(Launch(prompt, self.members(domain)))
         return fresh
 
-    def _next_domain(self) -> str | None:
+    def _defers(self, domain: Domain) -> bool:
+        """Whether the domain's next prompt waits for the next publish. It must be sure to come: a batch is in training,
+        or every domain has a batch under way."""
+        if self._pace is None:
+            return False
+        outstanding = self.slots.outstanding
+        if not self._pace.training and any(outstanding[d.name] < d.quota for d in self._domains.values()):
+            return False
+        (prompt,) = self.next(domain, 1)
+        now = asyncio.get_running_loop().time()
+        return not self._pace.starts(prompt.group, str(prompt.seed), domain.name, now)
+
+    def _next_domain(self, deferring: Collection[str] = ()) -> str | None:
         batches = not self._rules.windowed
         if self._shares is not None:
             full = batches and self._shares.quotas(self._shares.ready) is not None
             extra = {} if full else self.redundant.slots({}, self._domains, batches=False)
             return self._shares.next_domain(self.slots.outstanding, extra)
         extra = self.redundant.slots(self.slots.ready, self._domains, batches=batches)
-        return self._window.next_domain(self.slots.ahead, self.remaining(extra), extra)
+        left = {name: 0 if name in deferring else count for name, count in self.remaining(extra).items()}
+        return self._window.next_domain(self.slots.ahead, left, extra)
 
     def members(self, domain: Domain) -> int:
         """Members that a group of the domain starts with."""

@@ -121,11 +121,11 @@ class Attempts:
             self._charge(live, str(AbortReason.REDUNDANT), sample)
             self._cancellations.cancelled(run, live, sample)
             return
-        run.writing += 1
+        run.writing[member] = sample.v0
         try:
             await self._journal.finish(sample)
         finally:
-            run.writing -= 1
+            del run.writing[member]
         self._settle(run, member, sample, live)
 
     def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from rollart.errors import RunFailed
 from rollart.model import Group, GroupId, TrainSample
 from rollart.policy.batching import ReadyGroup, select_batch
+from rollart.policy.pacing import Member, lacking, last_chance, may_join
 from rollart.policy.samplers import Deadline, Fifo
 from rollart.policy.staleness import StalenessBound
 from rollart.policy.table import Pick, Ready, Row, Sampler, SampleTable, Selection
+from rollart.runtime.pacing import BatchPace
 from rollart.runtime.sharing import Shares
 
 __all__ = ["COLUMNS", "Column", "Due", "SampleBuffer"]
@@ -77,6 +79,7 @@ class SampleBuffer:
         bound: StalenessBound,
         enforced: bool = True,
         on_excess: Callable[[int, Sequence[Group]], None] = lambda *_: None,
+        pace: BatchPace | None = None,
         token_budget: int | None = None,
         due: Due | None = None,
         measure: Callable[[Sequence[int]], int] = len,
@@ -84,9 +87,9 @@ class SampleBuffer:
         columns: Sequence[Column] = (),
     ) -> None:
         """`enforced`: groups past `bound` are never trained; otherwise they are, and `on_excess` gets the version and
-        the groups of each such batch. `measure`: how many tokens ids stand for, which the budget is in. `shares`: say
-        what a batch takes of each domain, instead of the quotas. `columns` are filled by tasks of their own; training
-        reads them all."""
+        the groups of each such batch. `pace`: batches wait for groups at their bound. `measure`: how many tokens ids
+        stand for, which the budget is in. `shares`: say what a batch takes of each domain, instead of the quotas.
+        `columns` are filled by tasks of their own; training reads them all."""
         self._measure = measure
         self._due = due
         every = (*COLUMNS, *columns)
@@ -102,6 +105,7 @@ class SampleBuffer:
         self._bound = bound if enforced else StalenessBound(NEVER)
         """The bound that selection keeps."""
         self._on_excess = on_excess
+        self.pace = pace
         self._token_budget = token_budget
         self._groups: dict[str, Group] = {}
         self._ready: dict[str, ReadyGroup] = {}
@@ -143,7 +147,8 @@ class SampleBuffer:
             changed.set()
 
     def withdraw(self, group_id: GroupId) -> None:
-        """A group was given up, complete or not: nothing of it is filled any more."""
+        """A group was given up, complete or not: nothing of it is filled any more, and no batch waits for it."""
+        self._changed.set()
         for row in self.table.drop(group_id) if self._columns else ():
             self._filled.pop(row, None)
 
@@ -176,8 +181,8 @@ class SampleBuffer:
         """Groups that no batch may take any more."""
         return [self._groups[r.id] for r in self._ready.values() if self._bound.stale(r.v0, version)]
 
-    def published(self) -> None:
-        """The version advanced: what can be taken may have changed."""
+    def changed(self) -> None:
+        """The version advanced, or an attempt of a group started over: what can be taken may have changed."""
         self._changed.set()
 
     async def take(self, version: int) -> tuple[Group, ...]:
@@ -185,14 +190,21 @@ class SampleBuffer:
         due = None if self._due is None else asyncio.get_running_loop().time() + self._due.seconds
         late = False
         while True:
+            held_back: list[Member] = []
             if self._due is not None:
-                chosen = self._take(version, lambda ready, late=late: self._by_deadline(ready, version, late))  # type: ignore[misc]
+                by_deadline: Sampler = lambda ready, late=late: self._by_deadline(ready, version, late)  # type: ignore[misc]  # noqa: E731
+                chosen = self._take(version, self._paced(version, by_deadline, held_back))
+            elif self._may_suffice():
+                chosen = self._take(version, self._paced(version, self._of(self._select(version)), held_back))
             else:
-                chosen = self._take(version, self._of(self._select(version))) if self._may_suffice() else ()
+                chosen = ()
             if chosen:
                 self._taken(chosen)
                 return chosen
             self._changed.clear()
+            if held_back:
+                await self._hold(version, lambda: not self._lacking(version))
+                continue
             try:
                 async with asyncio.timeout_at(None if late else due):
                     await self._changed.wait()
@@ -204,23 +216,36 @@ class SampleBuffer:
         one; none once it is whole.
 
         A batch that grows takes what is finished first, where `take` takes what is oldest; within what is there it is
-        the same order. Staleness is judged here, once: the version does not change before the batch is trained. With a
-        token budget or a deadline, which are matters of the whole batch, it comes in one piece.
+        the same order, and a paced batch keeps room for the groups that it waits for. Staleness is judged here, once:
+        the version does not change before the batch is trained. With a token budget or a deadline, which are matters of
+        the whole batch, it comes in one piece; so it does where shares of domains are paced.
         """
-        if self._token_budget is not None or self._due is not None:
+        if (
+            self._token_budget is not None
+            or self._due is not None
+            or (self.pace is not None and self._shares is not None)
+        ):
             return () if taken else await self.take(version)
         if self._shares is not None:
             return await self._grow_fairly(self._shares, version, taken)
         room = dict(self._quotas)
         for group in taken:
             room[group.domain] -= len(group.samples)
-        while any(room.values()):
-            chosen = self._fitting(version, room)
+        while True:
+            chosen = self._fitting(version, room, taken)
+            if not chosen and not any(left > 0 for left in room.values()) and not self._lacking(version, taken):
+                return ()
             if chosen:
                 return self._take(version, self._of(chosen))
             self._changed.clear()
-            await self._changed.wait()
-        return ()
+            if self._lacking(version, taken) and (self._fresh_groups(version) or not any(r > 0 for r in room.values())):
+                await self._hold(
+                    version,
+                    lambda: not self._lacking(version, taken) or bool(self._fitting(version, room, taken)),
+                    taken,
+                )
+            else:
+                await self._changed.wait()
 
     def refused(self, groups: Sequence[Group]) -> None:
         """The trainer will not train these. If they are the last batch, that was none; if they are a part of one that
@@ -273,15 +298,90 @@ class SampleBuffer:
                 found[ready.domain] += ready.samples
         return found
 
-    def _fitting(self, version: int, room: Mapping[str, int]) -> list[ReadyGroup]:
+    def _fresh_groups(self, version: int) -> list[ReadyGroup]:
+        """Groups that a batch may take."""
+        return [r for r in self._whole() if not self._bound.stale(r.v0, version)]
+
+    def _fitting(self, version: int, room: Mapping[str, int], taken: Sequence[Group] = ()) -> list[ReadyGroup]:
         left = dict(room)
-        fresh = [r for r in self._whole() if left[r.domain] and not self._bound.stale(r.v0, version)]
-        chosen = []
-        for ready in sorted(fresh, key=lambda r: (r.v0, r.order)):
-            if ready.samples <= left[ready.domain]:
-                left[ready.domain] -= ready.samples
+        pace = None if self._shares is not None else self.pace
+        if pace is not None and pace.given_up == version:
+            pace = None
+        batch: dict[str, list[Member]] = {name: [] for name in left}
+        for group in taken:
+            batch[group.domain].append(_member(group))
+        others = {name: self._members(name, version) for name in left} if pace is not None else {}
+        chosen: list[ReadyGroup] = []
+        for ready in sorted(self._fresh_groups(version), key=lambda r: (r.v0, r.order)):
+            name, member = ready.domain, Member(ready.id, ready.v0, ready.samples)
+            if pace is None:
+                joins = ready.samples <= left[name]
+            else:
+                others[name].remove(member)
+                joins = may_join(
+                    member, batch[name], others[name], quota=self._quotas[name], version=version, alpha=pace.alpha
+                )
+            if joins:
+                left[name] -= ready.samples
+                batch[name].append(member)
                 chosen.append(ready)
+            elif pace is not None:
+                others[name].append(member)
         return chosen
+
+    def _members(self, domain: str, version: int) -> list[Member]:
+        """Groups of a domain that a batch for `version` may hold, complete or not."""
+        assert self.pace is not None
+        ready = [Member(r.id, r.v0, r.samples) for r in self._ready.values() if r.domain == domain]
+        unfinished = [u.at(version) for u in self.pace.unfinished() if u.domain == domain]
+        return [m for m in (*ready, *unfinished) if not self._bound.stale(m.v0, version)]
+
+    def _lacking(self, version: int, taken: Sequence[Group] = ()) -> list[Member]:
+        """Groups that the batch for `version`, of which `taken` are there, waits for."""
+        if self.pace is None or self.pace.given_up == version:
+            return []
+        whole = {r.id for r in self._whole()}
+        found: list[Member] = []
+        for name, quota in self._quotas.items():
+            members = self._members(name, version)
+            ready = [m for m in members if m.id in whole] + [_member(g) for g in taken if g.domain == name]
+            unfinished = [m for m in members if m.id not in whole]
+            found += lacking(ready, unfinished, quota=quota, version=version, alpha=self.pace.alpha)
+        return found
+
+    async def _hold(self, version: int, released: Callable[[], bool], taken: Sequence[Group] = ()) -> None:
+        """Wait until the batch is `released`, or the lease of the wait expires."""
+        assert self.pace is not None
+
+        async def wait() -> None:
+            while not released():
+                self._changed.clear()
+                await self._changed.wait()
+
+        await self.pace.hold(version, self._lacking(version, taken), wait())
+
+    def _paced(self, version: int, sampler: Sampler, held_back: list[Member]) -> Sampler:
+        """The sampler's batch, with every group whose last chance it is, once it lacks none; until then `held_back` has
+        the groups that it lacks."""
+        pace = self.pace
+        if pace is None:
+            return sampler
+
+        def paced(ready: Ready) -> Selection | None:
+            chosen = sampler(ready)
+            if chosen is None:
+                return None
+            if lacks := self._lacking(version):
+                held_back.extend(lacks)
+                return None
+            if self._shares is not None:
+                return chosen
+            taken = {pick.row.group for pick in chosen.batches[0]}
+            fresh = {r.id for r in self._fresh_groups(version) if last_chance(r.v0, version, pace.alpha)}
+            last = [Pick(row, row.tokens) for row in ready.rows.values() if row.group in fresh - taken]
+            return Selection((chosen.batches[0] + tuple(last),), chosen.consumed + tuple(p.row.id for p in last))
+
+        return paced
 
     def _take(self, version: int, sampler: Sampler) -> tuple[Group, ...]:
         """Remove the groups that the sampler chooses for training from `version`, in its order; none if it waits.
@@ -365,6 +465,10 @@ class SampleBuffer:
         if self._shares is not None:
             return self._shares.quotas(self._held) is not None
         return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
+
+
+def _member(group: Group) -> Member:
+    return Member(group.id, group.v0, len(group.samples))
 
 
 def _weighted(group: Group, weights: Mapping[str, float]) -> Group:

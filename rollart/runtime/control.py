@@ -27,6 +27,7 @@ from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
 from rollart.runtime.lending import Lender, LendingSettings
 from rollart.runtime.nodes import Nodes
+from rollart.runtime.pacing import BatchPace
 from rollart.runtime.prefetch import Prefetcher
 from rollart.runtime.publish import Publisher
 from rollart.runtime.rebalance import Rebalancer, RebalanceSettings
@@ -61,6 +62,8 @@ class ControlSettings:
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
     publish_s: float = 120.0
+    pace_s: float = 1800.0
+    """Longest wait of a batch for groups at their bound, under a paced schedule."""
     overlap: bool = False
     """Publish a version beside the next training step, where the schedule lets that begin before it is current."""
     updates: UpdatePolicy | None = None
@@ -140,7 +143,7 @@ class ControlPlane:
         self.resharder = self._resharding(runner, leases, recorder)
         self.lender = self._lending(recorder, trainer_clock)
         shares = _shares(domains, recorder, settings.schedule)
-        buffer = _buffer(domains, recorder, settings, shares)
+        buffer = _buffer(domains, leases, recorder, settings, shares)
         self.scheduler = Scheduler(
             domains, runner, Rewarding(rewarder, leases, reward_s=settings.waits.reward_s), buffer, journal, recorder,
             settings=settings.schedule, prefetch=prefetch, shares=shares, together=together,
@@ -285,7 +288,7 @@ def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSe
 
 
 def _buffer(
-    domains: Sequence[Domain], recorder: Recorder, settings: ControlSettings, shares: Shares | None
+    domains: Sequence[Domain], leases: Leases, recorder: Recorder, settings: ControlSettings, shares: Shares | None
 ) -> SampleBuffer:
     rules = settings.schedule.rules
     quotas = {d.name: d.quota for d in domains}
@@ -300,6 +303,7 @@ def _buffer(
         quotas,
         bound=rules.bound,
         enforced=rules.drops_stale,
+        pace=BatchPace(leases, recorder, rules.alpha, settings.pace_s) if rules.paced else None,
         on_excess=excess,
         token_budget=settings.token_budget,
         due=settings.due,

@@ -15,6 +15,7 @@ from rollart.policy.redundancy import Trajectory as Ended
 from rollart.policy.schedules import Judged
 from rollart.policy.staleness import StalenessBound
 from rollart.runtime.domain import Domain
+from rollart.runtime.pacing import Unfinished
 from rollart.runtime.trajectory import Live
 
 __all__ = ["GroupRun", "GroupTable", "Rolling"]
@@ -37,7 +38,10 @@ class GroupRun:
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     trying: set[int] = field(default_factory=set)
     """Members that may still bring a sample."""
-    writing: int = 0
+    writing: dict[int, int] = field(default_factory=dict)
+    """v0 of the members whose samples are being written."""
+    opened: float = 0.0
+    """Loop seconds at which it got its slots."""
     seniority: int = 0
     """Lower, if it was opened before."""
     ended: AbortReason | None = None
@@ -48,7 +52,14 @@ class GroupRun:
     @property
     def enough(self) -> bool:
         """Whether its samples are there or being written."""
-        return len(self.samples) + self.writing >= self.state.size
+        return len(self.samples) + len(self.writing) >= self.state.size
+
+    @property
+    def v0(self) -> int | None:
+        """The oldest version that any of its members began under; None while nothing is sampled."""
+        live = (member.begun for member in self.live.values())
+        begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in live if v0 is not None)]
+        return min(begun, default=None)
 
     def wish(self, member: int) -> Wish:
         """Its claim to a place on an environment host: a spare one's, if those before it suffice."""
@@ -125,7 +136,8 @@ class Rolling:
 class GroupTable:
     """Owns the incomplete groups. Everything here is synchronous: decisions take effect between two awaits.
 
-    `on_drop` is told of each dropped group, `on_complete` of each complete one, `on_sample` before of each sample.
+    `on_drop` is told of each dropped group, `on_complete` of each complete one, `on_sample` before of each sample,
+    `on_retry` of each attempt that starts over.
     """
 
     def __init__(
@@ -136,12 +148,14 @@ class GroupTable:
         on_complete: Callable[[GroupRun], None],
         on_drop: Callable[[GroupRun, AbortReason, str], None],
         on_sample: Callable[[GroupRun, TrainSample], None] = lambda *_: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         self._bound = bound
         self._max_attempts = max_attempts
         self._on_complete = on_complete
         self._on_drop = on_drop
         self._on_sample = on_sample
+        self._on_retry = on_retry
         self._opened = 0
         self._runs: dict[str, GroupRun] = {}
         self._leftover: dict[str, GroupRun] = {}
@@ -173,6 +187,7 @@ class GroupTable:
             run.trying.discard(member)
             return False
         if run.state.fail(reason) is GroupDecision.RETRY:
+            self._on_retry()
             return True
         self.drop(run, reason, detail, besides=member)
         return False
@@ -189,6 +204,10 @@ class GroupTable:
     def under_way(self, domain: str) -> list[GroupRun]:
         """Incomplete groups of a domain, oldest first."""
         return [run for run in self._runs.values() if run.domain.name == domain]
+
+    def unfinished(self) -> list[Unfinished]:
+        """The incomplete groups."""
+        return [Unfinished(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self._runs.values()]
 
     def get(self, group_id: str) -> GroupRun | None:
         """The incomplete group of that id."""

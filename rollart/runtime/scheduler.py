@@ -23,6 +23,7 @@ from rollart.runtime.domain import Domain
 from rollart.runtime.faults import WINDOW, FaultMeter
 from rollart.runtime.filtering import GroupFilter, additional_prompts
 from rollart.runtime.groups import GroupRun, GroupTable
+from rollart.runtime.pacing import StartPace
 from rollart.runtime.prefetch import Prefetcher, PrefetchSettings
 from rollart.runtime.redundant import Cancellations
 from rollart.runtime.rewarding import Rewarding
@@ -91,10 +92,11 @@ class Scheduler:
         self._settings = settings
         self._rules = settings.rules
         self._bound = settings.rules.bound
+        self._pace = StartPace(settings.rules.alpha, recorder) if settings.rules.paced else None
         self._admitting = Admitting(
             domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps,
             redundancy=settings.redundancy, additional=additional_prompts(domains, settings.filter.additional),
-            tail=settings.tail, shares=shares,
+            tail=settings.tail, shares=shares, pace=self._pace,
         )  # fmt: skip
         self._admitting.short = buffer.short
         self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
@@ -106,7 +108,10 @@ class Scheduler:
             on_complete=self._completed,
             on_drop=self._dropped,
             on_sample=lambda run, sample: buffer.offer(sample, run.domain.group_size),
+            on_retry=buffer.changed,
         )
+        if buffer.pace is not None:
+            buffer.pace.unfinished = self._groups.unfinished
         self._freed = asyncio.Event()
         self._prefetch = prefetch
         if prefetch is not None:
@@ -170,9 +175,12 @@ class Scheduler:
             self._slots.release(group.id)
         if self._shares is not None:
             self._shares.published(version, consumed)
+        if self._pace is not None:
+            self._pace.ended(g.id for g in consumed)
+            self._pace.published(asyncio.get_running_loop().time())
         self._groups.published(version, self._rules.judged)
         self._evict(version)
-        self._buffer.published()
+        self._buffer.changed()
         if self._prefetch is not None:
             self._prefetch.published(version)
         self._cancellations.report(version)
@@ -184,6 +192,8 @@ class Scheduler:
         self._buffer.refused(groups)
         if self._shares is not None:
             self._shares.refused(groups)
+        if self._pace is not None:
+            self._pace.ended(g.id for g in groups)
         for group in groups:
             self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
 
@@ -191,6 +201,8 @@ class Scheduler:
         """They are in training: under a schedule of whole batches the next one may start."""
         if self._shares is not None:
             self._shares.told()
+        if self._pace is not None:
+            self._pace.taken((g.id for g in groups), asyncio.get_running_loop().time())
         if self._rules.admission is Admission.NEXT_BATCH:
             for group in groups:
                 self._slots.train(group.id)
@@ -240,7 +252,9 @@ class Scheduler:
         for launch in launches:
             prompt = launch.prompt
             if prompt.group in self._slots.held:
-                opened.append((launch, self._groups.open(prompt.group, prompt.domain, prompt.seed)))
+                run = self._groups.open(prompt.group, prompt.domain, prompt.seed)
+                run.opened = asyncio.get_running_loop().time()
+                opened.append((launch, run))
         for launch, run in opened:
             for sample in launch.samples:
                 member = member_index(sample.id)
@@ -296,6 +310,9 @@ class Scheduler:
 
     def _completed(self, run: GroupRun) -> None:
         """A group has its samples. What is surplus by that ends, in a schedule of whole batches."""
+        if self._pace is not None:
+            seconds = asyncio.get_running_loop().time() - run.opened
+            self._pace.completed(str(run.seed), run.domain.name, seconds)
         if self._filter.leaves_out(run):
             self._release(run.id, AbortReason.FILTERED)
             self._replace(run)

@@ -74,6 +74,7 @@ class SimulatedRun:
     due: Due | None = None
     columns: Sequence[Column] = ()
     overlap: bool = False
+    pace_s: float = 1e9
     updates: UpdatePolicy | None = None
     redundancy: Redundancy = field(default_factory=Redundancy)
     tail: TailSettings | None = None
@@ -177,6 +178,7 @@ class SimulatedRun:
             due=self.due,
             columns=self.columns,
             overlap=self.overlap,
+            pace_s=self.pace_s,
             updates=self.updates,
             waits=self.waits,
             gateway=self.limits,

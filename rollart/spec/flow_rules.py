@@ -57,7 +57,7 @@ def _weights(run: RunSpec) -> Iterable[Problem]:
             yield Problem(
                 place,
                 f"weights.update is {weights.update} under `schedule: {run.schedule}` (rule: all, or a schedule with a "
-                "window of groups: rollart, areal, roll_flash)",
+                "window of groups: paced, rollart, areal, roll_flash)",
             )
         elif run.staleness == 0:
             yield Problem(
@@ -93,7 +93,7 @@ def _sampler(run: RunSpec) -> Iterable[Problem]:
             yield Problem(
                 place,
                 f"batch.sampler is deadline under `schedule: {run.schedule}` (rule: a schedule with a window of "
-                "groups: rollart, areal, roll_flash)",
+                "groups: paced, rollart, areal, roll_flash)",
             )
         if batch.tokens is not None:
             yield Problem(("batch", "tokens"), "batch.tokens is given with sampler 'deadline' (rule: one of them)")

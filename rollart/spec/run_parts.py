@@ -249,6 +249,12 @@ class LeasesSpec(Entry):
     env_step_s: float = Field(default=60.0, gt=0, le=1e6, description="One reset or step of an environment.")
     reward_s: float = Field(default=60.0, gt=0, le=1e6, description="Scoring of one trajectory, retries included.")
     train_s: float = Field(default=600.0, gt=0, le=1e6, description="One training step.")
+    pace_s: float = Field(
+        default=1800.0,
+        gt=0,
+        le=1e6,
+        description="A batch's wait for groups at their staleness bound, under `paced`; then it goes without them.",
+    )
     publish_s: float = Field(
         default=120.0, gt=0, le=1e6, description="Writing a version and loading it into every engine."
     )

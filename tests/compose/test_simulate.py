@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from rollart.cli.main import cli
 from rollart.compose.simulate import shape_of, simulate
 from rollart.compose.simulations import Task, found_in, simulate_all
+from rollart.compose.window import in_time
 from rollart.errors import FaultRateExceeded, RunFailed, SpecError
 from rollart.ledger.reader import Reader
 from rollart.policy.schedules import SCHEDULES
@@ -188,6 +189,15 @@ def test_an_unknown_schedule_is_a_usage_error(tmp_path: Path) -> None:
     from rollart.cli.main import run
 
     assert run(["simulate", "--policies", "sync,laminar"]) == 2
+
+
+def test_the_plan_names_the_staleness_that_long_groups_ask_for(made: Make) -> None:
+    tail = "domains.chat.profile.output_tokens={mean: 200, p50: 20, p90: 500}"
+    (short,) = in_time(made("schedule=paced", "staleness=0"))
+    (long,) = in_time(made("schedule=paced", "staleness=0", tail))
+    assert long.staleness > short.staleness > 0
+    assert long.share < short.share < 0.99
+    assert in_time(made("schedule=sync")) == ()
 
 
 def test_a_token_budget_is_one_of_tokens(made: Make, tmp_path: Path) -> None:

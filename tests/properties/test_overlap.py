@@ -50,7 +50,9 @@ class Watched(SimulatedTrainer):
 
 
 @st.composite
-def overlapping(draw: st.DrawFn, schedules: tuple[str, ...] = ("one_off", "areal", "rollart", "roll_flash")) -> World:
+def overlapping(
+    draw: st.DrawFn, schedules: tuple[str, ...] = ("one_off", "areal", "rollart", "paced", "roll_flash")
+) -> World:
     world = draw(worlds(schedules))
     push = draw(st.sampled_from([0.1, 3.0, 20.0]))
     world.trainer = Watched(world.trainer)
