@@ -26,6 +26,7 @@ from rollart.controller_loop import ControllerLoop, LoopWatch
 from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
 from rollart.ledger.intervals import State
 from rollart.model import WeightsRef
+from rollart.orphans import kill_at_end
 from rollart.policy.lease import Expiry
 from rollart.ports import RunEvent
 from rollart.runtime.crews import CrewKeeper
@@ -37,6 +38,9 @@ from rollart.spec.resolve import Resolved
 __all__ = ["launch"]
 
 Progress = Callable[[RunEvent], None]
+
+ORPHANS_S = 3.0
+"""Seconds that parts have to end by themselves, and to clean up, once the controller is gone."""
 
 
 def launch(
@@ -92,6 +96,7 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
 
 async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    kill_at_end(ORPHANS_S)
     if resolved.base not in sys.path:
         # A spec names the user's environments and functions; they lie beside it.
         sys.path.insert(0, resolved.base)

@@ -40,8 +40,9 @@ _CAUSE_S = 1.0
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """A zygote may have one thread only: a fork copies no other, and locks held by them stay locked."""
 
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""Of the caller's environment, functions see these alone: credentials stay here."""
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "ROLLART_LIFE")
+"""Of the caller's environment, functions see these alone: credentials stay here. The last one marks what a run
+started, so that none of it outlives the run."""
 
 
 class ForkServer:

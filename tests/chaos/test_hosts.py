@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import CLUSTER, Home, events, sound, tiny, wait
+from tests.e2e.harness import CLUSTER, ZYGOTE, Home, events, sound, tiny, wait
 
 pytestmark = pytest.mark.slow  # real processes: about 10 s
 
@@ -56,3 +57,37 @@ def test_the_controller_dies_and_takes_its_hosts_along(home: Home) -> None:
     run.finished()
     sound(home.directory)
     assert [event["subject"] for event in events(home.directory, "host_started")] == ["environment-0"] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tools_that_environments_started_end_with_their_process(home: Home, workers: int) -> None:
+    """Killed, host or controller, and whatever stands still then: nothing that the run started is left."""
+    note = home.path / "tool"
+    spec = tiny(
+        domains__0__environment="tests.e2e.worlds:Tools",
+        domains__0__environment_args={"note": str(note), "turn_s": 0.3},
+    )
+    run = home.launch(spec, cluster={**CLUSTER, "environments": {"workers": workers}})
+
+    def tools() -> list[int]:
+        return [int(path.suffix[1:]) for path in home.path.glob("tool.*")]
+
+    run.until(tools, "a tool runs")
+    if workers:
+        (first,) = tools()
+        run.part(HOST).kill()
+        run.until(lambda: not alive(first), "the tool of the killed host has ended")
+        run.until(lambda: len(tools()) == 2, "the next host has one, too")
+    zygote = run.part(ZYGOTE)
+    zygote.kill(signal.SIGSTOP)
+    run.kill()
+    run.end(60.0)
+    assert not any(map(alive, tools()))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -176,3 +177,20 @@ class Leaves(Once):
 
     async def wrong(self) -> None:
         raise GeneratorExit
+
+
+class Tools(Coin):
+    """Starts a tool in a session of its own, once per process, and leaves its id in `note`."""
+
+    started: ClassVar[bool] = False
+
+    def __init__(self, *, note: str, **more: Any) -> None:
+        super().__init__(**more)
+        self._note = Path(note)
+
+    async def reset(self, seed: int) -> Observation:
+        if not Tools.started:
+            Tools.started = True
+            tool = subprocess.Popen(["sh", "-c", "sleep 3600 & wait"], start_new_session=True)
+            self._note.with_suffix(f".{tool.pid}").touch()
+        return await super().reset(seed)

@@ -25,6 +25,7 @@ from pathlib import Path
 from rollart.adapters.envs.front import Front
 from rollart.adapters.envs.images import hook_of
 from rollart.adapters.envs.seats import forever, makers, on_loop
+from rollart.orphans import kill_at_end
 
 __all__ = ["TOKEN"]
 
@@ -69,6 +70,7 @@ def main() -> None:
     os.set_inheritable(said, False)
     os.dup2(2, 1)
     faulthandler.enable()  # a crash in C names the environment's line there
+    kill_at_end()  # tools of environments, however the host ends
     sys.path[:0] = options.path
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_main(options, said))
