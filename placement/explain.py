@@ -30,6 +30,9 @@ DEVICES = "devices"
 NO_PREFERENCE = 1.05
 """Device types whose cost of a phase differs by less than this factor are called equal."""
 
+HOST = 8
+"""Devices of a host whose type does not say how many it has."""
+
 NOTHING = 5e-4
 """Relative gains below this are written as nothing: it is what the solver's gap leaves open."""
 
@@ -38,7 +41,7 @@ NOTHING = 5e-4
 class Marginal:
     """What more of something would buy: `gain` relative to the plan's objective (0.02: two per cent better).
 
-    `what` is a pool, "in flight", a link ("a–b"), "publish", "weights.collective" or "affinity"; `amount` is in `unit`:
+    `what` is a pool, "in flight", a link ("a–b"), "publish", "broadcast" or "affinity"; `amount` is in `unit`:
     devices, trajectories, GB/s or seconds.
     `solved`: the problem was solved again with it; otherwise the gain is a dual price times the amount, the worth of a
     small step. That of devices is of the relaxed problem, with fractions of instances: whole ones make more or less.
@@ -111,29 +114,39 @@ def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> 
 def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -> tuple[Marginal, ...]:
     """What more would buy, most valuable first (ties: by name). At the margin: one device of each pool, a tenth more
     trajectories in flight, a tenth more of each link that binds; for the objective of the most throughput only, since
-    dual prices are of the rate. Then, with `resolve`, solved again: as many devices as a pool's widest instance takes,
-    and no affinities where some were given."""
+    dual prices are of the rate (one of 0 is left out for devices that serve: it says nothing of whole instances). Then,
+    with `resolve`, solved again: more devices of each such pool, and no affinities where some were given."""
     found: list[Marginal] = []
     if placement.objective is Objective.MAX_THROUGHPUT and placement.rate > 0:
-        found += [_device(placement, pool) for pool in problem.pools]
+        serving = {pool.name for pool in _computing(problem)}
+        priced = [_device(placement, pool) for pool in problem.pools]
+        found += [m for m in priced if m.gain >= NOTHING or m.what not in serving]
         found += _shares(problem, placement)
         found.sort(key=lambda m: (-m.gain, m.what))
     if not resolve or problem.fixed is not None:
         return tuple(found)
-    worthless = {m.what for m in found if m.gain < NOTHING}
-    again = []
-    for pool in _computing(problem):
-        if pool.name not in worthless:
-            devices = max((d.tp for d in placement.deployments if d.pool == pool.name and _serves(d.role)), default=1)
-            pools = tuple(replace(p, count=p.count + devices) if p is pool else p for p in problem.pools)
-            worth = _resolved(replace(problem, pools=pools), placement)
-            again.append(_marginal(placement, _devices(pool, devices), worth, solved=True))
+    again = [_more_of(problem, placement, pool) for pool in _computing(problem)]
     if problem.affinity:
         worth = _resolved(replace(problem, affinity={}), placement)
         more = _More("affinity", 0, "", "without the affinities given")
         again.append(_marginal(placement, more, worth, solved=True))
     again += _publish(problem, placement)
     return (*found, *sorted(again, key=lambda m: (-m.gain, m.what)))
+
+
+def _more_of(problem: Problem, placement: Placement, pool: Pool) -> Marginal:
+    """The least of one instance's devices, a host's and two hosts' that buys something; where none does, the most.
+
+    A dual price of 0 says nothing about whole instances: training's size is fixed where prices are taken, and one more
+    device may be too few for one more instance."""
+    used = (d.tp for d in placement.deployments if d.pool == pool.name and _serves(d.role))
+    widest, host = max(used, default=1), pool.device.devices_per_host or HOST
+    for devices in sorted({widest, max(widest, host), 2 * max(widest, host)}):
+        pools = tuple(replace(p, count=p.count + devices) if p is pool else p for p in problem.pools)
+        worth = _resolved(replace(problem, pools=pools), placement)
+        if worth >= NOTHING:
+            break
+    return _marginal(placement, _devices(pool, devices), worth, solved=True)
 
 
 def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Affinity, ...]:
@@ -238,18 +251,14 @@ def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
         asked = replace(problem, links=links, window=replace(window, publish=publish))
         return _marginal(placement, more, _resolved(asked, placement), solved=True)
 
-    free = solved(_More("publish", path.seconds, "s", f"publishing takes {path.seconds:.3g} s; in no time"), None)
-    if placement.objective is Objective.MAX_THROUGHPUT and free.gain >= NOTHING:
-        cost = f"it costs {free.gain * placement.best_rate:.2g} trajectories/s, without it"
-        free = replace(free, words=free.words.replace("in no time", cost))
-    yield free
+    yield solved(_More("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
     leg = path.slower
     faster, links = window.publish.faster(leg, problem.links, 2.0)
     name = leg.limit if leg.link is None else "–".join(leg.link)
     yield solved(_More(name, leg.gb_per_s, "GB/s", f"{leg.limit} twice as fast"), faster, links)
     if path.transport is not Transport.COLLECTIVE:
         broadcast = replace(window.publish, transport=Transport.COLLECTIVE)
-        yield solved(_More("weights.collective", 0, "", "with weights.collective"), broadcast)
+        yield solved(_More("broadcast", 0, "", "with weights.collective"), broadcast)
 
 
 def _marginal(placement: Placement, more: _More, worth: float, *, solved: bool) -> Marginal:

@@ -191,7 +191,7 @@ class _Network:
         found = self._links.get(frozenset((a, b)))
         if found is None:
             return None
-        words = f"the network inside {a}" if a == b else f"link {found.a}–{found.b}"
+        words = f"network of {a}" if a == b else f"link {found.a}–{found.b}"
         return Leg(found.gb_per_s / copies, words, (found.a, found.b))
 
     def host(self, pool: str) -> Leg:

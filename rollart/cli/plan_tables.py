@@ -24,8 +24,6 @@ __all__ = ["compared", "described"]
 
 Row = tuple[Cell, ...]
 
-BEST_RATE = "best rate"
-"""The plan of the first stage, whose rate `ratio` compares: before `placement.rate_tolerance` gave some of it up."""
 REACHED = 0.01
 """A plan that its window sustains but for so much is taken to be sustained: slopes are those near it."""
 
@@ -40,7 +38,15 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         notes.append(f"binds: {resolved.plan.binds}")
     else:
         held = sustained(resolved)
-        tables = [_totals(found), *tables, _deployments(found), _flows(found), *_window(held), *_publishing(resolved)]
+        tables = [
+            _totals(found),
+            *_stages(found),
+            *tables,
+            _deployments(found),
+            _flows(found),
+            *_window(held),
+            *_publishing(resolved),
+        ]
         if problem is not None:
             tables += _training(problem, found)
             notes += _trainer_options(resolved, problem, found)
@@ -48,7 +54,9 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         if problem is not None:
             others = () if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
-            tables += _reasons(explain(problem, found, resolve=not fast and problem.fixed is None), problem, found)
+            why = explain(problem, found, resolve=not fast and problem.fixed is None)
+            tables += _reasons(why, problem, found)
+            notes += _cost_of_publishing(why, found)
             away += [f"{o.name}: {o.answer.message}" for o in others if isinstance(o.answer, Infeasible)]
         tables += _rewards(found)
         tables.append(_parts(resolved))
@@ -105,6 +113,17 @@ def _publishing(resolved: Resolved) -> Iterator[Table]:
             for pool, path in paths.items()
         )  # fmt: skip
         yield Table("publishing", "Publishing a version (pull: of one host, while all pull)", columns, rows)
+
+
+def _cost_of_publishing(why: Explanation, found: Placement) -> list[str]:
+    """In trajectories/s, for the objective that is about them."""
+    if found.objective is not Objective.MAX_THROUGHPUT:
+        return []
+    return [
+        f"publishing costs {m.gain * found.best_rate:.2g} trajectories/s: {m.amount:.3g} s a version"
+        for m in why.marginals
+        if m.what == "publish" and m.gain >= NOTHING
+    ]
 
 
 def _finite(value: float) -> float | None:
@@ -198,6 +217,15 @@ def _totals(found: Placement) -> Table:
     return Table("totals", f"Plan ({str(found.objective).replace('_', ' ')})", columns, (row,))
 
 
+def _stages(found: Placement) -> Iterator[Table]:
+    """The plan of the best rate beside the one that gave some of it up for dollars."""
+    first = found.first
+    if first is not None and first.rate > found.rate * (1 + 1e-6):
+        columns = (Column("plan"), Column("trajectories_per_s", "number"), Column("usd_per_hour_used", "usd"))
+        rows = (("best rate", first.rate, first.usd_per_hour), ("this plan", found.rate, found.usd_per_hour))
+        yield Table("stages", "Given up for dollars (placement.rate_tolerance)", columns, rows)
+
+
 def _bound(found: Placement) -> tuple[Column, float]:
     """The best that any plan could have, in the unit of the objective, which its name says where it is not the rate."""
     match found.objective:
@@ -276,8 +304,6 @@ def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
     columns = (Column("plan"), Column("trajectories_per_s", "number"), Column("usd_per_hour_used", "usd"),
                Column("usd_per_1k", "usd"), Column("ratio", "number"))  # fmt: skip
     rows: list[Row] = [("this plan", found.rate, found.usd_per_hour, _per_thousand(found), None)]
-    if found.first is not None and found.first.rate > found.rate:
-        rows.append((BEST_RATE, found.first.rate, found.first.usd_per_hour, None, None))
     for other in others:
         plan = other.placement
         if plan is None:

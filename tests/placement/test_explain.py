@@ -11,7 +11,10 @@ from placement.explain import Affinity, affinities, explain, marginals
 from placement.problem import Problem
 from placement.solve import solve
 from placement.types import Device, Objective, Placement, Pool, RewardChoice, Role
+from placement.workload import Train
 from tests.placement.fleet import AGENTIC, MATH, problem
+from tests.placement.test_windowed import GPU, SLOW
+from tests.placement.test_windowed import problem as windowed
 
 SMALL = problem(2, 4, tensor_parallel=(1,))
 
@@ -159,3 +162,26 @@ def test_cost_is_explained_as_cost() -> None:
     assert "$/h" in told.summary[1]
     assert all(m.solved for m in told.marginals)
     assert all("nothing" in m.words or "% cost" in m.words for m in told.marginals)
+
+
+@pytest.mark.slow  # a dozen small plans
+@pytest.mark.parametrize(
+    ("pools", "trained_on", "tp", "what", "more"), [((3, 8), "a", 1, "a", 1), ((4, 9), "b", 4, "b", 4)]
+)
+def test_a_device_that_binds_is_solved_again_where_its_dual_price_is_0(
+    pools: tuple[int, int], trained_on: str, tp: int, what: str, more: int
+) -> None:
+    """The seconds of training are fixed where duals are taken; one device alone is no instance of four."""
+    asked = windowed(
+        Pool("a", GPU, pools[0], 2.0), Pool("b", SLOW, pools[1], 1.0), device_types=frozenset({"small"}), gap=1e-3,
+        tensor_parallel=(tp,), train=Train(64, pool=trained_on, seconds_per_token=8e-3),
+    )  # fmt: skip
+    plan = plan_of(asked)
+    assert plan.prices.pools[what] / plan.rate < 5e-4
+    found = {m.what: m for m in marginals(asked, plan) if m.pool}
+    assert found[what].solved
+    assert found[what].devices == more
+    assert found[what].gain > 0.2
+    assert not [m for m in marginals(asked, plan, resolve=False) if m.pool and m.gain < 5e-4], (
+        "a price of 0 says nothing"
+    )
