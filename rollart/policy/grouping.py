@@ -26,13 +26,15 @@ class GroupDecision(enum.Enum):
 
 @dataclass(slots=True)
 class GroupState:
-    """Counts only. `finished` holds v0 per finished member; `attempts` counts failed attempts of the group."""
+    """Counts only. `finished` holds v0 per finished member; `attempts` counts failed attempts of the group, those that
+    one incident (the end of a host) ended as one."""
 
     size: int
     max_attempts: int
     finished: dict[str, int] = field(default_factory=dict)
     attempts: int = 0
     stale: int = 0
+    incidents: set[str] = field(default_factory=set)
 
     def finish(self, member: str, v0: int) -> GroupDecision:
         """A member is scored. Finishing one member twice is our own bug."""
@@ -40,8 +42,10 @@ class GroupState:
         self.finished[member] = v0
         return GroupDecision.COMPLETE if len(self.finished) == self.size else GroupDecision.WAIT
 
-    def fail(self, reason: AbortReason) -> GroupDecision:
+    def fail(self, reason: AbortReason, incident: str = "") -> GroupDecision:
         """A member's attempt failed: try it again in a fresh environment, or give the group up.
+
+        An incident that took several members counts once: it says nothing more about their prompt than one of them.
 
         Staleness is not a failure of the prompt, so it has a bound of its own: a prompt whose trajectories outlive
         `STALE_RESTARTS` versions' worth of trying is slower than the run can wait for.
@@ -49,6 +53,10 @@ class GroupState:
         if reason is AbortReason.STALE:
             self.stale += 1
             return GroupDecision.DROP if self.stale > STALE_RESTARTS * self.size else GroupDecision.RETRY
+        if incident in self.incidents:
+            return GroupDecision.RETRY
+        if incident:
+            self.incidents.add(incident)
         self.attempts += 1
         return GroupDecision.DROP if self.attempts >= self.max_attempts else GroupDecision.RETRY
 

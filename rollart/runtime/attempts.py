@@ -98,7 +98,7 @@ class Attempts:
             self._faults.check()
         if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
             return False
-        return self._groups.fail(run, member, reason, detail)
+        return self._groups.fail(run, member, reason, detail, ended.incident)
 
     async def _attempt(self, live: Live) -> TrainSample:
         self._stage.join()

@@ -178,7 +178,7 @@ class GroupTable:
             run.cancel(list(run.live), AbortReason.REDUNDANT)
             self._on_complete(run)
 
-    def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str) -> bool:
+    def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str, incident: str = "") -> bool:
         """A member's attempt failed. True: try again; False: the group is dropped (or already was), or it has other
         members enough: a redundant one that failed is not worth another attempt."""
         if run.id not in self._runs:
@@ -186,7 +186,7 @@ class GroupTable:
         if run.spares(member):
             run.trying.discard(member)
             return False
-        if run.state.fail(reason) is GroupDecision.RETRY:
+        if run.state.fail(reason, incident) is GroupDecision.RETRY:
             self._on_retry()
             return True
         self.drop(run, reason, detail, besides=member)

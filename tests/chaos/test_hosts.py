@@ -66,6 +66,7 @@ def test_tools_that_environments_started_end_with_their_process(home: Home, work
     spec = tiny(
         domains__0__environment="tests.e2e.worlds:Tools",
         domains__0__environment_args={"note": str(note), "turn_s": 0.3},
+        faults__max_attempts_per_group=2,
     )
     run = home.launch(spec, cluster={**CLUSTER, "environments": {"workers": workers}})
 
@@ -78,6 +79,7 @@ def test_tools_that_environments_started_end_with_their_process(home: Home, work
         run.part(HOST).kill()
         run.until(lambda: not alive(first), "the tool of the killed host has ended")
         run.until(lambda: len(tools()) == 2, "the next host has one, too")
+        assert events(run.directory, "group_dropped") == [], "one incident is one attempt of a group of two"
     zygote = run.part(ZYGOTE)
     zygote.kill(signal.SIGSTOP)
     run.kill()

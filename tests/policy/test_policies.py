@@ -168,3 +168,12 @@ def test_the_lease_book_knows_who_waits_longest() -> None:
     book.end(first)
     book.end(first)
     assert book.oldest() == (second,)
+
+
+def test_an_incident_counts_once_however_many_members_of_a_group_it_took() -> None:
+    group = GroupState(8, max_attempts=3)
+    for incident in ("environment-0 of life 1", "environment-1 of life 4"):
+        for _ in range(8):
+            assert group.fail(AbortReason.INFRA_FAULT, incident) is GroupDecision.RETRY
+    assert group.attempts == 2
+    assert group.fail(AbortReason.INFRA_FAULT, "environment-0 of life 2") is GroupDecision.DROP
