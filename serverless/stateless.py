@@ -112,7 +112,8 @@ def inspect_source(
         for need in needs
     ]
     uses = [touch for function in functions for touch in touches(function)]
-    reasons += [*_parameters(functions), *_judged(uses), *_files(functions), *_databases(functions)]
+    reasons += [*_parameters(functions), *_judged(uses), *_indirect(functions)]
+    reasons += [*_files(functions), *_databases(functions)]
     if reasons and not (stateless and not any(r.sure for r in reasons)):
         return Stateful(tuple(sorted(set(reasons), key=lambda r: (not r.sure, r.file, r.line))))
     return Stateless(tuple(_random(functions, uses)) if deterministic else ())
@@ -326,6 +327,46 @@ def _files(functions: Sequence[Function]) -> list[Reason]:
             if not scratch:
                 reasons.append(_reason(function, node, f"a call writes the file {path}, which calls read"))
     return reasons
+
+
+_CACHES = re.compile(r"^(?:functools\.)?(?:lru_cache|cache)\b")
+_CHANGES = frozenset({
+    "append", "extend", "insert", "remove", "pop", "clear", "add", "discard", "update", "setdefault", "popitem",
+    "appendleft", "subtract",
+})  # fmt: skip
+
+
+def _indirect(functions: Sequence[Function]) -> list[Reason]:
+    """State that is written without its name: by `setattr`, through `globals()`, in an object that a cache returns."""
+    cached = {
+        f.node.name
+        for f in functions
+        if not isinstance(f.node, ast.Lambda) and any(_CACHES.match(ast.unparse(d)) for d in f.node.decorator_list)
+    }
+    reasons = []
+    for function in functions:
+        for node in inside(function.node):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+                of_self = bool(node.args) and ast.unparse(node.args[0]) == "self" and function.owner
+                if of_self and getattr(function.node, "name", "") not in ("__init__", "load"):
+                    reasons.append(_reason(function, node, "a call sets an attribute of self by setattr", sure=False))
+            changed = _changed(node)
+            if isinstance(changed, ast.Call):
+                made = ast.unparse(changed.func)
+                if made == "globals":
+                    reasons.append(_reason(function, node, "a call writes into globals()"))
+                elif made in cached:
+                    reasons.append(_reason(function, node, f"a call changes what the cached {made}() returns"))
+    return reasons
+
+
+def _changed(node: ast.AST) -> ast.expr | None:
+    """The object that a statement or call changes in place."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        return node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+        return node.func.value
+    return None
 
 
 def _databases(functions: Sequence[Function]) -> list[Reason]:

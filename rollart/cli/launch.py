@@ -46,6 +46,7 @@ def launch(
     KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
     prefix `cluster.`.
     """
+    from rollart.compose.cautions import cautions
     from rollart.compose.preflight import refuse_unlaunchable
     from rollart.spec.where import Where
 
@@ -72,15 +73,13 @@ def launch(
     if dry_run:
         with native_output_to_stderr():
             refuse_unlaunchable(resolved, where)
-        from rollart.compose.dry import commands
-
-        click.echo(resolved.to_yaml(), nl=False)
-        for line in commands(resolved):
-            click.echo(f"# {line}")
+        _show(resolved)
         return
     from rollart.compose.extras import refuse_missing
 
     refuse_missing(resolved)
+    for line in cautions(resolved):
+        click.echo(f"warning: {line}", err=True)
     with native_output_to_stderr():
         refuse_unlaunchable(resolved, where)
     if resolved.cluster.engines.kind == "vllm":  # others have nothing to look for, and need not wait for imports
@@ -93,6 +92,18 @@ def launch(
         _detach(resolved, directory, overrides if resume is not None else [])
         return
     _run(resolved, directory, resume=resume is not None)
+
+
+def _show(resolved: Resolved) -> None:
+    """The dry run's page: specs and plan as YAML, the rest as comments."""
+    from rollart.compose.cautions import cautions
+    from rollart.compose.dry import commands
+
+    click.echo(resolved.to_yaml(), nl=False)
+    for line in commands(resolved):
+        click.echo(f"# {line}")
+    for line in cautions(resolved):
+        click.echo(f"# warning: {line}")
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:

@@ -80,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Everything that can go wrong is told on stderr in a line or two."""
     try:
+        if "_ROLLART_COMPLETE" in os.environ:
+            raise UsageError("tab completion is not supported", remedy="unset _ROLLART_COMPLETE in the shell")
         given = sys.argv[1:] if arguments is None else list(arguments)
         with cli.make_context("rollart", given) as context:  # not cli.main: it would exit for us on a closed pipe
             cli.invoke(context)

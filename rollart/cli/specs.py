@@ -56,12 +56,16 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
 
 def _look(run: str, cluster: str | None) -> None:
     """Whether a launch would refuse the run."""
+    from rollart.compose.cautions import cautions
     from rollart.compose.preflight import refuse_unlaunchable
     from rollart.spec.resolve import read_specs
     from rollart.spec.where import Where
 
     with native_output_to_stderr():
-        refuse_unlaunchable(read_specs(run, cluster), Where.files(run, cluster), plan=True)
+        specs = read_specs(run, cluster)
+        refuse_unlaunchable(specs, Where.files(run, cluster), plan=True)
+        for line in cautions(specs):
+            click.echo(f"{run}: warning: {line}", err=True)
 
 
 @click.command()

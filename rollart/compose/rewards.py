@@ -57,7 +57,7 @@ def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewar
     return Rewards(tuple(packed), beside, why)
 
 
-def packed(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
+def packed(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
     """The packages alone, of those that can leave for functions; nothing of the others is looked at or run."""
     found = []
     for function in specs.run.functions:

@@ -29,12 +29,21 @@ CLIENT = "ray://"
 DISK_GB = 500
 IDLE_MINUTES = 5
 
+WORKER_PORTS = range(10002, 20000)
+"""Ray's default ports of worker processes (`ray start --min-worker-port`, `--max-worker-port`)."""
+
 
 def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeSpec) -> Rendered:
     """`head.sh` and one script per pool in `pools`; `cluster.yaml` too if pools have the label `instance_type`.
     SpecError if some have it and others not. With `address: start` a run makes its own head."""
     about = f"Rendered by `rollart infra render --target ray` for cluster {name}: change the spec, not this."
     files, port, own = {}, _port(runtime), runtime.address == "start"
+    if port in WORKER_PORTS:
+        raise SpecError(
+            f"the head's port is {port} (rule: not within {WORKER_PORTS[0]} to {WORKER_PORTS[-1]}, which Ray gives to "
+            "its workers; `ray start` refuses it)",
+            remedy=f"another port in runtime.{'port' if own else 'address'}, like {PORT}",
+        )
     if not own:
         files["head.sh"] = script_text(_head(runtime, port), about)
     for group in groups:

@@ -20,6 +20,9 @@ __all__ = ["Document", "Loc", "Place", "parse_value", "read_document"]
 Loc: TypeAlias = tuple[str | int, ...]
 """A path into a document: keys and indices."""
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+"""Specs that rollart brings."""
+
 MAX_NODES = 20_000
 """Largest document, aliases expanded: a spec has hundreds of nodes, an alias bomb billions."""
 
@@ -99,7 +102,11 @@ def read_document(path: str | Path) -> Document:
             )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SpecError(f"{path}: no such file", remedy="give the path of a YAML spec") from None
+        shipped = CONFIGS / Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else None
+        remedy = "give the path of a YAML spec"
+        if shipped is not None and shipped.is_file():
+            remedy = f"the one that rollart brings is {shipped}"
+        raise SpecError(f"{path}: no such file", remedy=remedy) from None
     except IsADirectoryError:
         raise SpecError(f"{path}: is a directory", remedy="give the path of a YAML spec") from None
     except UnicodeDecodeError as error:

@@ -166,6 +166,8 @@ def test_the_head_listens_where_the_spec_says() -> None:
                                   "cluster.pools.cores.labels={}"])  # fmt: skip
     assert b"--port=6380" in ours.files["head.sh"]
     assert "RAY_HEAD=its-address:6380" in ours.steps[0]
+    with pytest.raises(SpecError, match=r"the head's port is 10005 \(rule: not within 10002 to 19999"):
+        render("ray", None, cluster("local"), ["cluster.runtime={backend: ray, address: '10.0.0.1:10005'}"])
     made = render("ray", None, cluster("local"), ["cluster.runtime={backend: ray, address: start, port: 7001}"])
     assert "head.sh" not in made.files, "a run makes it"
     assert "RAY_HEAD=its-address:7001" in made.steps[0]

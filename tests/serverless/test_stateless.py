@@ -85,3 +85,34 @@ def test_building_a_stateful_reward_is_refused_with_the_remedy(tmp_path: pathlib
     with pytest.raises(NotOffloadable, match=r"r.py:3: a call changes SEEN.*beside the environment") as caught:
         build(FunctionSpec(name="r", source="r.py", handler="r"), base=tmp_path)
     assert caught.value.reasons == ("r.py:3: a call changes SEEN (append)",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "import functools\n@functools.lru_cache\ndef seen(): return []\n"
+            "def reward(sample):\n    seen().append(sample)\n    return len(seen())",
+            "changes what the cached seen() returns",
+        ),
+        ("n = 0\ndef reward(sample):\n    globals()['n'] += 1\n    return n", "writes into globals()"),
+        (
+            "class Reward:\n    def __init__(self): self.n = 0\n    def __call__(self, sample):\n"
+            "        setattr(self, 'n', self.n + 1)\n        return self.n\nreward = Reward()",
+            "sets an attribute of self by setattr",
+        ),
+    ],
+)
+def test_state_that_is_written_without_its_name_is_found(tmp_path: pathlib.Path, text: str, words: str) -> None:
+    verdict = judge(tmp_path, text)
+    assert isinstance(verdict, Stateful)
+    assert any(words in reason.text for reason in verdict.reasons), verdict.reasons
+
+
+def test_objects_that_a_call_makes_may_change_and_caches_may_be_read(tmp_path: pathlib.Path) -> None:
+    text = (
+        "import functools\n@functools.lru_cache\ndef words(): return ['a']\n"
+        "def reward(sample):\n    own = list(words())\n    own.append(sample)\n    own[0] = 1\n"
+        "    class Box: pass\n    box = Box()\n    setattr(box, 'n', 1)\n    return len(own)"
+    )
+    assert judge(tmp_path, text) == Stateless()

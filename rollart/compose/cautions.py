@@ -1,0 +1,108 @@
+"""Warnings of `rollart validate`, `launch --dry-run` and `launch`: a run can start so, and its user has to know it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.metadata
+import re
+import sys
+from collections.abc import Collection, Iterator
+
+from rollart.compose.rewards import packed
+from rollart.errors import RollartError
+from rollart.spec.resolve import Resolved, Specs
+from serverless.deploy.package import Package
+
+__all__ = ["cautions"]
+
+LAMBDA_MB = 250
+"""Unpacked size of a function's zip on AWS Lambda."""
+
+LARGE = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
+"""Distributions that alone are larger than that."""
+
+ENVIRONMENT = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
+
+
+def cautions(specs: Resolved | Specs) -> list[str]:
+    """One line each; none of a run that has no use for them."""
+    found = list(_exposed(specs))
+    with contextlib.suppress(RollartError):  # what cannot be packed is refused elsewhere
+        for package in packed(specs, {}):
+            found += (f"function '{package.spec.name}': {text}" for text in _function(package, specs))
+    return found
+
+
+def _exposed(specs: Resolved | Specs) -> Iterator[str]:
+    cluster = specs.cluster
+    if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
+        yield (
+            "engines and the trainer answer HTTP without a token, and take requests of any host that reaches their "
+            "ports: keep those ports inside the cluster's network"
+        )
+
+
+def _function(package: Package, specs: Resolved | Specs) -> Iterator[str]:
+    yield from package.warnings
+    remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
+    if not remote:
+        return
+    where = " and ".join(remote)
+    pinned = {_canonical(re.split(r"[=<>!~ \[;@]", line)[0]): line for line in package.spec.requirements}
+    for line in pinned.values():
+        if "+" in line.partition("==")[2]:
+            yield (
+                f"requirement {line} is a local build, which no package index has: {where} cannot install it; "
+                f"require the released version"
+            )
+    if "aws_lambda" in remote and (large := sorted(LARGE & pinned.keys())):
+        yield f"{large[0]} is larger than the {LAMBDA_MB} MB that AWS Lambda unpacks: use another provider for it"
+    trees = list(_trees(package))
+    for name in sorted({name for tree in trees for name in _imports(tree)}):
+        if not _provided(name, package, pinned.keys()):
+            yield f"it imports {name}, which is neither packed nor in its requirements: on {where} the import may fail"
+    for variable in sorted({name for tree in trees for name in _variables(tree)}):
+        yield (
+            f"it reads the environment variable {variable}, and functions on {where} are given no variables or secrets"
+        )
+
+
+def _trees(package: Package) -> Iterator[ast.Module]:
+    for name, data in package.files.items():
+        if name.startswith("function/") and name.endswith(".py"):
+            yield ast.parse(data)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Top-level names of modules, of imports within functions as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _variables(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT.match(ast.unparse(node))):
+            yield match[1]
+
+
+def _provided(name: str, package: Package, pinned: Collection[str]) -> bool:
+    if name in sys.stdlib_module_names or name in ("rollart", "serverless"):
+        return True
+    prefix = f"function/{name}"
+    if any(file == f"{prefix}.py" or file.startswith(f"{prefix}/") for file in package.files):
+        return True
+    return any(_canonical(one) in pinned for one in (name, *_distributions().get(name, ())))
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(importlib.metadata.packages_distributions())
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
