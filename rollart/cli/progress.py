@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,19 +33,44 @@ LINE = 120
 
 
 class ProgressLines:
-    """Prints events to stderr. Called on the run's loop; owns nothing but the moment of the first event."""
+    """Prints events to stderr. Called on the run's loop; owns nothing but the moment of the first event.
+
+    Dropped groups come by the dozen: the first of a domain and reason has a line, the others are counted in one line
+    at the next step, or with the first of them after `EVERY_S`."""
 
     def __init__(self, *, colour: bool) -> None:
         self._colour = colour
         self._t0: float | None = None
-        self._every = 1
+        self._known: set[tuple[str, str]] = set()
+        self._dropped: Counter[tuple[str, str]] = Counter()
+        self._counted_from = 0.0
 
     def __call__(self, event: RunEvent) -> None:
         if self._t0 is None:
             self._t0 = event.t
-        line = self._line(event)
-        if line:
+        if event.kind != "group_dropped" or self._first_drop(event):
+            lines = [self._drops() if event.kind in ("step", "finished") else "", self._line(event)]
+        else:
+            lines = [self._drops() if event.t - self._counted_from >= EVERY_S else ""]
+        for line in filter(None, lines):
             click.echo(f"{event.t - self._t0:6.1f}s  {line}", err=True)
+
+    def _first_drop(self, event: RunEvent) -> bool:
+        """True for the first of its domain and reason; others are counted."""
+        key = (str(event.fields.get("domain", "")), str(event.fields.get("reason", "")))
+        if key not in self._known:
+            self._known.add(key)
+            return True
+        if not self._dropped:
+            self._counted_from = event.t
+        self._dropped[key] += 1
+        return False
+
+    def _drops(self) -> str:
+        """The line of the dropped groups that were counted; empty without any."""
+        told = ", ".join(f"{n} of {domain} ({reason})" for (domain, reason), n in sorted(self._dropped.items()))
+        self._dropped.clear()
+        return self._warn(f"groups dropped: {told}") if told else ""
 
     def _line(self, event: RunEvent) -> str:
         fields = event.fields

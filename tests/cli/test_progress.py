@@ -1,0 +1,44 @@
+"""What a person watching a run sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollart.cli.progress import ProgressLines
+from rollart.ports import RunEvent
+
+
+def dropped(t: float, n: int, domain: str = "math", reason: str = "stale") -> RunEvent:
+    return RunEvent(t, "group_dropped", f"{domain}-{n}", {"domain": domain, "reason": reason, "detail": f"at v{n}"})
+
+
+def step(t: float, number: int) -> RunEvent:
+    fields = {"step": number, "steps": 9, "train_s": 1.0, "waited_s": 0.0}
+    return RunEvent(t, "step", "training", fields)
+
+
+def test_dropped_groups_are_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(colour=False)
+    for number in (1, 2, 3):
+        for n in range(24):
+            lines(dropped(10.0 * number + n / 10, n))
+        lines(dropped(10.0 * number + 3, 24, "lake", "infra_fault"))
+        lines(step(10.0 * number + 5, number))
+    said = [line.split("s  ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+    drops = [line for line in said if "dropped" in line]
+    assert drops == [
+        "group dropped: math-0  domain=math  reason=stale  detail=at v0",
+        "group dropped: lake-24  domain=lake  reason=infra_fault  detail=at v24",
+        "groups dropped: 23 of math (stale)",
+        *["groups dropped: 1 of lake (infra_fault), 24 of math (stale)"] * 2,
+    ]
+    assert len(said) == len(drops) + 3
+
+
+def test_drops_are_told_in_a_run_that_makes_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(colour=False)
+    for n in range(301):
+        lines(dropped(n / 10, n))
+    said = capsys.readouterr().err.splitlines()
+    assert 3 <= len(said) <= 4, "the first, and one line every ten seconds"
+    assert said[1].endswith("groups dropped: 101 of math (stale)")
