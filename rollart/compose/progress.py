@@ -15,7 +15,16 @@ __all__ = ["SHOWN", "Announcer", "evaluation_fields", "step_fields"]
 
 Fields = dict[str, str | int | float | bool | None]
 
-SHOWN_METRICS = ("loss", "entropy", "clip_fraction", "approx_kl", "grad_norm", "staleness_mean")
+SHOWN_METRICS = (
+    "loss",
+    "entropy",
+    "clip_fraction",
+    "approx_kl",
+    "grad_norm",
+    "staleness_mean",
+    "mismatch_gap",
+    "stale_gap",
+)
 
 
 def step_fields(done: StepDone, *, steps: int, live: int) -> Fields:

@@ -24,7 +24,7 @@ from rollart.model import TrainReport
 from rollart.train import lora
 from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import Batch, FloatArray, IntArray
-from rollart.train.losses import kl_estimate, policy_loss, statistics, token_weights
+from rollart.train.losses import GAPS, gap_shares, kl_estimate, policy_loss, statistics, token_weights
 from rollart.train.meter import Meter
 from rollart.train.microbatch import build
 from rollart.train.policy import ActionTensors, Policy, load_model, precision
@@ -86,8 +86,8 @@ class Learner:
         """All epochs and mini-batches of one step. `ValueError` for samples that cannot be trained on (weights
         untouched), `TrainerError` if the loss diverges.
 
-        Of the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update: rounding
-        (1e-6) for fresh samples if engine and trainer agree, staleness otherwise."""
+        Of the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update, and
+        `mismatch_gap` and `stale_gap` are its parts (see `gap_shares`)."""
         if self.config.stream:
             self.begin(version)
             self.accumulate(batch)
@@ -100,10 +100,10 @@ class Learner:
             used=used,
             actions=ActionTensors(batch, self.policy.device),
             weight=np.array([self.config.domains[d].loss_weight for d in batch.domains]),
-            objective=self._policy_objective(batch, used, advantage),
+            objective=self._policy_objective(batch, used, advantage, version),
             entropy_grad=self.config.loss.entropy != 0,
         )
-        gap: float | None = None
+        gaps: dict[str, float] = {}
         rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
         self.optimizers.pop("imitation", None)
         optimizer = self._optimizer("policy", self.config.lr)
@@ -111,12 +111,13 @@ class Learner:
             self._set_rate(optimizer, version)
             self._update(optimizer, job, part)
             self.counters.updates += 1
-            gap = self._mean(job.meter, "behaviour_gap") if gap is None else gap
+            gaps = gaps or self._gaps(job.meter)
         self.counters.train_calls += 1
         job.meter.merge(self.ranks, self.policy.device)
         metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage)
         metrics |= {
-            "behaviour_gap": gap or 0.0,
+            "behaviour_gap": 0.0,
+            **gaps,
             "lr": optimizer.param_groups[0]["lr"],
             "cpu_seconds": time.thread_time() - cpu,
         }
@@ -164,6 +165,8 @@ class Learner:
         self.counters.updates += 1
         self.counters.train_calls += 1
         metrics = step.meter.metrics() | step.metrics()
+        if step.tokens:
+            metrics |= gap_shares(*(step.meter.mean(name) for name in GAPS))
         metrics |= {
             "lr": optimizer.param_groups[0]["lr"],
             "cpu_seconds": step.cpu_seconds + time.thread_time() - cpu,
@@ -219,10 +222,11 @@ class Learner:
         """The optimizer of that name ("policy", "imitation"), made if it is not there: for restoring its state."""
         return self._optimizer(name, self.config.lr if name == "policy" else self.config.imitation.lr)
 
-    def _policy_objective(self, batch: Batch, used: IntArray, advantage: FloatArray) -> Objective:
+    def _policy_objective(self, batch: Batch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
         device, dtype, config = self.policy.device, self.policy.dtype, self.config.loss
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(device, dtype)
         credit = torch.from_numpy(advantage).to(device, dtype)
+        fresh = torch.from_numpy(batch.versions[batch.loss.position] == version).to(device, dtype)
         proximal = self._score(batch, used) if config.kind == "decoupled" else None
         anchor = self._anchor(batch) if config.kl else None
 
@@ -234,7 +238,12 @@ class Learner:
             )
             loss = token.loss - config.entropy * entropy if config.entropy else token.loss
             told = statistics(
-                token, logprobs=logprobs.detach(), entropy=entropy, behaviour=behaviour[pick], reference=reference
+                token,
+                logprobs=logprobs.detach(),
+                entropy=entropy,
+                behaviour=behaviour[pick],
+                reference=reference,
+                fresh=fresh[pick],
             )
             if anchor is None:
                 return loss, told
@@ -315,6 +324,10 @@ class Learner:
         """Micro-batches of this rank."""
         most = self.config.max_tokens_per_microbatch
         return portions(used, most, rank=self.ranks.rank, ranks=self.ranks.size)
+
+    def _gaps(self, meter: Meter) -> dict[str, float]:
+        """How far the trainer is from what sampled, over all ranks."""
+        return gap_shares(*(self._mean(meter, name) for name in GAPS))
 
     def _mean(self, meter: Meter, name: str) -> float:
         """Per token, over all ranks."""

@@ -27,7 +27,16 @@ from torch import Tensor
 from rollart.learning import LossSpec
 from rollart.train.batch import FloatArray, IntArray
 
-__all__ = ["MAX_LOG_RATIO", "TokenLoss", "kl_estimate", "policy_loss", "statistics", "token_weights"]
+__all__ = [
+    "GAPS",
+    "MAX_LOG_RATIO",
+    "TokenLoss",
+    "gap_shares",
+    "kl_estimate",
+    "policy_loss",
+    "statistics",
+    "token_weights",
+]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: exp(20) is far outside every clip range, and an infinity would poison the gradient."""
@@ -71,16 +80,37 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.exp() - 1.0 - difference
 
 
+GAPS = ("behaviour_gap", "_fresh", "_fresh_gap")
+"""Statistics that `gap_shares` takes the means of; those with `_` are no metrics of their own."""
+
+
+def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
+    """The mean |log π − log μ| of tokens, `behaviour_gap`, in two: `mismatch_gap` over tokens of the version that is
+    trained, where engine and trainer should agree to rounding, and `stale_gap` over tokens of earlier versions. Each is
+    left out where the batch has no such token. From means over all tokens: `fresh` is the share of fresh ones,
+    `fresh_gap` the mean with 0 for the others."""
+    found = {"behaviour_gap": gap}
+    if fresh > 0.0:
+        found["mismatch_gap"] = fresh_gap / fresh
+    if fresh < 1.0:
+        found["stale_gap"] = max(0.0, gap - fresh_gap) / (1.0 - fresh)
+    return found
+
+
 def statistics(
-    token: TokenLoss, *, logprobs: Tensor, entropy: Tensor, behaviour: Tensor, reference: Tensor
+    token: TokenLoss, *, logprobs: Tensor, entropy: Tensor, behaviour: Tensor, reference: Tensor, fresh: Tensor
 ) -> dict[str, Tensor]:
-    """What a step tells of each of its tokens [N], without gradient. `reference` is what the ratio is against."""
+    """What a step tells of each of its tokens [N], without gradient. `reference` is what the ratio is against; `fresh`
+    is 1 for tokens that were sampled under the version that is trained."""
+    gap = (logprobs - behaviour).abs()
     return {
         "entropy": entropy.detach(),
         "clip_fraction": token.clipped,
         "approx_kl": kl_estimate(logprobs, reference),
         "ratio": token.ratio,
-        "behaviour_gap": (logprobs - behaviour).abs(),
+        "behaviour_gap": gap,
+        "_fresh": fresh,
+        "_fresh_gap": gap * fresh,
     }
 
 

@@ -12,7 +12,8 @@ __all__ = ["Meter"]
 
 
 class Meter:
-    """Sums over everything that was trained on; one transfer from the device at the end."""
+    """Sums over everything that was trained on; one transfer from the device at the end. Those whose names begin with
+    `_` are parts of others, and no metrics."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -52,7 +53,7 @@ class Meter:
         return float(self.sums[name].item()) / max(1, self.updates if name in ("loss", "grad_norm") else self.tokens)
 
     def metrics(self) -> dict[str, float]:
-        means = {name: self.mean(name) for name in self.sums}
+        means = {name: self.mean(name) for name in self.sums if not name.startswith("_")}
         return means | {"updates": float(self.updates), "padding_share": 1.0 - self.real / max(1, self.padded)}
 
     def _sum(self, name: str, value: Tensor) -> None:

@@ -165,6 +165,7 @@ class Accumulation:
         actions = ActionTensors(batch, policy.device)
         behaviour = torch.from_numpy(batch.logprobs[batch.loss.position]).to(policy.device, policy.dtype)
         credit = torch.from_numpy(group.advantage).to(policy.device, policy.dtype)
+        fresh = torch.from_numpy(batch.versions[batch.loss.position] == self.version).to(policy.device, policy.dtype)
         used = batch.used_lengths
         near = self._reference.tensor(batch, policy) if config.kl else None
         for samples in plan(used, self._config.max_tokens_per_microbatch):
@@ -187,7 +188,9 @@ class Accumulation:
             if apart:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
             reference = mu if proximal is None else proximal
-            told = statistics(token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference)
+            told = statistics(
+                token, logprobs=seen, entropy=entropy, behaviour=mu, reference=reference, fresh=fresh[micro.pick]
+            )
             self.meter.add(micro, told if penalty is None else told | {"reference_kl": penalty.detach()})
 
     def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
