@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollart.policy.pipeline import handoff_depth
 
-__all__ = ["MOST_HANDED", "HandoffDepth"]
+__all__ = ["EMPTY_HANDOFFS", "HANDOFFS", "MOST_HANDED", "HandoffCounts", "HandoffDepth"]
+
+HANDOFFS = "handoffs"
+"""Event at each publish: hand-offs since the last one that were decoded, `failed`, or pulled nothing (`empty`)."""
+
+EMPTY_HANDOFFS = "handoffs_pull_nothing"
+"""Event, once: prefill engines work, and no decode engine pulled a token of what they computed."""
+
+ENOUGH = 20
+"""Hand-offs that have to have pulled nothing before the run says so."""
 
 MOST_HANDED = 64
 """Hand-offs that the rule lets wait for one engine: each keeps the KV of its context on a prefill engine meanwhile."""
@@ -55,3 +65,35 @@ class HandoffDepth:
         slow = sorted(self.prefills_s)[math.ceil(0.9 * len(self.prefills_s)) - 1]
         admit_s = math.fsum(self.gaps_s) / len(self.gaps_s)
         return handoff_depth(admit_s, mean / 2, jitter_s=max(slow - mean, 0.0) / 2, most=MOST_HANDED)
+
+
+@dataclass(slots=True)
+class HandoffCounts:
+    """What became of hand-offs since the last `report`, and in all."""
+
+    decoded: int = 0
+    failed: int = 0
+    empty: int = 0
+    seen: int = 0
+    pulled: bool = False
+    told: bool = False
+
+    def ended(self, *, pulled: int) -> None:
+        """A turn was decoded, on so many tokens of KV from its prefill engine."""
+        self.decoded += 1
+        self.seen += 1
+        self.empty += pulled <= 0
+        self.pulled = self.pulled or pulled > 0
+
+    def report(self, version: int, tell: Callable[..., None]) -> None:
+        """Nothing where nothing was handed over."""
+        if self.decoded or self.failed:
+            tell(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)
+        if self.seen >= ENOUGH and not self.pulled and not self.told:
+            self.told = True
+            tell(
+                EMPTY_HANDOFFS, f"v{version}", count=self.seen,
+                remedy="prompts shorter than a KV block are never handed over: use engines.count in place of "
+                "engines.prefill and engines.decode, or a smaller engines.vllm.block_size",
+            )  # fmt: skip
+        self.decoded = self.failed = self.empty = 0

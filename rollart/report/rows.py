@@ -24,6 +24,7 @@ from rollart.ledger.reader import (
 )
 from rollart.policy.concurrency import CONCURRENCY
 from rollart.policy.fairness import DOMAIN_SHARE
+from rollart.policy.handing import HANDOFFS
 from rollart.policy.redundancy import CANCELLED_AGAINST_KEPT
 from rollart.policy.replication import FILTERED_AGAINST_KEPT
 from rollart.policy.updates import ENGINE_UPDATED
@@ -132,6 +133,8 @@ class RunRows:
     """What domains were to have and had, at each publish."""
     concurrency: Sequence[RunEvent] = ()
     """Limits of the engines, and what waited for them or was evicted, an event at each publish."""
+    handoffs: Sequence[RunEvent] = ()
+    """What became of hand-offs between prefill and decode engines, an event at each publish."""
     updates: Sequence[RunEvent] = ()
     """Engines that loaded a version by themselves, and how many they had left out."""
     broadcasts: Sequence[RunEvent] = ()
@@ -172,6 +175,7 @@ def collect(reader: Reader, run: str) -> RunRows:
         filtered=reader.events(FILTERED_AGAINST_KEPT),
         shares=reader.events(DOMAIN_SHARE),
         concurrency=reader.events(CONCURRENCY),
+        handoffs=reader.events(HANDOFFS),
         updates=reader.events(ENGINE_UPDATED),
         broadcasts=[*reader.events("weights_received"), *reader.events("weights_not_received")],
         making=reader.events(ENVIRONMENTS_MADE),

@@ -20,7 +20,7 @@ __all__ = ["utilization"]
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
     tables = (_resources(rows), _down(rows), _nodes(rows), _rates(rows), _domains(rows), functions.health(rows),
-              _cancelled(rows), _filtered(rows), engines(rows), shares(rows), _concurrency(rows),
+              _cancelled(rows), _filtered(rows), engines(rows), _handoffs(rows), shares(rows), _concurrency(rows),
               _updates(rows), _broadcasts(rows), _making(rows), _places(rows))  # fmt: skip
     return Report("utilization", rows.run, tables)
 
@@ -107,6 +107,20 @@ def _domains(rows: RunRows) -> Table:
              1000 * math.fsum(c.engine_seconds for c in own) / n)
         )  # fmt: skip
     return Table("domains", "Domains (means per trajectory)", columns, tuple(found))
+
+
+def _handoffs(rows: RunRows) -> Table:
+    """Turns that were prefilled on another engine than they were decoded on: those whose hand-off failed were prefilled
+    again at home, and those that pulled nothing made the prefill for nothing."""
+    decoded, failed, empty = (
+        int(math.fsum(float(e.fields.get(name) or 0) for e in rows.handoffs)) for name in ("decoded", "failed", "empty")
+    )
+    columns = (Column("hand_offs", "count"), Column("failed", "count"), Column("failed_share", "share"),
+               Column("pulled_nothing", "count"), Column("alarm"))  # fmt: skip
+    whole = decoded + failed
+    alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
+    found = ((whole, failed, failed / whole, empty, alarm),) if whole else ()
+    return Table("handoffs", "Hand-offs from prefill to decode engines", columns, found, people=bool(found))
 
 
 def _cancelled(rows: RunRows) -> Table:

@@ -320,6 +320,7 @@ class Gateway:
                 await self._update(weights, on_version)
             else:
                 self.updates.publish(weights, on_version)
+                self._turns.handed.report(weights.version, self._event)
                 if self.entrance is not None:
                     self.entrance.report(weights.version)
 
@@ -351,6 +352,7 @@ class Gateway:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
             self._turns.version = weights.version
             on_version(weights.version)
+            self._turns.handed.report(weights.version, self._event)
             if self.entrance is not None:
                 self.entrance.report(weights.version)
             async with asyncio.TaskGroup() as group:
@@ -370,8 +372,8 @@ class Gateway:
                 await member.engine.pause(self._pause)
                 await member.engine.update_weights(weights)
             member.version = weights.version
-        except (EngineError, LeaseExpired):
-            self._suspect(member)
+        except (EngineError, LeaseExpired) as error:
+            self._suspect(member, error)
 
     async def _resume(self, member: Member) -> None:
         try:
@@ -381,21 +383,22 @@ class Gateway:
                 await member.engine.resume()
             if member.healthy:
                 member.shares.release()
-        except (EngineError, LeaseExpired):
-            self._suspect(member)
+        except (EngineError, LeaseExpired) as error:
+            self._suspect(member, error)
 
     def _doubt(self, member: Member, error: EngineError | LeaseExpired) -> None:
         """A turn failed. A broken connection takes the engine out at once; a turn that was only slow has the engine
         looked at first: it may be healthy and hold the KV of everybody else. While weights load, slow is normal."""
         if isinstance(error, EngineError):
-            self._suspect(member)
+            self._suspect(member, error)
         elif member.healthy and not member.updating and not self._moving.locked():
             if not member.doubted:
                 member.doubted, member.doubted_at = True, asyncio.get_running_loop().time()
             self._on_suspect(member.engine.id)
 
-    def _suspect(self, member: Member) -> None:
+    def _suspect(self, member: Member, error: EngineError | LeaseExpired) -> None:
         if member.healthy:
+            self._event("engine_down", member.engine.id, cause=str(error))
             self.lose(member.engine.id)
             self._on_suspect(member.engine.id)
 

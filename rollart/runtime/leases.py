@@ -91,7 +91,7 @@ class Hold(Lease):
         self.ended = False
         self._expired = False
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Hold:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task(loop)
         assert task is not None
@@ -112,8 +112,15 @@ class Hold(Lease):
             line.look()
         return self
 
-    async def __aenter__(self) -> Lease:
+    async def __aenter__(self) -> Hold:
         return self.__enter__()
+
+    def renew(self, most_s: float) -> None:
+        """What is waited for comes nearer: the whole time from now on, but no more than `most_s` in all."""
+        if self.ended:
+            return
+        self.deadline = max(self.deadline, min(asyncio.get_running_loop().time() + self.seconds, self.granted + most_s))
+        self._leases._lines[self.seconds].renewed = True
 
     def expire(self) -> None:
         """The deadline passed: the body is cancelled, and `__exit__` makes `LeaseExpired` of that."""
@@ -139,13 +146,15 @@ class Hold(Lease):
 class _Line:
     """The holds of one length, in the order of their deadlines, and the timer for the first that is still open."""
 
-    __slots__ = ("_book", "_loop", "holds", "sweep_at", "timer")
+    __slots__ = ("_book", "_loop", "holds", "renewed", "sweep_at", "timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, book: LeaseBook) -> None:
         self._loop = loop
         self._book = book
         self.sweep_at = COMPACT_AT
         self.holds: deque[Hold] = deque()
+        self.renewed = False
+        """Whether a deadline was moved: the holds are in order again before the next look at them."""
         self.timer: asyncio.TimerHandle | None = None
 
     def look(self) -> None:
@@ -159,6 +168,8 @@ class _Line:
     def _due(self) -> None:
         """Expire what is due, then wait for the next that is open; no timer while none is."""
         now = self._loop.time()
+        if self.renewed:
+            self.holds, self.renewed = deque(sorted(self.holds, key=lambda hold: hold.deadline)), False
         holds = self.holds
         while holds and (holds[0].ended or holds[0].deadline <= now):
             hold = holds.popleft()

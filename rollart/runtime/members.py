@@ -14,6 +14,7 @@ from rollart.policy.breaker import Breaker
 from rollart.policy.residency import Residency
 from rollart.policy.routing import EngineView
 from rollart.ports import Engine
+from rollart.runtime.leases import Hold
 
 __all__ = ["Member", "Roster", "SessionKv"]
 
@@ -63,6 +64,8 @@ class Member:
     """Trajectories that live here."""
     guests: set[str] = field(default_factory=set)
     """Trajectories that live elsewhere and were prefilled here last: their prefix KV stays."""
+    prefilling: dict[str, Hold] = field(default_factory=dict)
+    """Leases of the prefills for other engines that it has not answered, by request."""
     kv: Residency = field(default_factory=Residency)
     """Followed while KV memory bounds concurrency (`runtime.entrance`)."""
     quiet_at: float = 0.0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired, WrongAnswer
 from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.answers import wrong_answer
+from rollart.policy.handing import HandoffCounts
 from rollart.policy.lease import Expiry
 from rollart.policy.routing import Router
 from rollart.runtime.entrance import ConcurrencySettings, Entrance
@@ -50,6 +51,7 @@ class Turns(Ways):
         self._changed = asyncio.Event()
         self.pulls = Pulls(leases, self.notify)
         self.served = 0
+        self.handed = HandoffCounts()
         self.handoffs = None if limits.handoffs == 0 else Handoffs(limits.handoffs, limits.slots)
         if concurrency is not None:
             self.entrance = Entrance(concurrency, roster, leases, tell, place=self._place)
@@ -135,6 +137,7 @@ class Turns(Ways):
             kv.begun = completion.spans[0].version
         if source is not None:
             source.breaker.succeeded()
+            self.handed.ended(pulled=completion.cached_tokens - kv.cached.get(home.engine.id, 0))
         if self._special:
             self._generated(turn, kv, home, completion, source is not None)
         return completion if turn.kept is None else turn.whole(completion)
@@ -228,7 +231,8 @@ class Turns(Ways):
         `Again` if it is to be routed anew."""
         version, before = kv.version, turn.spent
         work = self._work(turn, kv, source, prefill=True, decode=False)
-        # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted.
+        # A queue that the router knew of and chose all the same is no failure, nor is work as long as predicted. Where
+        # it moves more slowly than predicted, each answer renews the leases of those that wait.
         waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
         limit = self._limits.handoff_s + waiting + work
         if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
@@ -289,9 +293,14 @@ class Turns(Ways):
         member.shares.begin(request.request_id)
         what, oldest = "generation" if generates else "prefill", member.version
         try:
-            with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY):
+            with self._leases.hold(turn.session, f"{what} on {member.engine.id}", seconds, Expiry.RETRY) as lease:
+                if not generates:
+                    member.prefilling[request.request_id] = lease
                 answer = await member.engine.generate(request)
-            if generates:
+            if not generates:  # the queue moves: a lease is for an engine that stands still, not for those behind
+                for other in member.prefilling.values():
+                    other.renew(self._limits.generate_s)
+            else:
                 versions = oldest, max(self.version, member.version)
                 wrong = wrong_answer(answer, request.sampling, vocab=self._limits.vocab, versions=versions)
                 if wrong:
@@ -299,6 +308,7 @@ class Turns(Ways):
                 member.trust.right()
             return answer
         finally:
+            member.prefilling.pop(request.request_id, None)
             member.running -= 1
             if work or member.work_s:  # without work of its own it may still be the last, and rounding be left over
                 member.done(work, asyncio.get_running_loop().time())
@@ -354,6 +364,7 @@ class Turns(Ways):
             cause=cause,
             wasted_s=round(wasted, 6),
         )
+        self.handed.failed += 1
         now = asyncio.get_running_loop().time()
         seconds = source.breaker.failed(now, hopeless=isinstance(error, NothingKept))
         if seconds is not None:

@@ -80,7 +80,7 @@ class Updates:
         *,
         limits: GatewayLimits,
         pause: PauseMode,
-        suspect: Callable[[Member], None],
+        suspect: Callable[[Member, EngineError | LeaseExpired], None],
         tell: Tell,
     ) -> None:
         self._policy = rule.policy
@@ -259,8 +259,8 @@ class Updates:
                 told = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}
                 told |= {"bytes": weights.bytes}
                 self._tell(ENGINE_UPDATED, name, **told, reason=str(why), seconds=seconds)
-        except (EngineError, LeaseExpired):
-            self._suspect(member)
+        except (EngineError, LeaseExpired) as error:
+            self._suspect(member, error)
         finally:
             del self._loading[name]
             member.updating = False

@@ -341,3 +341,15 @@ def test_versions_that_engines_left_out_are_bytes_saved() -> None:
     ]
     table = next(t for t in utilization(rows(updates=loads)).tables if t.name == "updates")
     assert table.rows == (("e0", 2, 6.0, 4.0, 2, 4.0), ("e1", 1, 4.0, 2.0, 3, 6.0))
+
+
+def test_hand_offs_are_counted_and_a_split_that_pulls_nothing_is_an_alarm() -> None:
+    def published(decoded: int, failed: int, empty: int) -> RunEvent:
+        return RunEvent(1.0, "handoffs", "v1", {"decoded": decoded, "failed": failed, "empty": empty})
+
+    def table(*events: RunEvent) -> Table:
+        return next(t for t in utilization(rows(handoffs=events)).tables if t.name == "handoffs")
+
+    assert table().rows == ()
+    assert table(published(90, 4, 1), published(6, 0, 0)).rows == ((100, 4, 0.04, 1, None),)
+    assert table(published(20, 0, 20)).rows == ((20, 0, 0.0, 20, "prefill engines work for nothing"),)

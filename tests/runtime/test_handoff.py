@@ -17,6 +17,7 @@ from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Completion, EngineId, GenerateRequest, Sampling, WeightsRef
 from rollart.policy.affinity import Affinity
 from rollart.policy.breaker import Breaker
+from rollart.policy.handing import HandoffCounts
 from rollart.policy.pricing import rule
 from rollart.policy.routing import Router
 from rollart.runtime.gateway import Gateway, GatewayLimits
@@ -334,6 +335,58 @@ def test_a_turn_whose_engine_drains_meanwhile_goes_by_another_way(leaves: str) -
         assert bench.events("handoff_failed") == []
         if leaves == "d":
             assert bench.fabric.computed == 100, "the prefill engine still has the KV"
+
+    virtual(main)
+
+
+def test_a_queue_that_moves_more_slowly_than_predicted_costs_no_hand_off() -> None:
+    """A burst, as after a publish: the last waits for six times its lease, and every answer renews it."""
+
+    async def main() -> None:
+        bench = Bench()
+        engine, one = bench.engines["p"], asyncio.Lock()
+        engine.slow, works = 1.5, engine._work
+
+        async def one_by_one(seconds: float) -> None:
+            async with one:
+                await works(seconds)
+
+        engine._work = one_by_one  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as tasks:
+            for n in range(8):
+                tasks.create_task(bench.ask(session=f"s{n}"))
+        assert bench.events("handoff_failed") == bench.events("lease_expired") == []
+        assert len(bench.requests("p")) == len(bench.requests("d")) == 8
+        assert bench.idle()
+
+    virtual(main)
+
+
+def test_an_engine_that_is_taken_out_is_an_event() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.engines["p"].fail = True
+        await bench.ask()
+        (down,) = bench.events("engine_down")
+        assert "p is down" in str(down["cause"])
+
+    virtual(main)
+
+
+def test_prompts_of_less_than_a_block_stay_at_home_and_empty_hand_offs_are_an_alarm() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.gateway._turns.router = replace(bench.gateway._turns.router, block=len(PROMPT) + 1)
+        await bench.ask()
+        assert bench.requests("p") == [], "no whole block can be handed over"
+        told: list[tuple[str, dict[str, object]]] = []
+        counts = HandoffCounts()
+        for _ in range(20):
+            counts.ended(pulled=0)
+        counts.report(1, lambda kind, subject, **fields: told.append((kind, fields)))
+        counts.report(2, lambda kind, subject, **fields: told.append((kind, fields)))
+        assert [kind for kind, _ in told] == ["handoffs", "handoffs_pull_nothing"], "said once"
+        assert told[0][1] == {"decoded": 20, "failed": 0, "empty": 20}
 
     virtual(main)
 
