@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import click
 
 from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, native_output_to_stderr, runs_option
 from rollart.cli.profiles import measure
-from rollart.errors import RunFailed, StorageFailed, UsageError
+from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 
 if TYPE_CHECKING:
     from rollart.report.rows import Report, RunRows
@@ -158,6 +159,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
     crash_directory.set(directory)
     from rollart.cli.progress import ProgressLines
     from rollart.compose import launch as start
+    from rollart.ledger.database import FILE
 
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -169,6 +171,10 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
             start(
                 resolved, run_dir=directory, resume=resume, on_progress=ProgressLines(colour=colour(stream=sys.stderr))
             )
+    except (SpecError, UsageError):
+        if not resume and not (directory / FILE).exists():  # it never began: nothing of it could be resumed
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
     except OSError as error:
         raise StorageFailed(
             f"{error.filename or directory}: {error.strerror or error}",

@@ -8,10 +8,12 @@ import os
 import subprocess
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 from placement.types import Role
 from rollart.errors import SpecError, UsageError
 from rollart.spec.resolve import Resolved
+from rollart.spec.work import model_config
 
 __all__ = ["PYTHON", "VllmHome", "ready", "vllm_home", "vllm_python"]
 
@@ -23,6 +25,16 @@ LOOK_S = 60.0
 
 ANSWER_S = 10.0
 """For a server that serves: it answers from its loop, whatever it computes."""
+
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+"""Keys of a model's configuration that its weights' shapes follow from."""
 
 PLUGIN = "pip install integrations/vllm into vLLM's environment"
 
@@ -85,7 +97,8 @@ def ready(resolved: Resolved) -> None:
         return
     if engines.attach:
         for url in engines.attach:
-            _answers(url)
+            _get(url, "/health")
+            _refuse_another_model(resolved, url)
         return
     python = vllm_python(resolved)
     if resolved.cluster.runtime.backend == "ray" and resolved.cluster.runtime.address != "local":
@@ -102,14 +115,32 @@ def ready(resolved: Resolved) -> None:
         )
 
 
-def _answers(url: str) -> None:
+def _refuse_another_model(resolved: Resolved, url: str) -> None:
+    """`UsageError` for a server whose model has other sizes than the run's, as far as its directory can be read here:
+    a publish into it would fail after the trainer's start."""
+    try:
+        served = Path(json.loads(_get(url, "/v1/models"))["data"][0]["root"])
+        theirs = json.loads((served / "config.json").read_text())
+    except (OSError, ValueError, KeyError, IndexError, TypeError, UsageError):
+        return  # a name of the Hub, or another machine's directory: the first publish compares the weights
+    ours = model_config(resolved.run, resolved.base)
+    for key in ("architectures", *SIZES):
+        if key in ours and key in theirs and ours[key] != theirs[key]:
+            raise UsageError(
+                f"engines.attach: {url} serves another model ({served}): {key} is {theirs[key]!r} (rule: the run's, "
+                f"{ours[key]!r})",
+                remedy="start the server with the run's model, or mend engines.attach",
+            )
+
+
+def _get(url: str, route: str) -> bytes:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the run will ask
     try:
-        with direct.open(url.rstrip("/") + "/health", timeout=ANSWER_S):
-            return
+        with direct.open(url.rstrip("/") + route, timeout=ANSWER_S) as answer:
+            return bytes(answer.read())
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", None) or error
     raise UsageError(
-        f"engines.attach: {url} does not answer /health: {getattr(why, 'strerror', None) or why}",
+        f"engines.attach: {url} does not answer {route}: {getattr(why, 'strerror', None) or why}",
         remedy="start the server, or mend engines.attach",
     )

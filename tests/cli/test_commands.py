@@ -15,7 +15,7 @@ import yaml
 
 from rollart.cli import pidfile
 from rollart.cli.logs import _new
-from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed
+from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
 
 Call = Callable[..., Any]
 
@@ -65,6 +65,14 @@ class TestLaunch:
             done = rollart("launch", "run.yaml", "--name", "../x", *options)
             assert (done.code, done.out) == (2, "")
             assert "--name '../x' (rule: one directory name)" in done.err
+
+    def test_a_run_that_never_began_leaves_no_directory(self, rollart: Call, compose: Any) -> None:
+        def refuse(directory: Path) -> None:
+            raise SpecError("no such thing", remedy="mend it")
+
+        compose.action = refuse
+        assert rollart("launch", "run.yaml", "--name", "mine").code == 2
+        assert list(Path("runs").iterdir()) == []
 
     def test_dry_run_prints_what_would_run(self, rollart: Call, compose: Any) -> None:
         done = rollart("launch", "run.yaml", "--dry-run")
