@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 from unittest.mock import Mock
 
 import pytest
 
+import rollart
 from rollart.adapters.clusters import ray_link
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import health_settings
@@ -56,6 +58,23 @@ def test_a_host_answers_with_values_and_errors() -> None:
         assert items[:2] == [(True, 0), (True, 1)]
         assert items[2][0] is False
         assert isinstance(items[2][1], KeyError)
+
+    asyncio.run(main())
+
+
+def test_a_node_of_another_version_refuses_its_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Mock()
+    ray.get_runtime_context.return_value.get_node_id.return_value = "0123456789abcdef"
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+    async def main() -> None:
+        init = pack(((1,), {}))
+        fine, error, node = await Host().boot(f"{__name__}:Thing", init, "0.0.1")
+        assert (fine, node) == (False, "0123456789abcdef")
+        said = unpack(error)
+        assert isinstance(said, UsageError)
+        assert f"node 0123456789ab has rollart {rollart.__version__} and the controller 0.0.1" in str(said)
+        assert (await Host().boot(f"{__name__}:Thing", init, rollart.__version__))[0]
 
     asyncio.run(main())
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rollart import __version__
 from rollart.adapters.clusters.ray_host import Host, pack, unpack
 from rollart.errors import NoPlace, PartDied, ProviderError, UsageError
 from rollart.ports import ActorSpec, RuntimeEvent
@@ -152,7 +153,7 @@ class RayHandle:
     async def _ready(self, host: Any) -> tuple[bool, bytes, str]:
         """The answer of the new actor's start, once Ray has found it a node."""
         init = pack((self.spec.args, dict(self.spec.kwargs)))
-        asked = self._runtime.link.ask(host, "boot", self.spec.factory, init)
+        asked = self._runtime.link.ask(host, "boot", self.spec.factory, init, __version__)
         booting = asyncio.get_running_loop().create_task(asked, name=f"start of {self.name}")
         try:
             while True:

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rollart import __version__
 from rollart.adapters.clusters.program import Program
 from rollart.errors import RunFailed, UsageError
 
@@ -28,12 +29,19 @@ class Host:
         self._streams: dict[int, AsyncIterator[tuple[bool, bytes]]] = {}
         self._numbers = itertools.count()
 
-    async def boot(self, factory: str, init: bytes) -> tuple[bool, bytes, str]:
-        """Make the object; whether that went well, the error if not, and the id of this node."""
+    async def boot(self, factory: str, init: bytes, version: str) -> tuple[bool, bytes, str]:
+        """Make the object; whether that went well, the error if not, and the id of this node. UsageError for a
+        controller of another `version`: both sides exchange pickled values."""
         import ray
 
         node = str(ray.get_runtime_context().get_node_id())
         try:
+            if version != __version__:
+                raise UsageError(
+                    f"node {node[:12]} has rollart {__version__} and the controller {version} (rule: the same version, "
+                    "as they exchange pickled values)",
+                    remedy=f"install rollart {version} on every node, or run them all from one image",
+                )
             args, kwargs = pickle.loads(init)
             module, _, name = factory.partition(":")
             self._instance = getattr(importlib.import_module(module), name)(*args, **kwargs)
