@@ -4,6 +4,7 @@ fault of the call that made it, and of nothing else."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import sys
 from collections.abc import Callable, Coroutine
@@ -93,8 +94,13 @@ def leave_behind(task: asyncio.Task[Any]) -> None:
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))  # never collected: that would resume its code once more
-    print(f"rollart: {task.get_name()} did not end when it was cancelled: left behind "
-          "(rule: let CancelledError through)", file=sys.stderr, flush=True)  # fmt: skip
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(
+            f"rollart: {task.get_name()} did not end when it was cancelled: left behind (rule: let CancelledError "
+            "through)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _current_task() -> asyncio.Task[Any] | None:

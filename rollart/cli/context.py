@@ -36,6 +36,7 @@ __all__ = [
     "output_option",
     "run_argument",
     "runs_option",
+    "say",
     "unused",
     "width",
     "writable",
@@ -51,6 +52,17 @@ FOR_PEOPLE = ("table", "html")
 
 crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
 """Directory of the run that is being worked on: an unexpected error leaves its traceback there."""
+
+
+def say(line: str) -> None:
+    """A line on stderr. Where its reader has left (`2>&1 | head`, a terminal that was closed), this and all later ones
+    go nowhere: the run does not end for it."""
+    try:
+        click.echo(line, err=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
 
 
 @contextmanager

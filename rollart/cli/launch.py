@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, native_output_to_stderr, runs_option
+from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, native_output_to_stderr, runs_option, say
 from rollart.cli.profiles import measure
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 
@@ -166,7 +166,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         fresh = directory / f"{RESOLVED}.new"
         fresh.write_text(resolved.to_yaml())
         fresh.replace(directory / RESOLVED)
-        click.echo(f"run {directory.name} in {directory}", err=True)
+        say(f"run {directory.name} in {directory}")
         with pidfile.hold(directory):
             start(
                 resolved, run_dir=directory, resume=resume, on_progress=ProgressLines(colour=colour(stream=sys.stderr))

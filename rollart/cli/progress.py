@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollart.cli.context import say
 from rollart.ports import RunEvent
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ProgressLines:
         else:
             lines = [self._drops() if event.t - self._counted_from >= EVERY_S else ""]
         for line in filter(None, lines):
-            click.echo(f"{event.t - self._t0:6.1f}s  {line}", err=True)
+            say(f"{event.t - self._t0:6.1f}s  {line}")
 
     def _first_drop(self, event: RunEvent) -> bool:
         """True for the first of its domain and reason; others are counted."""

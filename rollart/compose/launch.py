@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -78,7 +79,8 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
     def end(why: str, interrupted: bool) -> NoReturn:
         error = _interrupted(directory) if interrupted else RunFailed(why, remedy="rollart launch --resume continues")
         late = f" ({why})" if interrupted and why else ""
-        os.write(2, f"rollart: {error.message}{late}\n  remedy: {error.remedy}\n".encode())
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(2, f"rollart: {error.message}{late}\n  remedy: {error.remedy}\n".encode())
         os._exit(error.exit_code)
 
     def say(holder: str, seconds: float) -> None:

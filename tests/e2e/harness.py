@@ -214,9 +214,13 @@ class Home:
         self.path = path
 
     def launch(self, spec: Spec | None = None, *overrides: str, cluster: Mapping[str, Any] | None = None) -> Launched:
+        self.write(spec, cluster)
+        return Launched(self.path, ["launch", "run.yaml", "--cluster", "cluster.yaml", *overrides])
+
+    def write(self, spec: Spec | None = None, cluster: Mapping[str, Any] | None = None) -> None:
+        """`run.yaml` and `cluster.yaml`."""
         (self.path / "run.yaml").write_text(yaml.safe_dump(spec or tiny()))
         (self.path / "cluster.yaml").write_text(yaml.safe_dump(dict(cluster or CLUSTER)))
-        return Launched(self.path, ["launch", "run.yaml", "--cluster", "cluster.yaml", *overrides])
 
     def resume(self, *overrides: str) -> Launched:
         return Launched(self.path, ["launch", "--resume", "tiny-1", *overrides])

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import BATCH, STEPS, Home, Launched, held, processes, sound, tiny
+from tests.e2e.harness import (
+    BATCH,
+    LIMIT_S,
+    ROLLART,
+    STEPS,
+    Home,
+    Launched,
+    environment,
+    held,
+    processes,
+    sound,
+    tiny,
+)
 
 pytestmark = pytest.mark.slow  # real processes, started twice per test: about 12 s
 
@@ -66,3 +79,18 @@ def test_ctrl_c_does_not_wait_for_what_hangs(home: Home) -> None:
     run.kill(signal.SIGINT)
     run.failed(130, "interrupted", limit_s=SHUTDOWN_S)
     assert not processes(home.path)
+
+
+def test_a_run_whose_reader_has_left_goes_on(home: Home) -> None:
+    """`launch 2>&1 | head -1`: one line is read."""
+    home.write(tiny())
+    command = [*ROLLART, "launch", "run.yaml", "--cluster", "cluster.yaml"]
+    out = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=home.path, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+    ) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        run.stdout.close()
+        assert run.wait(LIMIT_S) == 0
+    sound(home.directory)

@@ -42,7 +42,7 @@ def test_a_call_that_swallows_its_cancellation_is_left_behind(home: Home) -> Non
     sound(home.directory)
 
 
-@pytest.mark.parametrize(("world", "number"), [("Stubborn", signal.SIGTERM), ("BusyForGood", signal.SIGINT)])
+@pytest.mark.parametrize(("world", "number"), [("Stubborn", signal.SIGHUP), ("BusyForGood", signal.SIGINT)])
 def test_a_signal_ends_the_run_whatever_a_call_does(home: Home, world: str, number: int) -> None:
     run = home.launch(wrong(home, world, leases__env_step_s=600.0))
     marked(home, run)
