@@ -123,7 +123,8 @@ def _refuse_another_model(resolved: Resolved, url: str) -> None:
         theirs = json.loads((served / "config.json").read_text())
     except (OSError, ValueError, KeyError, IndexError, TypeError, UsageError):
         return  # a name of the Hub, or another machine's directory: the first publish compares the weights
-    ours = model_config(resolved.run, resolved.base)
+    trained = resolved.run.model.model_copy(update={"config": None})  # `config` is what plans are computed for
+    ours = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
     for key in ("architectures", *SIZES):
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise UsageError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,32 @@ def test_servers_that_cannot_be_are_told_of_before_anything_is_made(
             ready(resolved(tmp_path, engines))
         assert refused.value.remedy
     ready(resolve_files(None, builtin("clusters/local.yaml")))
+
+
+@pytest.mark.parametrize(("hidden", "said"), [(1024, "serves another model .*: hidden_size is 1024"), (96, "")])
+def test_an_attached_server_of_another_model_is_refused_before_anything_is_made(
+    tmp_path: Path, hidden: int, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": hidden, "num_hidden_layers": 2}))
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": [{"id": "m", "root": str(tmp_path)}]}).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            run = resolved(tmp_path, f"count: 1, attach: ['http://127.0.0.1:{server.server_port}']")
+            with contextlib.nullcontext() if not said else pytest.raises(UsageError, match=said):
+                ready(run)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(
