@@ -44,6 +44,7 @@ from rollart.ledger.clock import ResourceClock
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
+from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
@@ -103,6 +104,7 @@ class Parts:
     workers: WorkerHosts | None
     current: WeightsRef | None = None
     said: int = 0
+    collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     fleet: EngineFleet = field(init=False)
@@ -261,6 +263,8 @@ class Parts:
         self.current = WeightsRef(version, self.weights.path(version))
 
     def _stepped(self, done: StepDone) -> None:
+        if why := self.collapse.step(done.report.metrics):
+            self.say("learning_stopped", "training", step=done.step + 1, why=why)
         self.say(
             "step", "training", **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.live())
         )

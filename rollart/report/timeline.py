@@ -34,8 +34,8 @@ ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unu
 
 DEVICES, TRAJECTORIES, CALLS, FAULTS = "devices", "trajectories", "calls", "faults"
 TROUBLE = frozenset({
-    "engine_lost", "engine_given_up", "group_dropped", "handoff_failed", "infra_fault", "lease_expired",
-    "rebalance_failed", "stalled", "trainer_restarted",
+    "engine_lost", "engine_given_up", "group_dropped", "handoff_failed", "infra_fault", "learning_stopped",
+    "lease_expired", "rebalance_failed", "stalled", "trainer_restarted",
 })  # fmt: skip
 """Events that cost something: their row says when there were how many."""
 

@@ -164,3 +164,11 @@ def _no_scores(home: Home) -> None:
     with ledger(home.directory) as db:
         assert db.execute("SELECT count(*) FROM samples").fetchone() == (0,)
         assert db.execute("SELECT count(*) FROM trajectories WHERE score IS NOT NULL").fetchone() == (0,)
+
+
+def test_a_policy_that_has_collapsed_is_told(home: Home) -> None:
+    """The run ends as it was asked to; a person and a report see that it learned nothing."""
+    run = home.launch(tiny(steps=6, training__lr=1e6))
+    run.finished()
+    assert "learning stopped: training" in run.said
+    assert "gradient was exactly 0" in run.said

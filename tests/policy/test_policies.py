@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollart.model import AbortReason
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.batching import ReadyGroup, select_batch
+from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.grouping import GroupDecision, GroupState
 from rollart.policy.lease import Expiry, LeaseBook
 from rollart.policy.release import SlotLedger
@@ -177,3 +178,13 @@ def test_an_incident_counts_once_however_many_members_of_a_group_it_took() -> No
             assert group.fail(AbortReason.INFRA_FAULT, incident) is GroupDecision.RETRY
     assert group.attempts == 2
     assert group.fail(AbortReason.INFRA_FAULT, "environment-0 of life 2") is GroupDecision.DROP
+
+
+def test_a_policy_that_no_longer_learns_is_an_alarm_once() -> None:
+    alarm = CollapseAlarm()
+    norms = [0.3, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0]
+    told = [alarm.step({"grad_norm": norm, "entropy": 0.5}) for norm in norms]
+    assert [n for n, why in enumerate(told) if why] == [6, 11]
+    assert "gradient was exactly 0" in told[6]
+    assert [bool(alarm.step({"grad_norm": 1.0, "entropy": 0.0})) for _ in range(4)] == [False, False, True, False]
+    assert not any(CollapseAlarm().step({}) for _ in range(5)), "a trainer that says neither"

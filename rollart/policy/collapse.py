@@ -1,0 +1,31 @@
+"""A policy that no longer learns: training goes on, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["CollapseAlarm"]
+
+STEPS = 3
+"""Steps in a row: one batch without a gradient may have had groups that agree."""
+
+NO_ENTROPY = 1e-6
+"""Nats per token, below which the policy says one thing alone."""
+
+
+class CollapseAlarm:
+    """Fed with each step's metrics in order. Raised once per episode: again only after a step that learned."""
+
+    def __init__(self) -> None:
+        self._still: dict[str, int] = {}
+
+    def step(self, metrics: Mapping[str, float]) -> str:
+        """The cause in words, at the step that completes `STEPS` in a row; '' otherwise."""
+        gradient, entropy = metrics.get("grad_norm"), metrics.get("entropy")
+        signs = {
+            f"its gradient was exactly 0 in {STEPS} steps in a row": gradient == 0.0,
+            f"its entropy was below {NO_ENTROPY:g} in {STEPS} steps in a row": entropy is not None
+            and entropy < NO_ENTROPY,
+        }
+        self._still = {why: self._still.get(why, 0) + 1 for why, seen in signs.items() if seen}
+        return next((why for why, count in self._still.items() if count == STEPS), "")
