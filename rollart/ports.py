@@ -273,6 +273,8 @@ class Recovered:
     clock: float
     consumed: Mapping[str, int] = field(default_factory=dict)
     """Groups trained so far, by domain."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Groups that were dropped since a finished sample of theirs cannot be read, and why."""
 
 
 class Journal(Protocol):

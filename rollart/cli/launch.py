@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -88,7 +90,7 @@ def launch(
 
         ready(resolved)
     if resume is None:
-        directory = _new_directory(runs_dir, name, resolved.run.name)
+        directory = _new_directory(runs_dir, name, resolved)
     if detach:
         _detach(resolved, directory, overrides if resume is not None else [])
         return
@@ -185,24 +187,29 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
     _show_reports(directory)
 
 
-def _new_directory(runs: Path, name: str | None, run_name: str) -> Path:
-    """Make the run's directory: it must be new."""
+def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
+    """Make the run's directory, which must be new. It appears with its specs in it, so it is a run from then on."""
+    made = runs / f".new-{os.getpid()}"
     try:
         runs.mkdir(parents=True, exist_ok=True)
+        made.mkdir(exist_ok=True)
+        (made / RESOLVED).write_text(resolved.to_yaml())
         n = 1
         while True:
-            directory = runs / (name or f"{run_name}-{n}")
-            try:
-                directory.mkdir()
-                return directory
-            except FileExistsError:
-                if name is not None:
-                    raise UsageError(
-                        f"run '{name}' exists in {runs}",
-                        remedy=f"continue it with --resume {name}, or choose another name",
-                    ) from None
-                n += 1
+            directory = runs / (name or f"{resolved.run.name}-{n}")
+            with contextlib.suppress(FileExistsError, NotADirectoryError):
+                if not directory.exists():  # rename would replace an empty one
+                    made.rename(directory)
+                    return directory
+            if name is not None:
+                shutil.rmtree(made)
+                raise UsageError(
+                    f"run '{name}' exists in {runs}", remedy=f"continue it with --resume {name}, or choose another name"
+                )
+            n += 1
     except OSError as error:
+        if error.errno == errno.ENOTEMPTY:  # another process took the name at this moment
+            return _new_directory(runs, name, resolved)
         raise StorageFailed(
             f"{runs}: cannot be written: {error.strerror}", remedy="choose another place with --runs-dir"
         ) from None

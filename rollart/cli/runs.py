@@ -36,6 +36,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
     """
     from rollart.cli import pidfile
+    from rollart.ledger.database import FILE as LEDGER
     from rollart.ledger.reader import Reader
     from rollart.report.render import render
     from rollart.report.rows import ENGINE_ROLES, Cell, Column, Report, Table, collect
@@ -43,6 +44,20 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
 
     directory = find_run(run, runs_dir)
     owner = pidfile.owner(directory)
+    if not (directory / LEDGER).is_file():
+        began: list[tuple[Cell, ...]] = [
+            ("state", "starting" if owner else "stopped"),
+            ("process", owner.pid if owner else None),
+            ("directory", str(directory)),
+            ("ledger", "none yet" if owner else "none: it ended before it had one; --resume starts it"),
+        ]
+        report = Report(
+            "status",
+            directory.name,
+            (Table("status", "Status", (Column("what"), Column("value", "number")), tuple(began)),),
+        )
+        click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+        return
     with Reader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
         engines = _parts(reader, ENGINE_ROLES) if owner else []

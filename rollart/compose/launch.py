@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from rollart import controller_loop
 from rollart.compose.adopted import Start, start_from
@@ -18,18 +18,28 @@ from rollart.compose.elastic import follow
 from rollart.compose.environments import examples_of
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
+from rollart.compose.parts import STARTS
 from rollart.compose.preflight import decided, refuse_unlaunchable
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.rewards import rewards
 from rollart.compose.stored import StoredWeights
 from rollart.compose.wiring import Parts, wire
 from rollart.controller_loop import ControllerLoop, LoopWatch
-from rollart.errors import Interrupted, RollartError, RunFailed, StorageFailed
+from rollart.errors import (
+    Interrupted,
+    LeaseExpired,
+    PartDied,
+    RollartError,
+    RunFailed,
+    StorageFailed,
+    TrainerError,
+    TrainerRefused,
+)
 from rollart.ledger.intervals import State
-from rollart.model import WeightsRef
+from rollart.model import AbortReason, WeightsRef
 from rollart.orphans import kill_at_end
 from rollart.policy.lease import Expiry
-from rollart.ports import RunEvent
+from rollart.ports import Recovered, RunEvent
 from rollart.runtime.crews import CrewKeeper
 from rollart.runtime.function_hosts import FunctionFleet
 from rollart.runtime.hosting import HostFleet
@@ -39,6 +49,8 @@ from rollart.spec.resolve import Resolved
 __all__ = ["launch"]
 
 Progress = Callable[[RunEvent], None]
+
+T = TypeVar("T")
 
 ORPHANS_S = 3.0
 """Seconds that parts have to end by themselves, and to clean up, once the controller is gone."""
@@ -125,21 +137,11 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             await parts.trainer.start()
             parts.trainer_clock.enter(State.IDLE)
             if recovered is None:
-                weights = await _first_version(resolved, parts)
+                _refuse_lost_ledger(directory, parts)
+                weights = await _supervised(parts, lambda: _first_version(resolved, parts))
                 step = 0
             else:
-                weights = WeightsRef(recovered.version, parts.weights.path(recovered.version))
-                if not parts.weights.complete(recovered.version):
-                    raise RunFailed(
-                        f"version {recovered.version} of {directory} is not complete on disk",
-                        remedy="start a new run; its ledger and reports stay readable",
-                    )
-                await parts.trainer.restore(weights)
-                if isinstance(parts.weights, StoredWeights):  # whose last push may not have ended
-                    async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
-                        await parts.weights.push(weights)
-                step = recovered.step
-                parts.say("resumed", "run", step=step, version=weights.version, samples=len(recovered.samples))
+                weights, step = await _resumed(resolved, directory, parts, recovered), recovered.step
             parts.begin(weights)
             if parts.nodes is not None:
                 watchers.append(background.create_task(follow(parts.runtime, resolved, parts.nodes), name="nodes"))
@@ -155,6 +157,47 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             for watcher in watchers:
                 watcher.cancel()
         parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)
+
+
+async def _resumed(resolved: Resolved, directory: Path, parts: Parts, recovered: Recovered) -> WeightsRef:
+    """The version to go on from, which the trainer has, and engines can have."""
+    weights = WeightsRef(recovered.version, parts.weights.path(recovered.version))
+    if not parts.weights.complete(recovered.version):
+        raise RunFailed(
+            f"version {recovered.version} of {directory} is not complete on disk",
+            remedy="start a new run; its ledger and reports stay readable",
+        )
+    await parts.trainer.restore(weights)
+    if isinstance(parts.weights, StoredWeights):  # whose last push may not have ended
+        async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
+            await parts.weights.push(weights)
+    for group, why in recovered.damaged.items():
+        parts.say("group_dropped", group, reason=str(AbortReason.INFRA_FAULT), detail=why)
+    parts.say("resumed", "run", step=recovered.step, version=weights.version, samples=len(recovered.samples))
+    return weights
+
+
+async def _supervised(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
+    """Work of the trainer before training begins. A trainer that dies in it is restarted and does it again."""
+    for _ in range(STARTS - 1):
+        try:
+            return await work()
+        except TrainerRefused:
+            raise
+        except (PartDied, TrainerError, LeaseExpired):
+            await parts.trainer.recover()
+    return await work()
+
+
+def _refuse_lost_ledger(directory: Path, parts: Parts) -> None:
+    """A run without a committed version has written version 0 at most: later ones say that its ledger is gone."""
+    newest = max(parts.weights.versions(), default=0)
+    if newest > 0:
+        raise StorageFailed(
+            f"the ledger of {directory} knows of no version, but v{newest} of its weights is there: the ledger, or its "
+            "-wal file, was lost (rule: a run goes on from what its ledger says)",
+            remedy="restore ledger.sqlite and ledger.sqlite-wal from a backup, or start a new run",
+        )
 
 
 async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
@@ -193,9 +236,7 @@ async def _hosts(parts: Parts) -> list[CrewKeeper]:
 
 
 async def _engines(parts: Parts) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        for part in parts.site.parts:
-            tasks.create_task(parts.supervisor.start(part), name=f"start {part.id}")
+    await parts.supervisor.begin(parts.site.parts)
 
 
 def _interrupted(directory: Path) -> Interrupted:

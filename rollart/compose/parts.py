@@ -15,7 +15,7 @@ from rollart.compose.agreement import note_agreement, said
 from rollart.compose.broadcasts import Broadcasts
 from rollart.compose.starts import Starting
 from rollart.compose.trainer_hosts import TrainerHosts
-from rollart.errors import PartDied, TrainerError
+from rollart.errors import LeaseExpired, PartDied, TrainerError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, WeightsRef
@@ -24,8 +24,11 @@ from rollart.ports import Engine, Handle, Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import EnginesSpec
 
-__all__ = ["AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
+__all__ = ["STARTS", "AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
 
+
+STARTS = 3
+"""Tries at the trainer's first start: one that ends is bad luck, three are a setting."""
 
 BACK_S = 1.0
 """Between two looks whether a server that is gone is back: starting one takes a minute."""
@@ -218,9 +221,29 @@ class TrainerProgram:
         self._client: HttpTrainer | None = None
 
     async def start(self) -> None:
-        async with self._leases.hold("trainer", "its start", self._start_s, Expiry.FAIL_RUN):
+        """The first start, tried up to `STARTS` times. `PartDied` with the cause of the last."""
+        for tries in range(1, STARTS + 1):
+            try:
+                return await self._start()
+            except (PartDied, TrainerError, LeaseExpired) as error:
+                cause = error.message.removeprefix("trainer: ").removeprefix("trainer-0: ")
+                if tries == STARTS:
+                    raise PartDied(
+                        "trainer-0", f"{cause}, {STARTS} starts in a row", remedy=error.remedy or "see its log"
+                    ) from None
+                self._restarted(tries, cause)
+                await self.close()
+                await asyncio.sleep(BACK_S * tries)
+
+    async def _start(self) -> None:
+        async with self._leases.hold("trainer", "its start", self._start_s, Expiry.RESTART_PART):
             self._client = HttpTrainer(await self._program.call("start", []))
             await self._client.greet()
+
+    def _restarted(self, restarts: int, cause: str = "") -> None:
+        now = asyncio.get_running_loop().time()
+        fields = {"restarts": restarts} | ({"cause": cause} if cause else {})
+        self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", fields))
 
     async def recover(self) -> None:
         """Restart the process and continue from the current version. `TrainerError` past `max_restarts`."""
@@ -230,10 +253,9 @@ class TrainerProgram:
         self._clock.enter(State.DOWN, "trainer_restart")
         await self.close()
         self._said, self._staged = (-1, ()), -1
-        now = asyncio.get_running_loop().time()
-        self._recorder.event(RunEvent(now, "trainer_restarted", "trainer", {"restarts": self._restarts}))
+        self._restarted(self._restarts)
         try:
-            await self.start()
+            await self._start()
         except PartDied:  # its node may have died, and be known as dead only now
             await self.recover()
             return

@@ -393,7 +393,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         trainer = TrainerProgram(
             await on_its_hosts(stack, resolved, runtime, directory, config),
             leases,
-            ledger,
+            Announcer(ledger, progress),
             by_part["trainer-0"],
             current=lambda: parts_of[0].current,
             start_s=trainer_start(resolved),

@@ -16,8 +16,8 @@ from rollart.ledger.codec import decode_sample
 from rollart.ledger.intervals import State
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.segments import Segments
-from rollart.ledger.tables import CONSUMED, LIVE, SCHEMA, SCHEMA_VERSION, UPGRADES, Rows, insert
-from rollart.model import TrainSample
+from rollart.ledger.tables import CONSUMED, DROPPED, LIVE, SCHEMA, SCHEMA_VERSION, UPGRADES, Rows, insert
+from rollart.model import AbortReason, TrainSample
 from rollart.ports import Recovered
 from serverless.meter import WorkerState
 
@@ -50,6 +50,9 @@ class Database:
     ) -> None:
         self.directory = directory
         self._prices = prices
+        self._sync = sync
+        self.published = False
+        """A version was committed since the last checkpoint."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / "ledger.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -96,6 +99,9 @@ class Database:
             raise
         if self.segments.rolled:
             self._sweep()
+        if self.published:
+            self.published = False
+            self._checkpoint()
         functions = sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
         functions += sum(
             self._idle(provider, seconds, memory_mb)
@@ -112,10 +118,19 @@ class Database:
         if last is None:
             return None
         rows = self.connection.execute(
-            f"SELECT s.payload, s.segment, s.offset FROM samples s LEFT JOIN groups g ON g.id = s.grp "
+            f"SELECT s.grp, s.payload, s.segment, s.offset FROM samples s LEFT JOIN groups g ON g.id = s.grp "
             f"WHERE s.state = {LIVE} AND coalesce(g.state, {LIVE}) = {LIVE} ORDER BY s.rowid"
         ).fetchall()
-        self.segments.keep({segment for _, segment, _ in rows if segment is not None})
+        self.segments.keep({segment for _, _, segment, _ in rows if segment is not None})
+        samples: list[TrainSample] = []
+        damaged: dict[str, str] = {}
+        for group, *payload in rows:
+            try:
+                samples.append(self._sample(*payload))
+            except StorageFailed as error:
+                damaged.setdefault(group, error.message)
+        for group in damaged:
+            self._drop_damaged(group)
         pending = self.connection.execute(f"SELECT id, domain, seed FROM groups WHERE state = {LIVE} ORDER BY rowid")
         drawn = self.connection.execute("SELECT domain, count(*) FROM groups GROUP BY domain ORDER BY min(rowid)")
         consumed = self.connection.execute(
@@ -124,12 +139,26 @@ class Database:
         return Recovered(
             version=last[0],
             step=last[1],
-            samples=tuple(self._sample(*row) for row in rows),
+            samples=tuple(s for s in samples if s.group not in damaged),
             pending=tuple((g, d, s) for g, d, s in pending.fetchall()),
             seeds_drawn=dict(drawn.fetchall()),
             clock=self._clock,
             consumed=dict(consumed.fetchall()),
+            damaged=damaged,
         )
+
+    def _drop_damaged(self, group: str) -> None:
+        """The group goes as one whose environment failed does: a fresh prompt takes its place."""
+        self.connection.execute(
+            f"UPDATE groups SET state = {DROPPED}, reason = ? WHERE id = ?", (str(AbortReason.INFRA_FAULT), group)
+        )
+        self.connection.execute(f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ?", (group,))
+
+    def _checkpoint(self) -> None:
+        """Bring what was committed from the write-ahead log into the database file: the log is one file more to lose.
+        As much as readers allow; the next publish brings the rest. Without `sync` there is no crash to prepare for."""
+        if self._sync:
+            self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _sweep(self) -> None:
         """Delete segment files whose samples are all trained or dropped. Once per file, so a scan is cheap enough."""

@@ -99,8 +99,11 @@ class Ledger:
         await self._writer.run(lambda db: tables.drop(db.connection, group, reason))
 
     async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
-        measure = self._measure
-        await self._writer.run(lambda db: tables.commit(db.connection, version, step, consumed, metrics, measure))
+        def committed(db: Database) -> None:
+            tables.commit(db.connection, version, step, consumed, metrics, self._measure)
+            db.published = True
+
+        await self._writer.run(committed)
 
     async def recover(self) -> Recovered | None:
         recovered: Recovered | None = await self._writer.run(Database.recover)

@@ -34,6 +34,12 @@ FORGIVEN_S = 600.0
 """An engine that served this long since its last start has its restarts forgiven: the bound is against crash loops."""
 
 
+FIRST_STARTS = 3
+"""Tries at the first start of an engine: one that ends is bad luck, three are a setting."""
+
+BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 5.0
+"""Before the second try of a start half a second, then twice as long each time, up to the longest."""
+
 ENGINE_RESTART = "engine_restart"
 """Why an engine starts once more: it was lost."""
 
@@ -91,13 +97,43 @@ class EngineSupervisor:
         self._starting: dict[str, int] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self._never_started: set[str] = set()
+
+    async def begin(self, parts: Sequence[EnginePart]) -> None:
+        """The first start of all parts, at the same time, each tried up to `FIRST_STARTS` times. A part that fails each
+        time is given up while another one serves; `PartDied` with its last cause if none does."""
+        failed: dict[str, PartDied] = {}
+
+        async def bring_up(part: EnginePart) -> None:
+            for tries in range(1, FIRST_STARTS + 1):
+                try:
+                    return await self.start(part)
+                except (PartDied, LeaseExpired, EngineError) as error:
+                    cause = error.message.removeprefix(f"{part.id}: ")
+                    self._event("engine_lost", part.id, cause=f"{cause} (start {tries} of {FIRST_STARTS})")
+                    failed[part.id] = PartDied(
+                        part.id, f"{cause}, {FIRST_STARTS} starts in a row", remedy=error.remedy or "see its log"
+                    )
+                if tries < FIRST_STARTS:
+                    await asyncio.sleep(_back_off_s(tries))
+            self._never_started.add(part.id)
+
+        async with asyncio.TaskGroup() as tasks:
+            for part in parts:
+                tasks.create_task(bring_up(part), name=f"start {part.id}")
+        for part in parts:
+            if part.id in self._never_started:
+                if not self._gateway.spare(part.id):
+                    raise failed[part.id]
+                self._give_up(part.id, failed[part.id].message, FIRST_STARTS)
 
     async def run(self, parts: Sequence[EnginePart]) -> None:
         """Watch these engines and those that are added, for ever. The first that cannot be kept alive ends all."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             for part in parts:
-                self.add(part)
+                if part.id not in self._never_started:
+                    self.add(part)
             await asyncio.Event().wait()
 
     def add(self, part: EnginePart) -> None:
@@ -173,7 +209,7 @@ class EngineSupervisor:
                 restarts += 1
                 if restarts > self._max_restarts:
                     if self._gateway.spare(part.id):
-                        self._give_up(part.id, cause)
+                        self._give_up(part.id, cause, self._max_restarts)
                         return
                     self._wait(part.id, cause, homeless=homeless, waited_s=loop.time() - lost_at)
                 try:
@@ -185,7 +221,7 @@ class EngineSupervisor:
                     break
                 except (PartDied, LeaseExpired, EngineError) as error:
                     cause, homeless = str(error), isinstance(error, NoPlace)
-                    await asyncio.sleep(min(0.25 * 2 ** min(restarts, 8), 5.0))
+                    await asyncio.sleep(_back_off_s(restarts))
 
     def _wait(self, engine_id: EngineId, cause: str, *, homeless: bool, waited_s: float) -> None:
         """Nobody serves. `PartDied` unless a node may still come for it."""
@@ -207,10 +243,10 @@ class EngineSupervisor:
         self._waiting[engine_id] = None
         self._shares[engine_id].hold(State.DOWN, NO_NODE)
 
-    def _give_up(self, engine_id: EngineId, cause: str) -> None:
+    def _give_up(self, engine_id: EngineId, cause: str, restarts: int) -> None:
         self._gateway.leave(engine_id)
         self._waiting.pop(engine_id, None)
-        self._event("engine_given_up", engine_id, cause=cause, restarts=self._max_restarts)
+        self._event("engine_given_up", engine_id, cause=cause, restarts=restarts)
         self._on_gone(engine_id, cause)
 
     async def _trouble(self, part: EnginePart) -> str | None:
@@ -258,6 +294,10 @@ class EngineSupervisor:
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+
+
+def _back_off_s(tries: int) -> float:
+    return min(BACK_OFF_S * float(2 ** min(tries, 8)), LONGEST_BACK_OFF_S)
 
 
 class Watchdog:

@@ -71,6 +71,20 @@ def test_kill_with_a_version_on_its_way(home: Home, moment: Callable[[Launched],
     sound(home.directory)
 
 
+def test_kill_before_there_is_a_ledger(home: Home) -> None:
+    run = home.launch()
+    run.until(run.directory.exists, "the run has a directory")
+    run.kill()
+    assert run.end() == -9
+    shown = home.run("status", "tiny-1")
+    assert (shown.returncode, "stopped" in shown.stdout) == (0, True), shown.stderr
+    home.resume().finished()
+    sound(home.directory)
+    for part in home.directory.glob("ledger.sqlite*"):
+        part.unlink()
+    home.resume().failed(1, "ledger", "v4 of its weights is there", "start a new run")
+
+
 def test_kill_twice(home: Home) -> None:
     """The second life is killed as soon as it has committed something of its own."""
     run = home.launch(tiny(**slow(home)))

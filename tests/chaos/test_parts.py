@@ -73,6 +73,15 @@ def test_engine_hangs(home: Home) -> None:
     assert events(home.directory, "infra_fault") == []
 
 
+@pytest.mark.parametrize("module", ["rollart.engine", "rollart.train"])
+def test_a_part_dies_in_its_first_start(home: Home, module: str) -> None:
+    run = home.launch(tiny())
+    run.part(module).kill()
+    run.finished()
+    sound(home.directory)
+    assert ("engine lost" if module == "rollart.engine" else "trainer restarted") in run.said
+
+
 def test_trainer_dies_in_a_step(home: Home) -> None:
     run = home.launch(tiny(**slow(home), training__epochs=200))
     trainer = run.part("rollart.train")

@@ -249,6 +249,68 @@ def test_a_damaged_payload_is_found(tmp_path: Path) -> None:
     later.close()
 
 
+@pytest.mark.parametrize("tokens", [40, 40_000], ids=["in the database", "beside it"])
+def test_a_damaged_payload_costs_its_group_alone(tmp_path: Path, sample: MakeSample, tokens: int) -> None:
+    a, b, whole = (dataclasses.replace(sample(name, name[0])) for name in ("a.0", "a.1", "b.0"))
+    fields = ("token_ids", "loss_mask", "logprobs", "versions", "turn", "rewards")
+    a = dataclasses.replace(a, **{f: (getattr(a, f) * tokens)[:tokens] for f in fields}, allowed=())  # type: ignore[arg-type]
+
+    async def begin() -> None:
+        with Ledger(tmp_path, clock=zero) as ledger:
+            await ledger.commit(version=0, step=0, consumed=[], metrics={})
+            await ledger.admit("a", "lake", 1)
+            await ledger.admit("b", "lake", 2)
+            for one in (a, b, whole):
+                await ledger.finish(one)
+
+    async def resume() -> None:
+        with Ledger(tmp_path, clock=zero) as ledger:
+            found = await ledger.recover()
+            assert found is not None
+            assert [s.id for s in found.samples] == ["b.0"]
+            assert [g for g, *_ in found.pending] == ["b"]
+            assert list(found.damaged) == ["a"]
+        with Ledger(tmp_path, clock=zero) as ledger:
+            again = await ledger.recover()
+            assert again is not None
+            assert (again.damaged, again.seeds_drawn) == ({}, {"lake": 2})
+
+    asyncio.run(begin())
+    if tokens > 1000:
+        path = tmp_path / "segments" / "000001.seg"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as db, db:
+            db.execute("UPDATE samples SET payload = X'9301' WHERE id = 'a.0'")
+    asyncio.run(resume())
+
+
+def test_a_write_ahead_log_that_is_lost_costs_what_came_after_the_last_version(
+    tmp_path: Path, sample: MakeSample, group: MakeGroup
+) -> None:
+    kept, lost, run = sample("a.0", "a"), sample("b.0", "b"), tmp_path / "run"
+
+    async def main() -> None:
+        with Ledger(run, clock=zero) as ledger:
+            await ledger.commit(version=0, step=0, consumed=[], metrics={})
+            await ledger.admit("a", "lake", 1)
+            await ledger.finish(kept)
+            await ledger.commit(version=1, step=1, consumed=[group("a", kept)], metrics={})
+            await ledger.flush()
+            await ledger.admit("b", "lake", 2)
+            await ledger.finish(lost)
+            (tmp_path / "copy").mkdir()
+            (tmp_path / "copy" / FILE).write_bytes((run / FILE).read_bytes())
+        with Ledger(tmp_path / "copy", clock=zero) as ledger:
+            found = await ledger.recover()
+            assert found is not None
+            assert (found.version, found.step, found.samples) == (1, 1, ())
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("inline", [True, False])
 def test_everything_recorded_reaches_the_file(
     tmp_path: Path, inline: bool, sample: MakeSample, group: MakeGroup

@@ -474,3 +474,46 @@ def test_a_run_without_an_engine_waits_for_hours_where_it_may() -> None:
             await fleet.supervisor.watch(part)  # type: ignore[arg-type]
 
     virtual(main)
+
+
+class Reluctant(FakePart):
+    """Ends in its first `fails` starts."""
+
+    def __init__(self, name: str, fails: int) -> None:
+        super().__init__(lambda w: FakeEngine(name, w.version))
+        self.id, self.tries, self._fails = EngineId(name), 0, fails
+
+    async def start(self, weights: WeightsRef) -> FakeEngine:
+        self.tries += 1
+        if self.tries <= self._fails:
+            raise PartDied(self.id, "ended with status 1 before it was ready: no memory", remedy="see its log")
+        return await super().start(weights)
+
+
+def test_a_first_start_is_tried_again() -> None:
+    async def main() -> None:
+        fleet, part = Fleet(), Reluctant("engine-0", fails=2)
+        await fleet.supervisor.begin([part])  # type: ignore[list-item]
+        assert (part.tries, (await fleet.ask()).token_ids) == (3, (1,))
+        assert [str(cause).partition(" (")[2] for cause in fleet.causes()] == ["start 1 of 3)", "start 2 of 3)"]
+
+    virtual(main)
+
+
+def test_an_engine_that_never_starts_ends_the_run_with_its_last_line_unless_another_serves() -> None:
+    async def main() -> None:
+        fleet, dead, other = Fleet(), Reluctant("engine-0", fails=9), Reluctant("engine-1", fails=0)
+        with pytest.raises(PartDied, match=r"^engine-0: ended with status 1 .*: no memory, 3 starts in a row"):
+            await fleet.supervisor.begin([dead])  # type: ignore[list-item]
+        assert dead.tries == 3
+        fleet = Fleet()
+        await fleet.supervisor.begin([dead, other])  # type: ignore[list-item]
+        assert (await fleet.ask()).token_ids == (1,)
+        assert [e.subject for e in fleet.recorder.events if e.kind == "engine_given_up"] == ["engine-0"]
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(fleet.supervisor.run([dead, other]))  # type: ignore[list-item]
+            await asyncio.sleep(100.0)
+            assert dead.tries == 6, "nobody looks after one that was given up"
+            running.cancel()
+
+    virtual(main)
