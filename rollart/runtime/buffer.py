@@ -116,6 +116,8 @@ class SampleBuffer:
         self.short = dict.fromkeys(self._quotas, 0)
         """Samples by domain that batches so far went without: what a batch after `take` lacks of its quota."""
         self._last: tuple[Group, ...] = ()
+        self._counted = -1
+        """The version of the last batch that `short` counts."""
         self._seen = 0
         self._changed = asyncio.Event()
 
@@ -200,6 +202,7 @@ class SampleBuffer:
                 chosen = ()
             if chosen:
                 self._taken(chosen)
+                self._counted = version
                 return chosen
             self._changed.clear()
             if held_back:
@@ -234,6 +237,7 @@ class SampleBuffer:
         while True:
             chosen = self._fitting(version, room, taken)
             if not chosen and not any(left > 0 for left in room.values()) and not self._lacking(version, taken):
+                self._count_beyond(version, room)
                 return ()
             if chosen:
                 return self._take(version, self._of(chosen))
@@ -285,6 +289,13 @@ class SampleBuffer:
         else:
             self._last = chosen
             self._count(chosen, 1)
+
+    def _count_beyond(self, version: int, room: Mapping[str, int]) -> None:
+        """A batch that grew is whole, with groups beyond its quotas: later batches need as many more."""
+        if self._counted < version:
+            self._counted = version
+            for name, left in room.items():
+                self.short[name] += min(left, 0)
 
     def _count(self, groups: Sequence[Group], sign: int) -> None:
         for domain, quota in self._quotas.items():

@@ -47,6 +47,7 @@ def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, fault
         token_budget=30 if kind == "tokens" else None, due=Due(3.0, 0.5) if kind == "deadline" else None,
         redundancy=Redundancy(groups=1.5) if kind == "redundancy" else Redundancy(),
     )  # fmt: skip
+    world.trainer.streams = fuzz % 2 == 1
     loop.run(world.run(), seed=fuzz)
     assert len(world.trainer.batches) == 5
     assert "stale" not in {c.outcome for c in world.recorder.charges}
