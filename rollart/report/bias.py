@@ -21,9 +21,10 @@ from rollart.runtime.rounds import AGAIN
 
 __all__ = ["DRAWN", "OPEN", "TRAINED", "Drawn", "bias", "distance", "drawn", "p_value"]
 
-DRAWN, TRAINED, OPEN = "drawn", "trained", "open"
-"""Sets beside the reasons of loss: the prompts whose fate is settled, what was trained of them, and the prompts that
-were still under way, or waited for training, when the run ended."""
+DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
+"""Sets beside the reasons of loss: the prompts whose fate is settled, what was trained of them, those of the drawn that
+the schedule did not start at once (`paced`), and the prompts that were still under way, or waited for training, when
+the run ended."""
 
 REPEATED = "repeated"
 """Finished attempts that another attempt of the same member made superfluous."""
@@ -60,6 +61,7 @@ class Drawn:
     turns: int
     difficulty: float | None
     reward: float | None
+    delayed: bool = False
 
 
 Prompts: TypeAlias = Mapping[tuple[str, str], int]
@@ -76,6 +78,9 @@ def drawn(reader: Reader) -> tuple[list[Drawn], Prompts]:
     for group in last.values():
         counts[group.domain.removesuffix(AGAIN), _group_fate(group)] += 1
     attempts = reader.attempts()
+    late = {_prompt(event.subject) for event in reader.events("admission_deferred")}
+    for prompt in late & last.keys():
+        counts[last[prompt].domain.removesuffix(AGAIN), DELAYED] += 1
     scores: dict[str, list[float]] = defaultdict(list)
     standing: dict[tuple[str, str], int] = {}
     for n, attempt in enumerate(attempts):
@@ -101,6 +106,7 @@ def drawn(reader: Reader) -> tuple[list[Drawn], Prompts]:
                 turns=attempt.turns,
                 difficulty=math.fsum(own) / len(own) if own else None,
                 reward=attempt.score,
+                delayed=prompt in late,
             )
         )
     return found, dict(counts)
@@ -141,7 +147,7 @@ def _compared(sets: Mapping[str, Mapping[str, Sequence[Drawn]]]) -> Table:
     for domain, own in sets.items():
         for fate in own:
             if fate not in (DRAWN, OPEN):
-                against = DRAWN if fate == TRAINED else TRAINED
+                against = DRAWN if fate in (TRAINED, DELAYED) else TRAINED
                 rows += [
                     (domain, fate, against, figure, *row)
                     for figure in FIGURES
@@ -168,7 +174,9 @@ def _test(figure: str, fate: str, some: Sequence[Drawn], others: Sequence[Drawn]
     if p < CERTAIN:
         more = "higher" if mean > against else "lower" if mean < against else "spread otherwise"
         finding = (
-            f"{figure} of {fate} is {more}" if fate == TRAINED else f"{fate} is no random loss: {figure} is {more}"
+            f"{figure} of {fate} is {more}"
+            if fate in (TRAINED, DELAYED)
+            else f"{fate} is no random loss: {figure} is {more}"
         )
     return (mean, against, difference, ks, p, finding)
 
@@ -182,7 +190,7 @@ def _described(sets: Mapping[str, Mapping[str, Sequence[Drawn]]], prompts: Promp
     )  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for domain, own in sets.items():
-        settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate != OPEN)
+        settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate not in (OPEN, DELAYED))
         for fate, some in own.items():
             lengths = sorted(_values(some, "length"))
             rows.append((
@@ -203,6 +211,8 @@ def _sets(own: Sequence[Drawn]) -> dict[str, list[Drawn]]:
         by_fate[one.fate].append(one)
     still = by_fate.pop(OPEN, None)
     found[TRAINED] = by_fate.pop(TRAINED, [])
+    if delayed := [one for one in found[DRAWN] if one.delayed]:
+        found[DELAYED] = delayed
     found |= dict(sorted(by_fate.items()))
     return found if still is None else found | {OPEN: still}
 

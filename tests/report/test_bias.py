@@ -17,6 +17,7 @@ from scipy import stats
 
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
+from rollart.ports import RunEvent
 from rollart.report.bias import distance, p_value
 
 values = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=40)
@@ -28,7 +29,7 @@ def test_the_distance_is_that_of_the_reference(a: list[float], b: list[float]) -
     assert distance(a, b) == pytest.approx(stats.ks_2samp(a, b).statistic, abs=1e-12)
 
 
-@pytest.mark.parametrize(("n", "m"), [(30, 50), (200, 40), (1000, 1000)])
+@pytest.mark.parametrize(("n", "m"), [(30, 50), (200, 40), (300, 300)])
 def test_the_p_value_is_near_the_exact_one(n: int, m: int) -> None:
     """On samples without ties, where the exact distribution is known."""
     draw = random.Random(n * m)
@@ -69,6 +70,9 @@ class Recorded:
             prompt_tokens=1, action_tokens=length, success=None, score=score if outcome == "finished" else None,
             purpose="train", t0=0.0, t1=1.0, first_tokens=1, reset_s=0.0, env_s=0.0,
         )  # fmt: skip
+
+    def defer(self, group: str) -> None:
+        self._ledger.event(RunEvent(0.0, "admission_deferred", group, {"domain": "math"}))
 
     async def end(self) -> None:
         await self._ledger.commit(version=1, step=1, consumed=self._trained, metrics={})
@@ -161,6 +165,21 @@ def test_every_reason_of_loss_has_its_rows(report: Any, capsys: pytest.CaptureFi
     }  # fmt: skip
     assert sets["infra_fault"]["cut_short"] == 1.0
     assert {r["set"] for r in tables["bias"]} == {"trained", *reasons}, "what is open is no loss"
+
+
+def test_prompts_that_started_late_have_a_row_and_are_no_loss(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    async def write(recorded: Recorded) -> None:
+        for n in range(4):
+            await recorded.group(f"math-{n}", [10 * n], "trained")
+        recorded.defer("math-2")
+        recorded.defer("math-3")
+
+    tables = report(write, capsys)
+    sets = {r["set"]: r for r in tables["sets"]}
+    assert {name: (r["prompts"], r["length"]) for name, r in sets.items()} == {
+        "drawn": (4, 15.0), "trained": (4, 15.0), "delayed": (2, 25.0),
+    }  # fmt: skip
+    assert row(tables, "bias", set="delayed", figure="length")["against"] == "drawn"
 
 
 def test_a_prompt_that_was_put_off_or_tried_again_is_drawn_once(
