@@ -83,18 +83,19 @@ def test_stop_ends_a_run_whose_controller_is_held(home: Home) -> None:
 
 def test_a_pause_of_the_controller_is_no_expiry(home: Home) -> None:
     """Longer than every lease; what it started is not stopped with it."""
-    spec = {**held(home, turn_s=0.2), "leases__env_step_s": 4.0, "leases__generate_s": 4.0}
+    spec = {**held(home, turn_s=0.2), "leases__env_step_s": 8.0}
     run = home.launch(tiny(**spec))
-    run.until_step(1)
+    run.until_step(3)  # the games of the last step wait for the gate
     run.kill(signal.SIGSTOP)
-    time.sleep(8.0)
-    home.open()
+    time.sleep(10.0)
     run.kill(signal.SIGCONT)
+    time.sleep(0.5)
+    home.open()
     run.finished()
     assert events(home.directory, "lease_expired") == []
     assert faults(home.directory) == []
     (paused,) = events(home.directory, "controller_paused")
-    assert paused["seconds"] > 6.0
+    assert paused["seconds"] > 8.0
     sound(home.directory)
 
 
