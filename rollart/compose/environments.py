@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
+import sys
+import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from rollart.runtime.leases import Leases
 from rollart.spec.cluster import PoolSpec
 from rollart.spec.environments import UNLESS_QUICK, EnvironmentsSpec
 from rollart.spec.places import episodes
-from rollart.spec.resolve import Resolved
+from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run import RunSpec
 from rollart.spec.run_parts import DomainSpec
 
@@ -46,6 +49,7 @@ __all__ = [
     "host_actor",
     "host_count",
     "hosted",
+    "import_paths",
     "made_by_hosts",
     "on_hosts",
     "write_domains",
@@ -226,6 +230,16 @@ def hook(spec: EnvironmentsSpec) -> dict[str, Any] | None:
     return {"hook": spec.images, "arguments": spec.images_args, "bytes": most}
 
 
+def import_paths(specs: Resolved | Specs) -> list[str]:
+    """Where hosts import environments from: beside the run spec and, under the controller's own interpreter, wherever
+    the controller imports from (the directory of a script that launches, PYTHONPATH), except installed packages."""
+    if specs.cluster.environments.python:
+        return [specs.base]
+    packages = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = (os.path.abspath(path) for path in sys.path)
+    return list(dict.fromkeys([specs.base, *(p for p in own if os.path.isdir(p) and not p.startswith(packages))]))
+
+
 def host_actor(
     resolved: Resolved, directory: Path, name: str, domains: Path, token: str, *, given: Assignment | None
 ) -> ActorSpec:
@@ -238,7 +252,7 @@ def host_actor(
         args=(
             name,
             HOST,
-            ["--domains", str(domains), "--path", resolved.base, *_ahead(resolved)],
+            ["--domains", str(domains), *(f"--path={path}" for path in import_paths(resolved)), *_ahead(resolved)],
             str(directory / "logs" / f"{name}.log"),
         ),
         kwargs={

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
 from rollart.architecture import read_architecture, refuse_unsupported, weight_files
-from rollart.compose.environments import hook, made_by_hosts
+from rollart.compose.environments import hook, import_paths, made_by_hosts
 from rollart.compose.prepare import harness_of, import_attribute, refuse_incomplete
 from rollart.compose.rewards import check
 from rollart.errors import RollartError, SpecError, UsageError
@@ -217,7 +217,12 @@ def _asked_hosts(specs: Resolved | Specs, quick: set[str]) -> Iterator[Found]:
     """What the hosts' own interpreter says; domains whose environments are quick are added to `quick`."""
     spec = specs.cluster.environments
     python, blamed = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
-    asked = {"path": [specs.base], "domains": made_by_hosts(specs.run), "images": hook(spec), "worked": _worked(specs)}
+    asked = {
+        "path": import_paths(specs),
+        "domains": made_by_hosts(specs.run),
+        "images": hook(spec),
+        "worked": _worked(specs),
+    }
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as hosts have it
     try:
         done = _ran([python, "-m", WATCHED, str(os.getpid()), MODULE], json.dumps(asked), spec.start_s, env)

@@ -235,6 +235,19 @@ def test_environments_live_on_hosts_unless_they_declare_themselves_quick(
     assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == workers
 
 
+def test_hosts_import_from_where_the_controller_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of a script that launches a run, for one."""
+    run, cluster = written(tmp_path, "worlds:Whole", {}, workers="unless_quick")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for module in tmp_path.glob("*.py"):
+        module.rename(elsewhere / module.name)
+    with pytest.raises(SpecError, match="there is no module"):
+        decided(resolve_files(run, cluster, []))
+    monkeypatch.syspath_prepend(str(elsewhere))
+    assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == "auto"
+
+
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2, "hidden_size": 16, "num_hidden_layers": 1,
         "intermediate_size": 32, "vocab_size": 128}  # fmt: skip
 
