@@ -223,6 +223,36 @@ class RunEvent:
     fields: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
 
 
+FINISHED = "finished"
+"""Outcome of a trajectory that was scored; the journal holds the fate of its sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """The row of a trajectory that ended: its outcome and its costs.
+
+    `first_tokens` is the length of its first prompt; `reset_s` the duration of its environment's reset, prefetched or
+    not; `env_s` the time that it waited for the steps of its environment.
+    """
+
+    trajectory: TrajectoryId
+    domain: str
+    outcome: str
+    v0: int
+    engine_seconds: float
+    turns: int
+    prompt_tokens: int
+    action_tokens: int
+    success: bool | None
+    score: float | None
+    purpose: str
+    t0: float
+    t1: float
+    first_tokens: int = 0
+    reset_s: float = 0.0
+    env_s: float = 0.0
+
+
 class Recorder(Protocol):
     """Where adapters and the runtime report what happened. Synchronous, cheap, never waits for a disk."""
 
@@ -230,31 +260,8 @@ class Recorder(Protocol):
 
     def event(self, event: RunEvent) -> None: ...
 
-    def charge(
-        self,
-        trajectory: TrajectoryId,
-        *,
-        domain: str,
-        outcome: str,
-        v0: int,
-        engine_seconds: float,
-        turns: int,
-        prompt_tokens: int,
-        action_tokens: int,
-        success: bool | None,
-        score: float | None,
-        purpose: str,
-        t0: float,
-        t1: float,
-        first_tokens: int = 0,
-        reset_s: float = 0.0,
-        env_s: float = 0.0,
-    ) -> None:
-        """One row per trajectory, whatever became of it: what it was charged and how it ended.
-
-        `first_tokens` are its first prompt's; its environment took `reset_s` to reset, ahead of it or not, and it
-        waited `env_s` for it over all steps.
-        """
+    def charge(self, charge: Charge) -> None:
+        """The row of a trajectory that left no sample. `Journal.finish` takes the row of one that did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +289,11 @@ class Journal(Protocol):
 
     async def admit(self, group: str, domain: str, seed: int) -> None: ...
 
-    async def finish(self, sample: TrainSample) -> None:
-        """Keep a finished, scored sample."""
+    async def finish(self, sample: TrainSample, charge: Charge) -> None:
+        """Keep a finished, scored sample and its trajectory's row: a crash leaves both or neither."""
+
+    async def outdate(self, trajectory: TrajectoryId) -> None:
+        """A finished trajectory became stale before its sample counted: its row becomes `stale`."""
 
     async def drop(self, group: str, reason: str) -> None: ...
 

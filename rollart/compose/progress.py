@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from rollart.ledger.store import Ledger
-from rollart.model import TrajectoryId
-from rollart.ports import Interval, RunEvent
+from rollart.ports import Charge, Interval, RunEvent
 from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.training import StepDone
 
@@ -90,5 +88,5 @@ class Announcer:
     def interval(self, interval: Interval) -> None:
         self._ledger.interval(interval)
 
-    def charge(self, trajectory: TrajectoryId, **row: Any) -> None:
-        self._ledger.charge(trajectory, **row)
+    def charge(self, charge: Charge) -> None:
+        self._ledger.charge(charge)

@@ -48,7 +48,7 @@ from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.redundancy import Redundancy
 from rollart.policy.schedules import resolve as schedule
 from rollart.policy.tailbatch import TailSettings
-from rollart.ports import RunEvent, Runtime
+from rollart.ports import Charge, RunEvent, Runtime
 from rollart.runtime.buffer import Column, Due
 from rollart.runtime.control import ControlPlane, ControlSettings, Hooks
 from rollart.runtime.domain import Domain
@@ -241,8 +241,8 @@ class Parts:
         if event.kind in SHOWN:
             self.progress(event)
 
-    def charge(self, trajectory: object, **row: object) -> None:
-        self.ledger.charge(trajectory, **row)  # type: ignore[arg-type]
+    def charge(self, charge: Charge) -> None:
+        self.ledger.charge(charge)
 
     def _progress(self) -> int:
         """What only grows while something gets done: parts started, turns generated, versions published."""

@@ -85,8 +85,7 @@ class Database:
         results: list[Any] = []
         try:
             self.connection.execute("BEGIN IMMEDIATE")
-            rows = Rows(recorded, self._shift)
-            insert(self.connection, rows)
+            rows = self.insert(recorded)
             for operation in operations:
                 results.append(self._guarded(operation))
             self.segments.sync()
@@ -111,6 +110,12 @@ class Database:
         self.functions_usd += functions
         self.spent_usd += rows.usd + functions
         return results
+
+    def insert(self, recorded: Sequence[Any]) -> Rows:
+        """Append recorded rows, within the open transaction."""
+        rows = Rows(recorded, self._shift)
+        insert(self.connection, rows)
+        return rows
 
     def recover(self) -> Recovered | None:
         """See `Journal.recover`; `clock` is the run's second at opening."""

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollart.errors import RunFailed
-from rollart.model import Group, TrainSample, TrajectoryId
-from rollart.ports import Interval, Recovered, RunEvent
+from rollart.model import AbortReason, Group, TrainSample, TrajectoryId
+from rollart.ports import FINISHED, Charge, Interval, Recovered, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
-__all__ = ["Charge", "MemoryRecorder"]
-
-
-@dataclass(frozen=True, slots=True)
-class Charge:
-    """One trajectory's row."""
-
-    trajectory: TrajectoryId
-    domain: str
-    outcome: str
-    v0: int
-    engine_seconds: float
-    turns: int
-    prompt_tokens: int
-    action_tokens: int
-    success: bool | None
-    score: float | None
-    purpose: str
-    t0: float
-    t1: float
-    first_tokens: int = 0
-    reset_s: float = 0.0
-    env_s: float = 0.0
+__all__ = ["MemoryRecorder"]
 
 
 @dataclass(slots=True)
@@ -75,30 +53,31 @@ class MemoryRecorder:
     def worker(self, span: WorkerSpan) -> None:
         self.spans.append(span)
 
-    def charge(
-        self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
-        turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
-        purpose: str, t0: float, t1: float, first_tokens: int = 0, reset_s: float = 0.0, env_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.charges.append(
-            Charge(trajectory, domain, outcome, v0, engine_seconds, turns, prompt_tokens, action_tokens, success,
-                   score, purpose, t0, t1, first_tokens, reset_s, env_s)
-        )  # fmt: skip
+    def charge(self, charge: Charge) -> None:
+        self.charges.append(charge)
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
         known = self._groups.setdefault(group, _GroupState(domain, seed))
         if (known.domain, known.seed, known.state) != (domain, seed, "live"):
             raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
 
-    async def finish(self, sample: TrainSample) -> None:
+    async def finish(self, sample: TrainSample, charge: Charge) -> None:
         if sample.id in self._gone:
             raise RunFailed(f"sample {sample.id} finished after it was {self._gone[sample.id]}")
+        if sample.id in self._samples:
+            await self.outdate(sample.id)
+        self.charge(charge)
         group = self._groups.get(sample.group)
         if group is not None and group.state != "live":
             self._gone[sample.id] = "dropped"
             self._samples.pop(sample.id, None)
             return
         self._samples[sample.id] = sample
+
+    async def outdate(self, trajectory: TrajectoryId) -> None:
+        for i, charge in enumerate(self.charges):
+            if (charge.trajectory, charge.outcome) == (trajectory, FINISHED):
+                self.charges[i] = replace(charge, outcome=str(AbortReason.STALE))
 
     async def drop(self, group: str, reason: str) -> None:
         known = self._groups.get(group)

@@ -14,7 +14,7 @@ from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import FILE
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.tables import CONSUMED, DROPPED, OLDER, SCHEMA_VERSION
-from rollart.ports import Interval, RunEvent
+from rollart.ports import FINISHED, Interval, RunEvent
 
 __all__ = [
     "FUNCTION_HEALTH",
@@ -39,9 +39,6 @@ OFFLOAD_STAGE = "offload_stage"
 FUNCTION_HEALTH = "function_health"
 """Event: `outcomes` of a function since it was opened, `model_faults`, `faults` of the platform and of each kind
 (`fault.<kind>`)."""
-
-FINISHED = "finished"
-"""Outcome of a trajectory that was scored; what became of its sample is in the journal."""
 
 
 @dataclass(frozen=True, slots=True)

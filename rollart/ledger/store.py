@@ -12,7 +12,7 @@ from rollart.ledger.database import Database
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.writer import InlineWriter, ThreadWriter
 from rollart.model import Group, TrainSample, TrajectoryId
-from rollart.ports import Clock, Interval, Recovered, RunEvent
+from rollart.ports import Charge, Clock, Interval, Recovered, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
@@ -79,21 +79,21 @@ class Ledger:
         """A stretch of a function worker's life; only sums by the minute are kept."""
         self.record(span)
 
-    def charge(
-        self, trajectory: TrajectoryId, *, domain: str, outcome: str, v0: int, engine_seconds: float,
-        turns: int, prompt_tokens: int, action_tokens: int, success: bool | None, score: float | None,
-        purpose: str, t0: float, t1: float, first_tokens: int = 0, reset_s: float = 0.0, env_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        self.record(
-            (trajectory, domain, outcome, v0, engine_seconds, turns, prompt_tokens, action_tokens, success, score,
-             purpose, first_tokens, reset_s, env_s, t0, t1)
-        )  # fmt: skip
+    def charge(self, charge: Charge) -> None:
+        self.record(charge)
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
         await self._writer.run(lambda db: tables.admit(db.connection, group, domain, seed))
 
-    async def finish(self, sample: TrainSample) -> None:
-        await self._writer.run(lambda db: tables.finish(db.connection, db.segments, sample, self._measure))
+    async def finish(self, sample: TrainSample, charge: Charge) -> None:
+        def finished(db: Database) -> None:
+            tables.finish(db.connection, db.segments, sample, self._measure)
+            db.insert([charge])
+
+        await self._writer.run(finished)
+
+    async def outdate(self, trajectory: TrajectoryId) -> None:
+        await self._writer.run(lambda db: tables.outdate(db.connection, trajectory))
 
     async def drop(self, group: str, reason: str) -> None:
         await self._writer.run(lambda db: tables.drop(db.connection, group, reason))

@@ -11,13 +11,13 @@ from typing import Any
 from rollart.errors import RunFailed
 from rollart.ledger.codec import encode_sample
 from rollart.ledger.segments import INLINE_LIMIT, Segments
-from rollart.model import Group, TrainSample
-from rollart.ports import Interval, RunEvent
+from rollart.model import AbortReason, Group, TrainSample
+from rollart.ports import FINISHED, Charge, Interval, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
 __all__ = ["OLDER", "SCHEMA", "SCHEMA_VERSION", "UPGRADES", "Measure", "Rows", "admit", "commit", "drop", "finish",
-           "insert"]  # fmt: skip
+           "insert", "outdate"]  # fmt: skip
 
 SCHEMA_VERSION = 4
 
@@ -93,7 +93,7 @@ class Rows:
     """Rows of one flush, by table."""
 
     def __init__(
-        self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | tuple[Any, ...]], shift: float
+        self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | Charge], shift: float
     ) -> None:
         """`shift` turns the loop's seconds into the run's."""
         self.intervals: list[tuple[Any, ...]] = []
@@ -114,8 +114,12 @@ class Rows:
                         (row.role, row.resource, row.t0 + shift, row.t1 + shift, row.state, row.cause,
                          row.units, row.price_usd_per_unit_hour)
                     )  # fmt: skip
-                case tuple():
-                    self.charges.append((*row[:-2], row[-2] + shift, row[-1] + shift))
+                case Charge():
+                    self.charges.append(
+                        (row.trajectory, row.domain, row.outcome, row.v0, row.engine_seconds, row.turns,
+                         row.prompt_tokens, row.action_tokens, row.success, row.score, row.purpose, row.first_tokens,
+                         row.reset_s, row.env_s, row.t0 + shift, row.t1 + shift)
+                    )  # fmt: skip
                 case RunEvent():
                     self.events.append((row.t + shift, row.kind, row.subject, json.dumps(dict(row.fields))))
                 case Invocation():
@@ -168,6 +172,8 @@ def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSamp
 
     The same id again replaces a live sample (a resumed run repeats what had gone stale) and never a consumed one.
     """
+    if connection.execute("SELECT 1 FROM samples WHERE id = ?", (sample.id,)).fetchone() is not None:
+        outdate(connection, sample.id)
     payload: bytes | None = encode_sample(sample)
     segment: int | None = None
     offset: int | None = None
@@ -186,6 +192,14 @@ def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSamp
     )  # fmt: skip
     if done.rowcount != 1:
         raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
+
+
+def outdate(connection: sqlite3.Connection, trajectory: str) -> None:
+    """A finished trajectory became stale. Rare: there is no index on the ids of trajectories."""
+    connection.execute(
+        "UPDATE trajectories SET outcome = ? WHERE id = ? AND outcome = ?",
+        (str(AbortReason.STALE), trajectory, FINISHED),
+    )
 
 
 def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:

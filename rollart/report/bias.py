@@ -16,6 +16,7 @@ from typing import TypeAlias
 from rollart.ledger.reader import AttemptRow, GroupRow, Reader
 from rollart.ledger.tables import CONSUMED, DROPPED, LIVE
 from rollart.model import AbortReason
+from rollart.ports import FINISHED
 from rollart.report.rows import Cell, Column, Report, Table
 from rollart.runtime.rounds import AGAIN
 
@@ -222,9 +223,6 @@ def _by_domain(found: Iterable[Drawn]) -> dict[str, list[Drawn]]:
     for one in found:
         domains[one.domain].append(one)
     return dict(sorted(domains.items()))
-
-
-FINISHED = "finished"
 
 
 def _fate(attempt: AttemptRow, group: GroupRow | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollart.model import AbortReason, Purpose, TrainSample, TrajectoryId
-from rollart.ports import Journal, Recorder, RunEvent
+from rollart.ports import FINISHED, Charge, Journal, Recorder, RunEvent
 from rollart.runtime.barrier import FreeRunning
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.groups import GroupRun, GroupTable, Rolling
@@ -14,7 +14,7 @@ from rollart.runtime.rewarding import Rewarding
 from rollart.runtime.sharing import Shares
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
 
-__all__ = ["Attempts", "charge"]
+__all__ = ["Attempts", "charged"]
 
 
 class Attempts:
@@ -76,8 +76,8 @@ class Attempts:
                     ended = Aborted(live.abort)
                 if live.abort is not None:
                     _uncancel()
-                run.live.pop(member, None)
-                self._charge(live, str(ended.reason), None)
+                if run.live.pop(member, None) is not None:  # else its row was written with its sample
+                    self._recorder.charge(self._charge(live, str(ended.reason), None))
                 if not self._again(run, member, live, ended, attempt):
                     return
         finally:
@@ -118,26 +118,25 @@ class Attempts:
         self._faults.ended(None)
         self._redundant.ended(run.domain, None)
         if run.enough:
-            self._charge(live, str(AbortReason.REDUNDANT), sample)
+            self._recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
             self._cancellations.cancelled(run, live, sample)
             return
         run.writing[member] = sample.v0
         try:
-            await self._journal.finish(sample)
+            await self._journal.finish(sample, self._charge(live, FINISHED, sample))
         finally:
             del run.writing[member]
-        self._settle(run, member, sample, live)
+        await self._settle(run, member, sample, live)
 
-    def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
+    async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: Live) -> None:
         """The sample is durable: it counts, unless its group was dropped or a publish made it stale meanwhile."""
         if not self._groups.holds(run):
-            self._charge(live, str(run.ended or AbortReason.GROUP_DROPPED), sample)
             if run.ended is AbortReason.REDUNDANT:
                 self._cancellations.cancelled(run, live, sample)
             return
         if self._runner.stale(sample.v0):
+            await self._journal.outdate(sample.id)
             raise Aborted(AbortReason.STALE, "scored after its bound")
-        self._charge(live, "finished", sample)
         self._cancellations.ended(run, live, sample)
         self._groups.finish(run, member, sample)
 
@@ -157,13 +156,12 @@ class Attempts:
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
-    def _charge(self, live: Live, outcome: str, sample: TrainSample | None) -> None:
+    def _charge(self, live: Live, outcome: str, sample: TrainSample | None) -> Charge:
         if self._shares is not None:
             self._shares.spent(live.domain, live.engine_seconds)
         if sample is None:
-            charge(self._recorder, live, outcome, None, None)
-        else:
-            charge(self._recorder, live, outcome, sample.score, sample.success)
+            return charged(live, outcome, None, None)
+        return charged(live, outcome, sample.score, sample.success)
 
 
 def _uncancel() -> None:
@@ -172,9 +170,9 @@ def _uncancel() -> None:
     task.uncancel()
 
 
-def charge(recorder: Recorder, live: Live, outcome: str, score: float | None, success: bool | None) -> None:
-    """One ledger row for a trajectory that ended, whatever became of it."""
-    recorder.charge(
+def charged(live: Live, outcome: str, score: float | None, success: bool | None) -> Charge:
+    """The ledger row of a trajectory that ends now."""
+    return Charge(
         live.id,
         domain=live.domain.name,
         outcome=outcome,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rollart.model import GroupId, Purpose, Trajectory, TrajectoryId
 from rollart.policy.places import Claim, Wish
-from rollart.ports import EVAL_SEEDS_FROM, Recorder, RunEvent
-from rollart.runtime.attempts import charge
+from rollart.ports import EVAL_SEEDS_FROM, FINISHED, Recorder, RunEvent
+from rollart.runtime.attempts import charged
 from rollart.runtime.domain import Domain
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.trajectory import Aborted, Live, TrajectoryRunner
@@ -104,11 +104,11 @@ class Evaluation:
             try:
                 trajectory = await self._runner.run(live)
             except Aborted as aborted:
-                charge(self._recorder, live, str(aborted.reason), None, None)
+                self._recorder.charge(charged(live, str(aborted.reason), None, None))
                 self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
                 self._faults.check()
                 continue
-            charge(self._recorder, live, "finished", None, trajectory.success)
+            self._recorder.charge(charged(live, FINISHED, None, trajectory.success))
             self._faults.ended(None)
             return trajectory
         return None

@@ -18,7 +18,7 @@ from rollart.ledger.reader import Reader
 from rollart.ledger.store import Ledger
 from rollart.ledger.writer import FLUSH_SECONDS
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
-from rollart.ports import Interval, RunEvent
+from rollart.ports import Charge, Interval, RunEvent
 from rollart.report.check import Check, Observed
 from rollart.report.rows import collect
 from rollart.sim import loop as virtual
@@ -104,12 +104,12 @@ async def finished(ledger: Ledger, step: int, n: int, at: float) -> Group:
         (step,) * tokens, (0,) * tokens, (0.0,) * tokens, 1.0, True,
     )  # fmt: skip
     await ledger.admit(GroupId(name), "chat", n)
-    await ledger.finish(sample)
-    ledger.charge(
+    charge = Charge(
         TrajectoryId(name), domain="chat", outcome="finished", v0=step, engine_seconds=ENGINE_S, turns=TURNS,
         prompt_tokens=tokens - TURNS * said, action_tokens=TURNS * said, success=True, score=1.0, purpose="train",
         t0=at - 0.9, t1=at - 0.1, first_tokens=first, reset_s=0.02, env_s=0.06,
     )  # fmt: skip
+    await ledger.finish(sample, charge)
     return Group(GroupId(name), "chat", (sample,))
 
 

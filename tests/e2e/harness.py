@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -264,6 +265,7 @@ def sound(directory: Path, *, steps: int = STEPS, paid: Set[float] = frozenset({
         consumed = db.execute("SELECT id, grp, v0, version FROM samples WHERE state = 1").fetchall()
         groups = dict(db.execute("SELECT id, version FROM groups WHERE state = 1").fetchall())
         live = db.execute("SELECT count(*) FROM groups WHERE state = 0").fetchone()[0]
+        charged = [i for (i,) in db.execute("SELECT id FROM trajectories WHERE outcome = 'finished'")]
         scores = {s for (s,) in db.execute("SELECT score FROM trajectories WHERE score IS NOT NULL")}
     assert [(v, s) for v, s, _, _ in versions] == [(n, n) for n in range(steps + 1)]
     assert [(g, s) for _, _, g, s in versions] == [(0, 0)] + [(GROUPS, BATCH)] * steps
@@ -272,6 +274,8 @@ def sound(directory: Path, *, steps: int = STEPS, paid: Set[float] = frozenset({
     assert len(set(members)) == len(members), "a member of a group was trained twice"
     assert all(groups[group] == version for _, group, _, version in consumed), "a group was split"
     assert all(0 <= version - 1 - v0 <= 1 for *_, v0, version in consumed), "staleness is at most 1"
+    rows = Counter(charged)
+    assert all(rows[sample] == 1 for sample, *_ in consumed), "a trained sample has no trajectory, or two"
     assert live == 0, "a group was left behind"
     assert scores <= paid, "a fault was counted as a reward"
 

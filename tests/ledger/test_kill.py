@@ -16,7 +16,7 @@ CHILD = """
 import asyncio, sys
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
-from rollart.ports import Interval
+from rollart.ports import Charge, Interval
 
 def sample(i, m):
     n = 6000 if i % 10 == 0 else 8
@@ -28,7 +28,8 @@ async def worker(ledger, start, lock):
         await ledger.admit(f"g{i}", "lake", i)
         samples = (sample(i, 0), sample(i, 1))
         for s in samples:
-            await ledger.finish(s)
+            charge = Charge(s.id, "lake", "finished", 0, 0.5, 1, 1, 1, True, 1.0, "train", 0.0, 1.0)
+            await ledger.finish(s, charge)
             print(f"finished {s.id}", flush=True)
         for k in range(20):
             ledger.interval(Interval("engine", "e", k, k + 1, "busy"))
@@ -89,6 +90,8 @@ def _check(directory: Path, finished: set[str], trained: dict[str, int]) -> None
         assert recovered is not None
         live = {str(s.id) for s in recovered.samples}
     with Reader(directory) as reader:
+        rows = reader._query("SELECT id FROM trajectories ORDER BY id")
+        assert rows == reader._query("SELECT id FROM samples ORDER BY id"), "each sample has its trajectory's row"
         in_file = {row[0]: row[1] for row in reader._query("SELECT id, version FROM groups WHERE state = 1")}
     for group, version in trained.items():
         assert in_file[group] == version, "an acknowledged commit is there, once"

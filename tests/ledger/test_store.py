@@ -26,7 +26,7 @@ from rollart.ledger.reader import Reader, SavingSum
 from rollart.ledger.segments import Segments
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
-from rollart.ports import Interval, RunEvent
+from rollart.ports import Charge, Interval, RunEvent
 from serverless.meter import Saving
 from serverless.types import Cause, Invocation
 
@@ -47,12 +47,16 @@ def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         yield ledger
 
 
-def charge(recorder: Any, id_: str, *, outcome: str = "finished", t1: float = 2.0, **more: Any) -> None:
+def charge(id_: str, *, outcome: str = "finished", t1: float = 2.0, **more: Any) -> Charge:
     fields: dict[str, Any] = {
         "domain": "lake", "outcome": outcome, "v0": 0, "engine_seconds": 0.5, "turns": 2, "prompt_tokens": 10,
         "action_tokens": 5, "success": True, "score": 1.0, "purpose": "train", "t0": 1.0, "t1": t1,
     }  # fmt: skip
-    recorder.charge(TrajectoryId(id_), **(fields | more))
+    return Charge(TrajectoryId(id_), **(fields | more))
+
+
+async def finish(journal: Any, sample: TrainSample) -> None:
+    await journal.finish(sample, charge(sample.id))
 
 
 class TestContract:
@@ -71,9 +75,9 @@ class TestContract:
             for seed, name in enumerate("abcd"):
                 await journal.admit(name, "lake" if name < "c" else "pond", seed)
             for one in (a, b, c):
-                await journal.finish(one)
+                await finish(journal, one)
             await journal.drop("b", "stale")
-            await journal.finish(d)
+            await finish(journal, d)
             await journal.commit(version=1, step=1, consumed=[group("a", a)], metrics={"loss": 0.5})
             found = await journal.recover()
             assert (found.version, found.step, found.samples) == (1, 1, (c, d))
@@ -88,14 +92,14 @@ class TestContract:
         async def main() -> None:
             for one in (a, b):
                 await journal.admit(one.group, "lake", 0)
-                await journal.finish(one)
+                await finish(journal, one)
             with pytest.raises(RunFailed, match="twice"):
                 await journal.commit(version=1, step=1, consumed=[group("a", a), group("a", a)], metrics={})
             await journal.commit(version=1, step=1, consumed=[group("a", a)], metrics={})
             with pytest.raises(RunFailed, match=r"sample a\.0 is to be trained"):
                 await journal.commit(version=2, step=2, consumed=[group("b", b), group("a", a)], metrics={})
             with pytest.raises(RunFailed, match="finished after"):
-                await journal.finish(a)
+                await finish(journal, a)
             with pytest.raises(RunFailed, match="after version 1"):
                 await journal.commit(version=1, step=2, consumed=[], metrics={})
             found = await journal.recover()
@@ -111,7 +115,7 @@ class TestContract:
             await journal.admit("a", "lake", 0)
             with pytest.raises(RunFailed, match="used once"):
                 await journal.admit("a", "lake", 1)
-            await journal.finish(a)
+            await finish(journal, a)
             with pytest.raises(RunFailed, match="never admitted"):
                 await journal.drop("x", "stale")
             await journal.drop("a", "stale")
@@ -119,10 +123,10 @@ class TestContract:
             with pytest.raises(RunFailed, match="dropped"):
                 await journal.commit(version=1, step=1, consumed=[group("a", a)], metrics={})
             late = sample("a.1", "a")
-            await journal.finish(late)
+            await finish(journal, late)
             await journal.admit("b", "lake", 0)
             b = sample("b.0", "b")
-            await journal.finish(b)
+            await finish(journal, b)
             await journal.commit(version=1, step=1, consumed=[group("b", b)], metrics={})
             with pytest.raises(RunFailed, match="after it was trained"):
                 await journal.drop("b", "stale")
@@ -134,8 +138,8 @@ class TestContract:
         async def main() -> None:
             await journal.commit(version=0, step=0, consumed=[], metrics={})
             await journal.admit("a", "lake", 0)
-            await journal.finish(sample("a.0", "a", v0=0))
-            await journal.finish(sample("a.0", "a", v0=3))
+            await finish(journal, sample("a.0", "a", v0=0))
+            await finish(journal, sample("a.0", "a", v0=3))
             assert [s.v0 for s in (await journal.recover()).samples] == [3]
 
         asyncio.run(main())
@@ -172,7 +176,7 @@ async def _agree(directory: Path, operations: list[tuple[str, int, int]]) -> Non
                     case "admit":
                         await journal.admit(name, "lake", g)
                     case "finish":
-                        await journal.finish(group.samples[-1])
+                        await finish(journal, group.samples[-1])
                     case "drop":
                         await journal.drop(name, "stale")
                     case _:
@@ -219,7 +223,7 @@ def test_large_samples_go_to_segments_and_come_back(
         with Ledger(tmp_path, clock=zero, inline=inline) as ledger:
             await ledger.commit(version=0, step=0, consumed=[], metrics={})
             await ledger.admit("a", "lake", 0)
-            await ledger.finish(big)
+            await finish(ledger, big)
         with Ledger(tmp_path, clock=zero, inline=inline) as ledger:
             assert (await ledger.recover()).samples == (big,)  # type: ignore[union-attr]
             await ledger.commit(version=1, step=1, consumed=[group("a", big)], metrics={})
@@ -261,7 +265,7 @@ def test_a_damaged_payload_costs_its_group_alone(tmp_path: Path, sample: MakeSam
             await ledger.admit("a", "lake", 1)
             await ledger.admit("b", "lake", 2)
             for one in (a, b, whole):
-                await ledger.finish(one)
+                await finish(ledger, one)
 
     async def resume() -> None:
         with Ledger(tmp_path, clock=zero) as ledger:
@@ -296,11 +300,11 @@ def test_a_write_ahead_log_that_is_lost_costs_what_came_after_the_last_version(
         with Ledger(run, clock=zero) as ledger:
             await ledger.commit(version=0, step=0, consumed=[], metrics={})
             await ledger.admit("a", "lake", 1)
-            await ledger.finish(kept)
+            await finish(ledger, kept)
             await ledger.commit(version=1, step=1, consumed=[group("a", kept)], metrics={})
             await ledger.flush()
             await ledger.admit("b", "lake", 2)
-            await ledger.finish(lost)
+            await finish(ledger, lost)
             (tmp_path / "copy").mkdir()
             (tmp_path / "copy" / FILE).write_bytes((run / FILE).read_bytes())
         with Ledger(tmp_path / "copy", clock=zero) as ledger:
@@ -326,11 +330,10 @@ def test_everything_recorded_reaches_the_file(
             ledger.invocation(Invocation("exact", "local", "w0", 1, 2, 0, 0.03, 512, 4, "ok", Cause.HEDGE, "r-1"))
             for items in (3, 4):
                 ledger.saving(Saving("exact", "cache", 2.0, items, 0.01, 512))
-            for fate, id_ in (("finished", "a.0"), ("finished", "b.0"), ("finished", "c.0"), ("stale", "d.0")):
-                charge(ledger, id_, outcome=fate)
+            ledger.charge(charge("d.0", outcome="stale"))
             for name in "abc":
                 await ledger.admit(name, "lake", 0)
-                await ledger.finish(sample(f"{name}.0", name))
+                await finish(ledger, sample(f"{name}.0", name))
             await ledger.commit(version=1, step=1, consumed=[group("a", sample("a.0", "a"))], metrics={"loss": 1})
             await ledger.drop("b", "infra_fault")
             await ledger.flush()
@@ -350,6 +353,20 @@ def test_everything_recorded_reaches_the_file(
         assert reader.saving_sums() == [SavingSum("exact", "cache", 512, 7, pytest.approx(0.02))]
         assert (reader.versions()[0].tokens, reader.versions()[0].metrics) == (2, {"loss": 1})
         assert (reader.facts().live_groups, reader.facts().dropped_groups, reader.facts().live_samples) == (1, 1, 1)
+
+
+def test_a_trajectory_that_was_finished_is_stale_once_that_is_known(tmp_path: Path, sample: MakeSample) -> None:
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero) as ledger:
+            for name in "ab":
+                await ledger.admit(name, "lake", 0)
+                await finish(ledger, sample(f"{name}.0", name))
+            await ledger.outdate(TrajectoryId("a.0"))
+            await finish(ledger, sample("b.0", "b", v0=3))  # as a resume does
+
+    asyncio.run(main())
+    with Reader(tmp_path) as reader:
+        assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {"stale": 2, "waiting": 1}
 
 
 def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> None:
@@ -507,7 +524,7 @@ def test_segment_files_go_once_their_samples_are_trained(
                 name = f"g{version}"
                 one = sample(f"{name}.0", name, tokens=5000)
                 await ledger.admit(name, "lake", version)
-                await ledger.finish(one)
+                await finish(ledger, one)
                 await ledger.commit(version=version, step=version, consumed=[group(name, one)], metrics={})
             assert len(list((tmp_path / "segments").iterdir())) <= 2
 
@@ -522,8 +539,8 @@ def test_a_value_that_cannot_be_written_is_refused_and_the_ledger_lives(
         with Ledger(tmp_path, clock=zero, inline=inline) as ledger:
             await ledger.admit("a", "lake", 0)
             with pytest.raises(RunFailed, match="cannot hold a record"):
-                await ledger.finish(dataclasses.replace(sample("a.0", "a"), success=object()))  # type: ignore[arg-type]
-            await ledger.finish(sample("a.1", "a"))
+                await finish(ledger, dataclasses.replace(sample("a.0", "a"), success=object()))  # type: ignore[arg-type]
+            await finish(ledger, sample("a.1", "a"))
 
     asyncio.run(main())
 
@@ -534,9 +551,9 @@ def test_attempts_that_were_generated_again_are_dropped_with_their_group(
     async def main() -> None:
         with Ledger(tmp_path, clock=zero, inline=True) as ledger:
             await ledger.admit("a", "lake", 0)
-            await ledger.finish(sample("a.0", "a"))
+            await finish(ledger, sample("a.0", "a"))
             again = sample("a.0r2", "a")
-            await ledger.finish(again)
+            await finish(ledger, again)
             await ledger.commit(version=1, step=1, consumed=[group("a", again)], metrics={})
             assert (await ledger.recover()).samples == ()  # type: ignore[union-attr]
         with sqlite3.connect(tmp_path / "ledger.sqlite") as database:

@@ -106,9 +106,9 @@ def test_shares_hold_at_every_step_and_nothing_wedges(world: SimulatedRun, fuzz:
     seen: list[int] = []
 
     class Watched(MemoryRecorder):
-        def charge(self, *args: Any, **row: Any) -> None:
+        def charge(self, charge: Any) -> None:
             seen.append(sum(world.control.scheduler.outstanding().values()))
-            super().charge(*args, **row)
+            super().charge(charge)
 
     world.journal = world.recorder = Watched()
     loop.run(world.run(), seed=fuzz)

@@ -125,9 +125,9 @@ class Dying(MemoryRecorder):
 
     left: int | None = None
 
-    async def finish(self, sample: Any) -> None:
+    async def finish(self, sample: Any, charge: Any) -> None:
         self._live_on()
-        await super().finish(sample)
+        await super().finish(sample, charge)
 
     async def drop(self, group: str, reason: str) -> None:
         self._live_on()

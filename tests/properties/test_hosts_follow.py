@@ -75,9 +75,9 @@ class Watched(MemoryRecorder):
         self.look()
         super().interval(*args, **row)
 
-    def charge(self, *args: Any, **row: Any) -> None:
+    def charge(self, charge: Any) -> None:
         self.look()
-        super().charge(*args, **row)
+        super().charge(charge)
 
     def look(self) -> None:
         for known in self.hosts.fleet._hosts.values():

@@ -32,13 +32,13 @@ class Watched(MemoryRecorder):
         self.hosts: ModelledHosts | None = None
         self.most = 0
 
-    def charge(self, *args: Any, **row: Any) -> None:
+    def charge(self, charge: Any) -> None:
         assert self.hosts is not None
         for known in self.hosts.fleet._hosts.values():
             held = len(self.hosts.parts[known.id].lives[-1].episodes) if known.link is not None else 0
             assert held <= known.live <= self.hosts.limits.per_host
             self.most = max(self.most, held)
-        super().charge(*args, **row)
+        super().charge(charge)
 
 
 class Ended(SimulatedEnvironment):

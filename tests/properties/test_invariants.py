@@ -66,14 +66,14 @@ def watch_outstanding(world: World) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
 
     class Watched(MemoryRecorder):
-        def charge(self, *args: Any, **row: Any) -> None:
+        def charge(self, charge: Any) -> None:
             scheduler = world.control.scheduler
             # Counted where they are, not where the slots are kept: under way, waiting for their group, in the buffer.
             groups = scheduler._groups._runs.values()
             outstanding = sum(len(g.live) + len(g.samples) for g in groups) + sum(scheduler._buffer._held.values())
             assert outstanding <= sum(scheduler.outstanding().values())
             seen.append((outstanding, (world.alpha + 1) * batch))
-            super().charge(*args, **row)
+            super().charge(charge)
 
     world.journal = world.recorder = Watched()
     return seen

@@ -101,13 +101,13 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
 
     class Watched(MemoryRecorder):
-        def charge(self, *args: Any, **row: Any) -> None:
+        def charge(self, charge: Any) -> None:
             ahead: Prefetcher = world.control.scheduler._prefetch  # type: ignore[assignment]
             for domain in world.domains:
                 seen.append((ahead.held(domain.name), max(ahead.wanted(domain.name), 4 * domain.quota)))
                 if (fixed := ahead._rules[domain.name].fixed) is not None:
                     assert ahead.held(domain.name) <= fixed
-            super().charge(*args, **row)
+            super().charge(charge)
 
     world.journal = world.recorder = Watched()
     return seen

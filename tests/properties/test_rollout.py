@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -60,7 +61,7 @@ def watch(world: SimulatedRun) -> list[tuple[int, int, int, int]]:
     seen: list[tuple[int, int, int, int]] = []
 
     class Watched(MemoryRecorder):
-        def charge(self, *args: Any, **row: Any) -> None:
+        def charge(self, charge: Any) -> None:
             scheduler = world.control.scheduler
             slots = sum(scheduler.outstanding().values())
             bound = sum(
@@ -75,7 +76,11 @@ def watch(world: SimulatedRun) -> list[tuple[int, int, int, int]]:
             held = sum(len(g.samples) for g in runs) + sum(scheduler._buffer._held.values())
             assert held <= slots, "every sample has a slot"
             seen.append((slots, bound, live, most))
-            super().charge(*args, **row)
+            super().charge(charge)
+
+        async def finish(self, sample: Any, charge: Any) -> None:
+            await asyncio.sleep(0.3)  # a publish may come meanwhile
+            await super().finish(sample, charge)
 
     world.journal = world.recorder = Watched()
     return seen
@@ -100,6 +105,9 @@ def check(world: SimulatedRun) -> Counter[str]:
             assert counts == quotas, "quotas are exact"
     assert all(count == 1 for count in trained.values()), "I6: exactly once"
     assert world.published == list(range(1, world.steps + 1))
+    rows = Counter(c.trajectory for c in world.journal.charges)
+    assert all(count == 1 for count in rows.values()), "a trajectory has one row"
+    assert {c.trajectory for c in world.journal.charges if c.outcome == "finished"} >= set(trained)
     assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
     assert not world.leases.book.open, "every lease ended"
     assert {i for i, end in world.journal._gone.items() if end == "trained"} == set(trained)
@@ -138,6 +146,21 @@ def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedR
     for group, state in world.journal._groups.items():
         first = world.journal._groups[group.partition(AGAIN)[0]]
         assert state.seed == first.seed, "a prompt keeps its seed"
+
+
+def test_a_sample_that_goes_stale_while_it_is_written_has_one_row_that_says_so() -> None:
+    world = make(quotas={"d": (1, 1)}, alpha=1, schedule="rollart", steps=4, engines=2)
+
+    class Slow(MemoryRecorder):
+        async def finish(self, sample: Any, charge: Any) -> None:
+            while sample.id == "d-0.0" and len(world.published) < 2:
+                await asyncio.sleep(0.1)
+            await super().finish(sample, charge)
+
+    world.journal = world.recorder = Slow()
+    loop.run(world.run(), seed=0)
+    check(world)
+    assert [c.outcome for c in world.journal.charges if c.trajectory == "d-0.0"] == ["stale"]
 
 
 class Killed(BaseException):

@@ -17,7 +17,7 @@ from scipy import stats
 
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
-from rollart.ports import RunEvent
+from rollart.ports import Charge, RunEvent
 from rollart.report.bias import distance, p_value
 
 values = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=40)
@@ -57,25 +57,29 @@ class Recorded:
             trajectory = TrajectoryId(f"{name}.{n}{suffix}")
             if attempt == "finished":
                 samples.append(sample(trajectory, group, length))
-                await self._ledger.finish(samples[-1])
-            self.attempt(trajectory, length, attempt, score=float(n % 2))
+                await self._ledger.finish(samples[-1], charge(trajectory, length, attempt, score=float(n % 2)))
+            else:
+                self.attempt(trajectory, length, attempt)
         if fate == "trained":
             self._trained.append(Group(group, "math", tuple(samples)))
         elif fate != "open":
             await self._ledger.drop(group, fate)
 
-    def attempt(self, trajectory: str, length: int, outcome: str, score: float | None = None) -> None:
-        self._ledger.charge(
-            TrajectoryId(trajectory), domain="math", outcome=outcome, v0=0, engine_seconds=1.0, turns=1,
-            prompt_tokens=1, action_tokens=length, success=None, score=score if outcome == "finished" else None,
-            purpose="train", t0=0.0, t1=1.0, first_tokens=1, reset_s=0.0, env_s=0.0,
-        )  # fmt: skip
+    def attempt(self, trajectory: str, length: int, outcome: str) -> None:
+        self._ledger.charge(charge(trajectory, length, outcome))
 
     def defer(self, group: str) -> None:
         self._ledger.event(RunEvent(0.0, "admission_deferred", group, {"domain": "math"}))
 
     async def end(self) -> None:
         await self._ledger.commit(version=1, step=1, consumed=self._trained, metrics={})
+
+
+def charge(trajectory: str, length: int, outcome: str, score: float | None = None) -> Charge:
+    return Charge(
+        TrajectoryId(trajectory), domain="math", outcome=outcome, v0=0, engine_seconds=1.0, turns=1, prompt_tokens=1,
+        action_tokens=length, success=None, score=score, purpose="train", t0=0.0, t1=1.0, first_tokens=1,
+    )  # fmt: skip
 
 
 def sample(trajectory: TrajectoryId, group: GroupId, length: int) -> TrainSample:

@@ -11,6 +11,7 @@ import pytest
 from rollart.ledger.reader import CallRow, Reader, RunFacts
 from rollart.ledger.store import Ledger
 from rollart.model import TrajectoryId
+from rollart.ports import Charge
 from rollart.report.offload import MATCH_S, Trace, matched, offload, trace
 from rollart.report.rows import collect
 from serverless.spec import FunctionSpec
@@ -124,11 +125,11 @@ def test_a_recorded_run(tmp_path: Path) -> None:
                 ledger.invocation(
                     Invocation("f", "local", "w", n + 0.5, n + 1.0, 0, 0.5, 512, 1, "ok", Cause.CALL, queued_s=0.25)
                 )
-                ledger.charge(
+                ledger.charge(Charge(
                     TrajectoryId(str(n)), domain="lake", outcome="finished", v0=0, engine_seconds=0.1, turns=1,
                     prompt_tokens=1, action_tokens=1, success=None, score=None, purpose="train", t0=n - 3.0,
                     t1=n + 1.01,
-                )  # fmt: skip
+                ))  # fmt: skip
             await ledger.flush()
 
     asyncio.run(main())

@@ -11,6 +11,7 @@ from rollart.errors import UsageError
 from rollart.ledger.reader import FinishedRow
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
+from rollart.ports import Charge
 from rollart.report.profile import observed, profiles_of
 from serverless.types import Invocation
 
@@ -69,11 +70,10 @@ async def _written(directory: Path) -> None:
         for i, row in enumerate(rows):
             one = sample(f"s{i}", row.domain, row)
             await ledger.admit(one.group, row.domain, i)
-            await ledger.finish(one)
             groups.append(Group(one.group, row.domain, (one,)))
-            _charge(ledger, one.id, row, "finished", "train")
-        _charge(ledger, TrajectoryId("e0"), lake(8), "finished", "eval")
-        _charge(ledger, TrajectoryId("x0"), lake(8), "stale", "train")
+            await ledger.finish(one, _charge(one.id, row, "finished", "train"))
+        ledger.charge(_charge(TrajectoryId("e0"), lake(8), "finished", "eval"))
+        ledger.charge(_charge(TrajectoryId("x0"), lake(8), "stale", "train"))
         await ledger.commit(version=1, step=1, consumed=groups[::2], metrics={})
         for name, billed, items in (("distance", 3.0, 30), ("rule", 1.0, 100)):
             ledger.invocation(Invocation(name, "local", "w", 0.0, 1.0, 0.0, billed, 512, items, "ok"))
@@ -81,8 +81,8 @@ async def _written(directory: Path) -> None:
         await ledger.flush()
 
 
-def _charge(ledger: Ledger, name: TrajectoryId, row: FinishedRow, outcome: str, purpose: str) -> None:
-    ledger.charge(
+def _charge(name: TrajectoryId, row: FinishedRow, outcome: str, purpose: str) -> Charge:
+    return Charge(
         name, domain=row.domain, outcome=outcome, v0=0, engine_seconds=0.1, turns=row.turns, prompt_tokens=1,
         action_tokens=row.action_tokens, success=None, score=1.0, purpose=purpose, t0=row.t0, t1=row.t1, 
         first_tokens=row.first_tokens, reset_s=row.reset_s, env_s=row.env_s,

@@ -24,7 +24,7 @@ class Events:
     def interval(self, interval: Interval) -> None:
         raise AssertionError("no interval is due here")
 
-    def charge(self, trajectory: object, **row: object) -> None:
+    def charge(self, charge: object) -> None:
         raise AssertionError("nothing is charged here")
 
 
