@@ -9,6 +9,7 @@ import click
 
 from placement.types import Placement, Role
 from rollart.compose.simulations import Task, simulate_all
+from rollart.compose.window import publish_paths
 from rollart.errors import SpecError
 from rollart.report.rows import Cell, Column, Table
 from rollart.report.simulation import FIGURES, Finding, interval
@@ -34,18 +35,20 @@ def simulated(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tup
         on_done=lambda one: click.echo(f"simulated seed {one.seed}: {one.seconds:,.0f} virtual seconds", err=True),
     )
     assert found is not None, "what has no placement cannot be simulated"
-    return beside(found, resolved.run.batch.trajectories, findings), _notes(findings, name)
+    publish_s = max((path.seconds for path in publish_paths(resolved).values()), default=None)
+    return beside(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
 
 
-def beside(plan: Placement, batch: int, findings: Sequence[Finding]) -> Table:
+def beside(plan: Placement, batch: int, publish_s: float | None, findings: Sequence[Finding]) -> Table:
     """Figure by figure: the plan's, the simulation's mean with half of its 95 % interval, and the second over the
-    first. The plan knows no publish, and takes trajectories to come as evenly as they are trained."""
+    first. `publish_s`: the plan's, None where nothing is published. The plan takes trajectories to come as evenly as
+    they are trained."""
     columns = (
         Column("figure", people=False), Column("what"), Column("unit"), Column("plan", "number"),
         Column("simulated", "number"), Column("±", "number"), Column("ratio", "number"),
     )  # fmt: skip
     figures = {figure.key: figure for figure in FIGURES}
-    planned = _planned(plan, batch)
+    planned = {**_planned(plan, batch), **({} if publish_s is None else {"publish_s": publish_s})}
     rows: list[tuple[Cell, ...]] = []
     for key in COMPARED:
         figure = figures[key]

@@ -27,8 +27,8 @@ PLAN = Placement(
 )  # fmt: skip
 
 
-def rows(plan: Placement, *findings: Any) -> dict[str, dict[str, Any]]:
-    table = beside(plan, 64, findings)
+def rows(plan: Placement, *findings: Any, publish_s: float | None = None) -> dict[str, dict[str, Any]]:
+    table = beside(plan, 64, publish_s, findings)
     named = [dict(zip((c.name for c in table.columns), row, strict=True)) for row in table.rows]
     return {str(row["figure"]): row for row in named}
 
@@ -40,7 +40,10 @@ def test_figure_by_figure_with_the_ratio() -> None:
     assert step["ratio"] == pytest.approx(20.5 / 16.0)
     assert step["±"] == pytest.approx(12.7062 * 0.5, rel=1e-4)
     assert (told["train_s"]["plan"], told["waited_s"]["plan"]) == (4.0, 12.0)
-    assert (told["publish_s"]["plan"], told["publish_s"]["ratio"]) == (None, None), "the plan knows no publish"
+    assert (told["publish_s"]["plan"], told["publish_s"]["ratio"]) == (None, None), "nothing is published"
+    published = rows(PLAN, found("rollart", 0), publish_s=0.5)["publish_s"]
+    assert published["plan"] == 0.5
+    assert published["ratio"] == pytest.approx(published["simulated"] / 0.5)
     assert told["trajectories_per_s"]["ratio"] == pytest.approx(0.75)
     assert (told["usd_per_1k"]["plan"], told["usd_per_1k"]["ratio"]) == (pytest.approx(1.0), pytest.approx(40.0))
     assert told["engine_busy"]["plan"] == pytest.approx((6 * 0.9 + 2 * 0.5) / 8)
