@@ -2,9 +2,9 @@
 
     python3 benchmarks/gpu.py [--json FILE] [--calibration FILE] [--model 1.4b] [--device cuda] [--limit 450] [-o json]
 
-Self-contained: PyTorch and transformers beside this repository (and what they bring along), no network; the model is a
-Qwen3 with random weights, made here. Phases follow each other, each by itself: one that fails is told and the next one
-begins, and what is known so far is in FILE after each. None begins after `--limit` seconds.
+Self-contained: PyTorch, transformers and pydantic beside this repository (and what they bring along), no network; the
+model is a Qwen3 with random weights, made here. Phases follow each other, each by itself: one that fails is
+told and the next one begins, and what is known so far is in FILE after each. None begins after `--limit` seconds.
 
     ceilings     the rates that this device reaches in a copy and in a matrix product, beside those of its datasheet
     decode       a step of `batch` sequences at `context`: time, and the share of the memory's bandwidth if weights and

@@ -23,8 +23,8 @@ from rollart.engine.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
-ABSENT = ("pydantic", "ray", "gymnasium", "reasoning_gym", "aiobotocore", "pyarrow", "openai")
-"""What a machine with PyTorch and transformers alone may lack."""
+ABSENT = ("ray", "gymnasium", "reasoning_gym", "aiobotocore", "pyarrow", "openai")
+"""What a machine with PyTorch, transformers and pydantic alone may lack."""
 
 
 def bench(tmp_path: Path, **report: Any) -> gpu_engine.Bench:
