@@ -23,12 +23,15 @@ LAMBDA_MB = 250
 LARGE = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
 """Distributions that alone are larger than that."""
 
+LONG_RUN = 200
+"""Steps past which a run is worth more than its two last versions. A guess: hours on GPUs, minutes here."""
+
 ENVIRONMENT = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 
 
 def cautions(specs: Resolved | Specs) -> list[str]:
     """One line each; none of a run that has no use for them."""
-    found = list(_exposed(specs))
+    found = [*_exposed(specs), *_two_versions(specs)]
     with contextlib.suppress(RollartError):  # what cannot be packed is refused elsewhere
         for package in packed(specs, {}):
             found += (f"function '{package.spec.name}': {text}" for text in _function(package, specs))
@@ -41,6 +44,15 @@ def _exposed(specs: Resolved | Specs) -> Iterator[str]:
         yield (
             "engines and the trainer answer HTTP without a token, and take requests of any host that reaches their "
             "ports: keep those ports inside the cluster's network"
+        )
+
+
+def _two_versions(specs: Resolved | Specs) -> Iterator[str]:
+    if specs.run.steps >= LONG_RUN:
+        yield (
+            f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
+            "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
+            "versions out of the run's directory weights as it goes, or train in several runs"
         )
 
 

@@ -53,6 +53,17 @@ def test_a_function_that_will_not_work_at_its_provider(
     assert wanted or "reads the environment variable" not in warned
 
 
+@pytest.mark.parametrize(("steps", "warned"), [(199, False), (200, True)])
+def test_a_long_run_that_keeps_two_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, warned: bool
+) -> None:
+    run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    run.write_text(yaml.safe_dump(tiny(steps=steps)))
+    cluster.write_text(yaml.safe_dump(CLUSTER))
+    assert rollart(["validate", str(run), str(cluster)]) == 0
+    assert (f"of {steps} versions the last two are kept" in capsys.readouterr().err) == warned
+
+
 def test_completion_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("_ROLLART_COMPLETE", "bash_source")
     assert rollart([]) == 2
