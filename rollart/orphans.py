@@ -21,10 +21,17 @@ ROUNDS, ROUND_S = 100, 0.1
 """Looks at all processes; it is over after two that find none."""
 
 
+_marked: set[int] = set()
+"""The id of this process once it has a watcher; a fork has the set of its parent, and an id of its own."""
+
+
 def kill_at_end(grace_s: float = 0.0) -> None:
-    """From now on, programs that this process starts end with it, those that have not `grace_s` after it are killed."""
-    if sys.platform != "linux":
+    """From now on, programs that this process starts end with it: those that have not `grace_s` after it are killed.
+
+    A second call changes nothing: one watcher serves all runs of a process."""
+    if sys.platform != "linux" or os.getpid() in _marked:
         return
+    _marked.add(os.getpid())
     mark = os.environ[MARK] = secrets.token_hex(16)
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(grace_s)]
     null = subprocess.DEVNULL
