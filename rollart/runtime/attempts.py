@@ -121,9 +121,10 @@ class Attempts:
             self._recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
             self._cancellations.cancelled(run, live, sample)
             return
+        outcome = FINISHED if self._groups.holds(run) else str(run.ended or AbortReason.GROUP_DROPPED)
         run.writing[member] = sample.v0
         try:
-            await self._journal.finish(sample, self._charge(live, FINISHED, sample))
+            await self._journal.finish(sample, self._charge(live, outcome, sample))
         finally:
             del run.writing[member]
         await self._settle(run, member, sample, live)

@@ -22,7 +22,7 @@ def test_a_recorded_run_is_read_and_resumed(home: Home) -> None:
     run = home.resume()
     run.finished()
     assert f"resumed at step {STEP}, v{STEP}, {len(kept)} finished samples kept" in run.said
-    sound(directory)
+    sound(directory, uncharged=kept.keys())
     after = _status(home)
     assert (after["state"], after["step"], after["trained_trajectories"]) == ("finished", 4, 4 * BATCH)
 
