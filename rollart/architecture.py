@@ -6,6 +6,7 @@ approximated: by the engine when it starts, and by `rollart validate` before. Er
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from rollart.errors import UsageError
 
-__all__ = ["Architecture", "architecture_of", "read_architecture", "refuse_unsupported", "weight_files"]
+__all__ = ["Architecture", "architecture_of", "read_architecture", "refuse_unsupported", "stamp_of", "weight_files"]
 
 FAMILIES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported architectures, and whether they normalise queries and keys per head."""
@@ -92,6 +93,18 @@ def weight_files(directory: str | Path) -> list[Path]:
         if not (path / name).exists():
             raise UsageError(f"{path}: {name} is missing", remedy="write the checkpoint as safetensors")
     return [path / name for name in names]
+
+
+def stamp_of(directory: str | Path) -> str:
+    """The stamp of a published version's content: a hash over the file hashes in its marker, or the `stamp` that the
+    marker of a copy names. '' for a marker with neither, or none. Reads the marker alone, not the weights."""
+    try:
+        marker = json.loads((Path(directory) / "COMPLETE").read_text())
+        if marker.get("stamp") or not marker.get("files"):
+            return str(marker.get("stamp") or "")
+        return hashlib.sha256(json.dumps(sorted(marker["files"].items())).encode()).hexdigest()
+    except (OSError, ValueError, AttributeError, TypeError):
+        return ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -155,6 +155,11 @@ class WrongAnswer(EngineError):
         super().__init__(message, retryable=True, remedy=remedy)
 
 
+class ForeignWeights(WrongAnswer):
+    """The engine has other weights than those published under the version's number: no answer of it can be used before
+    it is restarted."""
+
+
 class TrainerError(RunFailed):
     pass
 

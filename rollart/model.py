@@ -286,6 +286,7 @@ class Piece:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int | None
+    stamp: str | None = field(default=None, compare=False)
 
 
 @_value(frozen=True, slots=True)
@@ -306,11 +307,13 @@ class GenerateRequest:
 
 @_value(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled under `version`."""
+    """Tokens [start, end) of a completion were sampled under `version`, of which the engine reports the content's
+    `stamp`; None: it reports none."""
 
     version: int
     start: int
     end: int
+    stamp: str | None = field(default=None, compare=False)
 
 
 @_value(frozen=True, slots=True)
@@ -336,11 +339,13 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
     """Where a published version lies: a Hugging Face directory (config.json, safetensors) with a completion marker.
-    `bytes` an engine reads of it, where that is known (else 0)."""
+    `bytes` an engine reads of it, where that is known (else 0). `stamp` of its content, as `architecture.stamp_of`
+    reads it once it is published; '': unknown, and compared with nothing."""
 
     version: int
     path: str
     bytes: int = field(default=0, compare=False)
+    stamp: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

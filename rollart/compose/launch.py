@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from rollart import controller_loop
+from rollart.architecture import stamp_of
 from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
 from rollart.compose.crews import keepers
@@ -161,7 +162,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
 
 async def _resumed(resolved: Resolved, directory: Path, parts: Parts, recovered: Recovered) -> WeightsRef:
     """The version to go on from, which the trainer has, and engines can have."""
-    weights = WeightsRef(recovered.version, parts.weights.path(recovered.version))
+    path = parts.weights.path(recovered.version)
+    weights = WeightsRef(recovered.version, path, stamp=stamp_of(path))
     if not parts.weights.complete(recovered.version):
         raise RunFailed(
             f"version {recovered.version} of {directory} is not complete on disk",

@@ -13,6 +13,7 @@ from rollart.adapters.rewards.beside import Scorers
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
+from rollart.architecture import stamp_of
 from rollart.compose.adopted import Start
 from rollart.compose.agreement import agreement_sample
 from rollart.compose.broadcasts import broadcasts
@@ -260,7 +261,8 @@ class Parts:
         self.control.gone(engine, cause)
 
     def _published(self, version: int) -> None:
-        self.current = WeightsRef(version, self.weights.path(version))
+        path = self.weights.path(version)
+        self.current = WeightsRef(version, path, stamp=stamp_of(path))
 
     def _stepped(self, done: StepDone) -> None:
         if why := self.collapse.step(done.report.metrics):

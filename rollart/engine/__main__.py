@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from aiohttp import web
 
+from rollart.architecture import stamp_of
 from rollart.engine.checkpoint import published_version, read_architecture, read_tensors
 from rollart.engine.driver import Driver
 from rollart.engine.handoff import Settings
@@ -76,6 +77,7 @@ def load(args: argparse.Namespace) -> Runner:
             slots=args.max_slots,
             context=args.max_context,
             version=version,
+            stamp=stamp_of(args.model),
             step_tokens=args.max_step_tokens,
         )
         if runner.decoder is not None:

@@ -51,8 +51,8 @@ async def answered_in_pieces(
         await send(error_body(failed, 503 if failed.retryable else 400))
     if finished is not None:
         c = finished.completion
-        version = c.spans[-1].version if c.spans else 0
-        await send(piece_body(name, Piece(c.token_ids[job.shown :], c.logprobs[job.shown :], version), c))
+        version, stamp = (c.spans[-1].version, c.spans[-1].stamp) if c.spans else (0, None)
+        await send(piece_body(name, Piece(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c))
         await send({"request_id": name, "choices": [], "usage": usage(c)})
     await send("[DONE]")
     await answer.write_eof()

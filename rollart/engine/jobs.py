@@ -40,8 +40,8 @@ class Job:
     cached: int = 0
     logits: Tensor | None = None
     """Of the prompt's last token, `[vocab]`: from the peer, or on the way to it."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, index of the first token that it drew), ascending."""
+    spans: list[tuple[int, int, str]] = field(default_factory=list)
+    """(version, index of the first token that it drew, stamp of its content), ascending."""
 
     def __post_init__(self) -> None:
         self.prompt = np.array(self.request.token_ids, np.int64)

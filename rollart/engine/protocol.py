@@ -74,7 +74,7 @@ def completion_body(request_id: str, completion: Completion) -> dict[str, Any]:
                     "content": [{"token_id": t, "logprob": p} for t, p in zip(c.token_ids, c.logprobs, strict=True)]
                 },
                 "finish_reason": c.finish.value,
-                "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in c.spans],
+                "weight_versions": _spans(c),
             }
         ],
         "usage": usage(c),
@@ -101,10 +101,15 @@ def piece_body(request_id: str, piece: Piece, whole: Completion | None = None) -
         "logprobs": {"content": tokens},
         "finish_reason": None if whole is None else whole.finish.value,
         "weight_version": piece.version,
+        "weight_stamp": piece.stamp,
     }
     if whole is not None:
-        choice["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in whole.spans]
+        choice["weight_versions"] = _spans(whole)
     return {"request_id": request_id, "choices": [choice]}
+
+
+def _spans(c: Completion) -> list[dict[str, Any]]:
+    return [{"version": s.version, "start": s.start, "end": s.end, "stamp": s.stamp} for s in c.spans]
 
 
 def error_body(error: EngineError, status: int) -> dict[str, Any]:

@@ -44,9 +44,18 @@ class Runner:
     """
 
     def __init__(
-        self, network: Network, *, slots: int, context: int, version: int = 0, step_tokens: int = STEP_TOKENS
+        self,
+        network: Network,
+        *,
+        slots: int,
+        context: int,
+        version: int = 0,
+        stamp: str = "",
+        step_tokens: int = STEP_TOKENS,
     ) -> None:
-        self.network, self.version, self.context = network, version, context
+        self.network, self.version, self.stamp, self.context = network, version, stamp, context
+        self.loads = 0
+        """How often the weights were replaced: a version's number may come twice, with other content."""
         decodes = network.device.type == "cuda"
         self.cache = KvCache(
             network.architecture,
@@ -144,11 +153,12 @@ class Runner:
             self.table.kv[:] = 0
         return running or not self._running
 
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+    def load(self, tensors: Mapping[str, Tensor], version: int, stamp: str = "") -> None:
         """Replace the weights: idle prefixes go, KV in flight is recomputed by the next steps. UsageError, with
         nothing changed, if the tensors are of another architecture."""
         self.network.load(tensors)
-        self.version = version
+        self.version, self.stamp = version, stamp
+        self.loads += 1
         self.reset_prefix_cache(running=True)
         for job in self._waiting.values():
             self.dropped_imports += job.imported is not None
@@ -288,7 +298,9 @@ class Runner:
             return None
         job.shown += known - begin
         at = (job.slot, slice(begin, known))
-        return Piece(tuple(self.table.tokens[at].tolist()), tuple(self.table.logprobs[at].tolist()), self.version)
+        return Piece(
+            tuple(self.table.tokens[at].tolist()), tuple(self.table.logprobs[at].tolist()), self.version, self.stamp
+        )
 
     def _choose(self) -> Ints:
         """The slots of this step: all that decode, and prefills in order of arrival up to the token budget."""
@@ -324,9 +336,9 @@ class Runner:
         table.logprobs[slots, at] = logprobs
         table.known[slots] = at + 1
         self.generated_tokens += len(slots)
-        for row in np.flatnonzero(table.version[slots] != self.version).tolist():
-            jobs[row].spans.append((self.version, int(rows.index[row])))
-        table.version[slots] = self.version
+        for row in np.flatnonzero(table.loads[slots] != self.loads).tolist():
+            jobs[row].spans.append((self.version, int(rows.index[row]), self.stamp))
+        table.loads[slots] = self.loads
         stopped = (table.stops[slots] == ids[:, None]).any(1)
         ended = stopped | (at + 1 >= table.limit[slots])
         return [
@@ -341,11 +353,11 @@ class Runner:
             return Finished(job, Completion((), (), (), reason, prompt_tokens=len(job.prompt)))
         table, slot, prompt = self.table, job.slot, len(job.prompt)
         known = int(table.known[slot])
-        starts = [start for _, start in job.spans]
+        starts = [start for _, start, _ in job.spans]
         spans = (
             tuple(
-                VersionSpan(version, start, end)
-                for (version, start), end in zip(job.spans, [*starts[1:], known - prompt], strict=True)
+                VersionSpan(version, start, end, stamp)
+                for (version, start, stamp), end in zip(job.spans, [*starts[1:], known - prompt], strict=True)
             )
             if job.spans
             else ()

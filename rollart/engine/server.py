@@ -39,7 +39,7 @@ class Server:
         self.model = model
         self.handoffs = Handoffs(driver, handoff or Settings(), advertise=advertise)
         self._staging = Staging(self._runner.network)
-        self._staged: tuple[str, dict[str, Tensor]] | None = None
+        self._staged: tuple[str, dict[str, Tensor], str] | None = None
         self._updating = False
         self._count = 0
         self._stream_port = 0
@@ -141,18 +141,18 @@ class Server:
         version = (await _body(request)).get("weight_version")
         if not str(version).isdigit():
             raise EngineError(f"weight_version is {version!r}, it must be an integer", retryable=False)
-        path, tensors = self._staged
+        path, tensors, stamp = self._staged
 
         def replace() -> None:
-            self._runner.load(tensors, int(str(version)))
+            self._runner.load(tensors, int(str(version)), stamp)
             self.handoffs.exports.clear(f"the weights are version {version} now")
 
         await self._driver.apply(replace)
         self._staged, self._updating, self.model = None, False, path
-        return _json({"message": f"weights are version {version}", "weight_version": int(str(version))})
+        return _json({"message": f"weights are version {version}", "weight_version": int(str(version)), "stamp": stamp})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
-        return _json({"weight_version": self._runner.version, "path": self.model})
+        return _json({"weight_version": self._runner.version, "stamp": self._runner.stamp, "path": self.model})
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         running = request.query.get("reset_running_requests", "false").lower() == "true"

@@ -36,7 +36,7 @@ class SlotTable:
     """Arrays by slot. Invariant: KV of `tokens[s, :kv[s]]` is in the cache, `kv[s] < known[s]` while active.
 
     `known` counts tokens (prompt and sampled), `prompt` the prompt's, `limit` is `known` at which the request ends,
-    `version` the weights that drew its latest token (-1 before the first).
+    `loads` the runner's when its latest token was drawn (-1 before the first).
     Not thread safe: owned by the runner.
     """
 
@@ -50,7 +50,7 @@ class SlotTable:
         self.prompt = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.arrival = np.zeros(slots, np.int64)
-        self.version = np.full(slots, -1, np.int64)
+        self.loads = np.full(slots, -1, np.int64)
         self.temperature = np.zeros(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)
         self.seed = np.zeros(slots, np.uint64)
@@ -168,5 +168,5 @@ class SlotTable:
         self.tokens[slot, :n] = prompt
         self.state[slot] = State.ACTIVE
         self.kv[slot], self.known[slot], self.prompt[slot] = cached, n, n
-        self.version[slot] = -1
+        self.loads[slot] = -1
         return slot, cached

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollart.architecture import stamp_of
 from rollart.collective import Order, Received, Receiver
 from rollart.engine.checkpoint import architecture_of, read_architecture, read_tensors, require_complete
 from rollart.engine.network import Network
@@ -37,31 +38,32 @@ class Staging:
             raise EngineError(f"init_info: {error}", retryable=False) from None
         return True
 
-    async def stage(self, info: object) -> tuple[str, dict[str, Tensor]]:
-        """The directory that `update_info` names, and the version's tensors: those that were broadcast with its
-        `stamp`, or else the directory's."""
+    async def stage(self, info: object) -> tuple[str, dict[str, Tensor], str]:
+        """The directory that `update_info` names, the version's tensors and the stamp of its content: those that were
+        broadcast with its `stamp`, or else the directory's."""
         path, stamp = (info.get("path"), info.get("stamp")) if isinstance(info, dict) else (None, None)
         if not isinstance(path, str):
             raise EngineError("update_info.path must name a published directory", retryable=False)
         received = self._receiver.take(stamp) if isinstance(stamp, str) else None
         if received is not None:
-            return path, dict(received.tensors)
-        return path, await asyncio.get_running_loop().run_in_executor(None, self._read, path)
+            return path, dict(received.tensors), received.stamp
+        return path, *await asyncio.get_running_loop().run_in_executor(None, self._read, path)
 
     def close(self) -> None:
         self._receiver.close()
 
-    def _read(self, path: str) -> dict[str, Tensor]:
-        """Tensors of a complete directory of this very architecture."""
+    def _read(self, path: str) -> tuple[dict[str, Tensor], str]:
+        """Tensors of a complete directory of this very architecture, and its stamp."""
         try:
             require_complete(path)
+            stamp = stamp_of(path)
             if read_architecture(path) != self._network.architecture:
                 raise UsageError(f"{path} is another architecture than the engine's")
             tensors = read_tensors(path)
             self._network.check(tensors)
         except UsageError as error:
             raise EngineError(str(error), retryable=False) from error
-        return self._network.staged(tensors)
+        return self._network.staged(tensors), stamp
 
     def _loadable(self, received: Received) -> None:
         try:

@@ -10,8 +10,8 @@ bytes, little endian) and a msgpack list of messages, each a list that starts wi
     a  request_ids to abort: they are answered with what they have
     x  number of a request that nobody waits for any more: it is not answered
     r  session to release
-    p  number, token_ids, logprobs, version: what was drawn since the last p
-    c  number, token_ids, logprobs, [[version, start, end]], finish, prompt_tokens, cached_tokens,
+    p  number, token_ids, logprobs, version, stamp: what was drawn since the last p
+    c  number, token_ids, logprobs, [[version, start, end, stamp]], finish, prompt_tokens, cached_tokens,
        kv_transfer_params
     e  number, error message, retryable, kind ("handoff" for KV that could not be had)
 
@@ -135,7 +135,7 @@ class Stream(asyncio.Protocol):
 
     def _tell(self, number: int, piece: Piece) -> None:
         if number in self._mine:
-            self._send(("p", number, piece.token_ids, piece.logprobs, piece.version))
+            self._send(("p", number, piece.token_ids, piece.logprobs, piece.version, piece.stamp))
 
     def _deliver(self, number: int, result: Finished | EngineError) -> None:
         self._mine.pop(number, None)
@@ -144,7 +144,7 @@ class Stream(asyncio.Protocol):
             self._send(("e", number, str(result), result.retryable, kind))
             return
         c = result.completion
-        spans = [(s.version, s.start, s.end) for s in c.spans]
+        spans = [(s.version, s.start, s.end, s.stamp) for s in c.spans]
         counts = c.prompt_tokens, c.cached_tokens
         self._send(("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer))
 

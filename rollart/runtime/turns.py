@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from rollart.errors import EngineError, HandoffFailed, LeaseExpired, WrongAnswer
+from rollart.errors import EngineError, ForeignWeights, HandoffFailed, LeaseExpired, WrongAnswer
 from rollart.model import Completion, FinishReason, GenerateRequest
 from rollart.policy.answers import wrong_answer
 from rollart.policy.handing import HandoffCounts
@@ -180,10 +180,11 @@ class Turns(Ways):
         return Failed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
     def _answered_wrongly(self, turn: Turn, home: Member, error: WrongAnswer) -> None:
-        """The turn is asked elsewhere. The engine goes on, or is restarted once it has answered so too often."""
+        """The turn is asked elsewhere. The engine goes on, or is restarted: after several such answers, or at once if
+        its weights are others than those published."""
         turn.avoided.add(home.engine.id)
         self._tell("wrong_answer", home.engine.id, request=turn.id, what=error.message)
-        if home.trust.failed() and home.healthy:
+        if (home.trust.failed() or isinstance(error, ForeignWeights)) and home.healthy:
             home.condemned = f"its answers cannot be used: {error.message}"
             self._doubt(home, error)
 
@@ -251,7 +252,9 @@ class Turns(Ways):
             raise Again from None
         except (EngineError, LeaseExpired) as error:
             self._handoff_failed(turn, source, home, error, turn.spent - before)
-            if isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
+            if isinstance(error, ForeignWeights):
+                self._answered_wrongly(turn, source, error)
+            elif isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
                 self._doubt(source, error)
             return None
         finally:

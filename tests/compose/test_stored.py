@@ -15,6 +15,7 @@ from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.weights.buckets import BucketPusher, Progress
 from rollart.adapters.weights.hosts import Place
 from rollart.adapters.weights.objects import FileObjects
+from rollart.architecture import stamp_of
 from rollart.compose.stored import STALL_S, StoredWeights
 from rollart.errors import EngineError, StorageFailed
 from rollart.model import WeightsRef
@@ -60,7 +61,9 @@ class Bench:
         (path / "trainer").mkdir(parents=True)
         (path / "model.safetensors").write_bytes(bytes([version]) * BUCKET + bytes(range(250)) * 10)
         (path / "trainer" / "optimizer").write_bytes(b"x" * 99)
-        (path / "COMPLETE").write_text(json.dumps({"version": version}))
+        (path / "COMPLETE").write_text(
+            json.dumps({"version": version, "files": {"model.safetensors": f"hash {version}"}})
+        )
         return WeightsRef(version, str(path))
 
     def on_host(self) -> list[str]:
@@ -95,6 +98,7 @@ def test_a_version_is_pushed_once_and_the_engines_of_a_host_share_one_copy(tmp_p
         pulled = Path(path)
         assert (pulled / "model.safetensors").read_bytes() == (Path(weights.path) / "model.safetensors").read_bytes()
         assert not (pulled / "trainer").exists(), "the optimizer is the trainer's"
+        assert stamp_of(pulled) == stamp_of(weights.path) != "", "engines report it"
         assert b.events.of("weights_pushed", "sent_bytes") == [("v0", 2500)], "two of its four buckets are the same"
         assert [n for _, n in b.events.of("weights_pulled", "received_bytes")] == [2500]
         await b.stored.push(b.publish(1))

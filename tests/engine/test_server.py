@@ -51,7 +51,7 @@ def test_a_generate_answer_has_vllms_shape(qwen: Path) -> None:
         assert tuple(choice["token_ids"]) == greedy(qwen, [1, 2, 3], 4)
         assert [c["token_id"] for c in choice["logprobs"]["content"]] == choice["token_ids"]
         assert choice["finish_reason"] == "length"
-        assert choice["weight_versions"] == [{"version": 5, "start": 0, "end": 4}]
+        assert choice["weight_versions"] == [{"version": 5, "start": 0, "end": 4, "stamp": ""}]
         assert answer["usage"] == {
             "prompt_tokens": 3,
             "completion_tokens": 4,
@@ -125,7 +125,11 @@ def test_the_weight_update_protocol(qwen: Path, qwen_next: Path, llama: Path, tm
         await refused("/finish_weight_update", {"weight_version": "x"}, "must be an integer")
         assert (await call("/weight_info", method="GET"))[1]["weight_version"] == 0
         assert (await call("/finish_weight_update", {"weight_version": 3}))[0] == 200
-        assert (await call("/weight_info", method="GET"))[1] == {"weight_version": 3, "path": str(qwen_next)}
+        assert (await call("/weight_info", method="GET"))[1] == {
+            "weight_version": 3,
+            "stamp": "",
+            "path": str(qwen_next),
+        }
         answer = await call("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": GREEDY})
         assert tuple(answer[1]["choices"][0]["token_ids"]) == greedy(qwen_next, [1, 2], 4)
 

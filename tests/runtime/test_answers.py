@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollart.errors import EngineError
+from rollart.errors import EngineError, ForeignWeights
 from rollart.model import Completion, FinishReason, GenerateRequest, Piece, Sampling, VersionSpan, WeightsRef
 from rollart.policy.answers import Trust, wrong_answer
 from rollart.runtime.gateway import GatewayLimits
@@ -93,6 +93,34 @@ def test_an_engine_that_answers_wrongly_too_often_is_restarted_though_it_is_heal
             assert len(made) == 2
 
         await supervised(fleet, part, body)
+
+    virtual(main)
+
+
+def test_an_engine_with_foreign_weights_is_restarted_at_its_first_answer() -> None:
+    class Foreign(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            if self is made[0]:
+                raise ForeignWeights("engine-0: its weights are not those that were published as v0")
+            return await super().generate(request)
+
+    made: list[Foreign] = []
+
+    def make(weights: WeightsRef) -> Foreign:
+        made.append(Foreign("engine-0", weights.version))
+        return made[-1]
+
+    async def main() -> None:
+        fleet = Fleet(dataclasses.replace(LIMITS, attempts=2))
+
+        async def body() -> None:
+            assert (await fleet.gateway.generate("s", (1, 2), ASKED, spend=lambda _: None)) == RIGHT
+            (cause,) = fleet.causes()
+            assert "not those that were published as v0" in str(cause)
+            assert [e.subject for e in fleet.recorder.events if e.kind == "wrong_answer"] == ["engine-0"]
+            assert len(made) == 2
+
+        await supervised(fleet, FakePart(make), body)
 
     virtual(main)
 

@@ -61,7 +61,7 @@ class Pull:
         self.stamp = hashlib.sha256(told["manifest"].encode()).hexdigest()
         self._text: str = told["manifest"]
         listed = json.loads(self._text)
-        self._version = int(listed["version"])
+        self._version, self._content = int(listed["version"]), str(listed.get("content", ""))
         self._files: list[tuple[str, int, int, list[str]]] = [tuple(file) for file in listed["files"]]
         self._root, self._keep = Path(told["root"]), [int(v) for v in told["keep"]]
         self._in_flight = int(told["in_flight"]) or IN_FLIGHT
@@ -136,7 +136,7 @@ class Pull:
                     self._await(lambda: self._over)
                     self._check(self._whole, f"v{self._version} was not pushed whole")
                 _write(aside / MANIFEST, self._text)
-                _write(aside / MARKER, json.dumps({"schema": 1, "version": self._version}))
+                _write(aside / MARKER, json.dumps({"schema": 1, "version": self._version, "stamp": self._content}))
                 if final.exists():  # of a publish that came to nothing
                     _remove(final)
                 aside.rename(final)

@@ -71,10 +71,14 @@ class Events:
             self._finish = FinishReason(choice["finish_reason"])
         if choice.get("weight_versions") is not None:
             versions = choice["weight_versions"]
-            self._spans = [VersionSpan(version_of(s["version"], self._first), s["start"], s["end"]) for s in versions]
+            self._spans = [
+                VersionSpan(version_of(s["version"], self._first), s["start"], s["end"], s.get("stamp"))
+                for s in versions
+            ]
         if ids and self._told is not None and self._finish is None:
             named = choice.get("weight_version")
-            self._told(Piece(ids, logprobs, self._drawing() if named is None else version_of(named, self._first)))
+            version = self._drawing() if named is None else version_of(named, self._first)
+            self._told(Piece(ids, logprobs, version, choice.get("weight_stamp")))
 
 
 def version_of(value: object, first: int) -> int:

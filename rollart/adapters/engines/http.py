@@ -6,6 +6,7 @@ Third-party errors become `EngineError` here and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import aiohttp
 
 from rollart.adapters.engines.events import Events, refusal, version_of
 from rollart.adapters.engines.stream import EngineStream
-from rollart.errors import EngineError, WrongAnswer
+from rollart.errors import EngineError, ForeignWeights, WrongAnswer
 from rollart.model import (
     Completion,
     EngineId,
@@ -24,6 +25,7 @@ from rollart.model import (
     FinishReason,
     GenerateRequest,
     PauseMode,
+    Piece,
     VersionSpan,
     WeightsRef,
 )
@@ -72,6 +74,9 @@ class HttpEngine:
         self._local = local
         self._broadcast: tuple[int, str] = (-1, "")
         """The version that lies in the server's memory since a broadcast, and the broadcast's name."""
+        self._stamps: dict[int, tuple[str, ...]] = {}
+        """Of the versions that this client had the server load, by number: of the published files, and the broadcast's
+        name. Without the former nothing is compared."""
         self._stream: EngineStream | None = None
         self._opening = asyncio.Lock()
 
@@ -85,7 +90,20 @@ class HttpEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Tokens for one turn. Cancelling aborts the request on the server. HandoffFailed when the KV that
-        `kv_transfer` names could not be had."""
+        `kv_transfer` names could not be had, ForeignWeights when others drew than this client had it load."""
+        if (told := request.told) is not None:
+
+            def known(piece: Piece) -> None:
+                self._same(piece.version, piece.stamp)
+                told(piece)
+
+            request = dataclasses.replace(request, told=known)
+        answer = await self._generated(request)
+        for span in answer.spans:
+            self._same(span.version, span.stamp)
+        return answer
+
+    async def _generated(self, request: GenerateRequest) -> Completion:
         if self._streaming:
             stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
             if stream is not None:
@@ -101,6 +119,21 @@ class HttpEngine:
 
     async def started_with(self, weights: WeightsRef) -> None:
         """Before its first request: `EngineError` where it does not compute what it should."""
+        self._stamps = {weights.version: (weights.stamp,)}
+        if weights.stamp:
+            info = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
+            self._same(weights.version, info.get("stamp"))
+
+    def _same(self, version: object, stamp: object) -> None:
+        """ForeignWeights for a version with another content than this client had the server load. Versions that it did
+        not, and servers that report no stamps, are not compared."""
+        expected = self._stamps.get(version) if isinstance(version, int) else None
+        if expected and expected[0] and stamp is not None and stamp not in expected:
+            raise ForeignWeights(
+                f"{self._url}: its weights are not those that were published as v{version} (stamp {str(stamp)[:12]!r}, "
+                f"published {expected[0][:12]!r})",
+                remedy="something else loads weights into this engine: keep it from the engine's port",
+            )
 
     def _drawing(self) -> Callable[[], int | None]:
         """Which version draws for a request that is sent now, asked as its tokens come, of a server that says so at the
@@ -153,13 +186,17 @@ class HttpEngine:
     async def update_weights(self, weights: WeightsRef) -> None:
         version, stamp = self._broadcast
         info = {"path": weights.path}
+        stamps: tuple[str, ...] = (weights.stamp,)
         if version == weights.version:
             info["stamp"] = stamp
+            stamps += (stamp,)  # a server that does not have the broadcast any more reads the files
         elif self._local is not None:
             info["path"] = await self._local(weights)
         await self._begin_update()
         await self._control("/update_weights", {"update_info": info})
-        await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
+        self._stamps[weights.version] = stamps
+        loaded = await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
+        self._same(weights.version, loaded.get("stamp"))
         await self._drop_kv()
 
     async def members(self) -> int:
@@ -345,7 +382,9 @@ def _completion(answer: Mapping[str, Any], version: int) -> Completion:
     return Completion(
         token_ids=ids,
         logprobs=tuple(float(c["logprob"]) for c in choice["logprobs"]["content"]),
-        spans=tuple(VersionSpan(version_of(s["version"], version), s["start"], s["end"]) for s in spans),
+        spans=tuple(
+            VersionSpan(version_of(s["version"], version), s["start"], s["end"], s.get("stamp")) for s in spans
+        ),
         finish=FinishReason(choice["finish_reason"]),
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,

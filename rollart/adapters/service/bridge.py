@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import shutil
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -180,7 +181,8 @@ def _taken_over(given: Path, path: Path, version: int, copier: Callable[[str, st
     shutil.rmtree(aside, ignore_errors=True)
     try:
         shutil.copytree(given, aside, ignore=shutil.ignore_patterns("COMPLETE"), copy_function=copier)
-        (aside / "COMPLETE").write_text(json.dumps({"schema": 1, "version": version, "files": {}}))
+        marker = {"schema": 1, "version": version, "files": {}, "stamp": secrets.token_hex(32)}
+        (aside / "COMPLETE").write_text(json.dumps(marker))
         shutil.rmtree(path, ignore_errors=True)  # not before: it may be what was announced
         aside.rename(path)
     except OSError as error:

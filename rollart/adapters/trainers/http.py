@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgpack
 
+from rollart.architecture import stamp_of
 from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
@@ -96,7 +97,8 @@ class HttpTrainer:
 
     async def publish(self, version: int) -> WeightsRef:
         answer = await self._post("publish", {"version": version})
-        return WeightsRef(int(answer["version"]), str(answer["path"]), int(answer.get("bytes", 0)))
+        path = str(answer["path"])
+        return WeightsRef(int(answer["version"]), path, int(answer.get("bytes", 0)), stamp_of(path))
 
     async def restore(self, weights: WeightsRef) -> None:
         await self._post("restore", {"version": weights.version, "path": weights.path})

@@ -29,6 +29,7 @@ from rollart.adapters.weights.directory import MARKER, DirectoryWeightStore
 from rollart.adapters.weights.manifests import FileEntry, Manifest, bucket_key, version_key
 from rollart.adapters.weights.moving import Window
 from rollart.adapters.weights.objects import Objects
+from rollart.architecture import stamp_of
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
 
@@ -296,7 +297,7 @@ def _manifest(version: int, path: Path, bucket: int, wanted: Callable[[str], boo
         if not (path / MARKER).is_file():
             raise StorageFailed(f"{path} has no {MARKER} marker: only whole versions are pushed")
         names = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
-        return Manifest(version, tuple(_entry(path, name, bucket) for name in names if wanted(name)))
+        return Manifest(version, tuple(_entry(path, name, bucket) for name in names if wanted(name)), stamp_of(path))
     except OSError as error:
         raise StorageFailed(f"cannot read {path}: {error.strerror}") from error
 
@@ -346,7 +347,7 @@ def _seal(aside: Path, final: Path, manifest: Manifest) -> None:
     """Visible at once and whole."""
     try:
         (aside / MANIFEST).write_bytes(manifest.encode())
-        (aside / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version}))
+        (aside / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))
         aside.rename(final)
     except OSError as error:
         raise StorageFailed(f"cannot make {final} visible: {error.strerror}") from error

@@ -42,6 +42,8 @@ class Manifest:
 
     version: int
     files: tuple[FileEntry, ...]
+    content: str = ""
+    """The stamp of the published version (`architecture.stamp_of`), which the marker of a copy names."""
 
     @property
     def digests(self) -> set[str]:
@@ -59,7 +61,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         files = [[f.name, f.size, f.bucket, list(f.digests)] for f in self.files]
-        return json.dumps({"schema": 1, "version": self.version, "files": files}).encode()
+        raw = {"schema": 1, "version": self.version, "files": files}
+        return json.dumps({**raw, "content": self.content} if self.content else raw).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
@@ -71,6 +74,6 @@ class Manifest:
                 name = PurePosixPath(file.name)
                 if name.is_absolute() or ".." in name.parts or not name.parts:
                     raise ValueError(f"{file.name!r} is no name of a file of a version")
-            return cls(int(raw["version"]), files)
+            return cls(int(raw["version"]), files, str(raw.get("content", "")))
         except (ValueError, KeyError, TypeError) as error:
             raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
