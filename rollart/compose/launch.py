@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -142,7 +143,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 weights = await _supervised(parts, lambda: _first_version(resolved, parts))
                 step = 0
             else:
-                weights, step = await _resumed(resolved, directory, parts, recovered), recovered.step
+                weights, recovered = await _resumed(resolved, directory, parts, recovered)
+                step = recovered.step
             parts.begin(weights)
             if parts.nodes is not None:
                 watchers.append(background.create_task(follow(parts.runtime, resolved, parts.nodes), name="nodes"))
@@ -160,23 +162,48 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         parts.say("finished", "run", steps=resolved.run.steps, version=parts.control.gateway.version)
 
 
-async def _resumed(resolved: Resolved, directory: Path, parts: Parts, recovered: Recovered) -> WeightsRef:
+async def _resumed(
+    resolved: Resolved, directory: Path, parts: Parts, recovered: Recovered
+) -> tuple[WeightsRef, Recovered]:
     """The version to go on from, which the trainer has, and engines can have."""
-    path = parts.weights.path(recovered.version)
-    weights = WeightsRef(recovered.version, path, stamp=stamp_of(path))
-    if not parts.weights.complete(recovered.version):
-        raise RunFailed(
-            f"version {recovered.version} of {directory} is not complete on disk",
-            remedy="start a new run; its ledger and reports stay readable",
-        )
-    await parts.trainer.restore(weights)
+    weights, damage = await _restored(directory, parts, recovered)
+    if weights.version < recovered.version:
+        newest, samples = recovered.version, await parts.ledger.roll_back(weights.version)
+        found = await parts.ledger.recover()
+        assert found is not None, "it was rolled back to a committed version"
+        recovered = replace(found, damaged=recovered.damaged)
+        parts.say("version_lost", f"v{newest}", version=weights.version, samples=samples, why=damage)
     if isinstance(parts.weights, StoredWeights):  # whose last push may not have ended
         async with parts.leases.hold("launch", "the store", resolved.run.leases.publish_s, Expiry.FAIL_RUN):
             await parts.weights.push(weights)
     for group, why in recovered.damaged.items():
         parts.say("group_dropped", group, reason=str(AbortReason.INFRA_FAULT), detail=why)
     parts.say("resumed", "run", step=recovered.step, version=weights.version, samples=len(recovered.samples))
-    return weights
+    return weights, recovered
+
+
+async def _restored(directory: Path, parts: Parts, recovered: Recovered) -> tuple[WeightsRef, str]:
+    """The newest version that the trainer can restore, and the damage of the newest one if that is another. Errors
+    leave the ledger as it was."""
+    damage = ""
+    older = [version for version in parts.weights.versions() if version < recovered.version]
+    for version in (recovered.version, *reversed(older)):
+        path = parts.weights.path(version)
+        weights = WeightsRef(version, path, stamp=stamp_of(path))
+        if not parts.weights.complete(version):
+            damage = damage or f"{path} is not complete on disk"
+            continue
+        try:
+            await parts.trainer.restore(weights)
+        except TrainerError as error:  # of a trainer that is at fault itself, the next one fails as well
+            damage = damage or error.message
+        else:
+            return weights, damage
+    raise RunFailed(
+        f"no version of {directory} can be restored: {damage}",
+        remedy="restore the newest version's directory from a backup, or start a new run; its ledger and reports stay "
+        "readable",
+    )
 
 
 async def _supervised(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:

@@ -135,7 +135,7 @@ class Database:
             except StorageFailed as error:
                 damaged.setdefault(group, error.message)
         for group in damaged:
-            self._drop_damaged(group)
+            self._drop_group(group)
         pending = self.connection.execute(f"SELECT id, domain, seed FROM groups WHERE state = {LIVE} ORDER BY rowid")
         drawn = self.connection.execute("SELECT domain, count(*) FROM groups GROUP BY domain ORDER BY min(rowid)")
         consumed = self.connection.execute(
@@ -152,7 +152,27 @@ class Database:
             damaged=damaged,
         )
 
-    def _drop_damaged(self, group: str) -> None:
+    def roll_back(self, version: int) -> int:
+        """See `Ledger.roll_back`."""
+        recovered = self.recover()
+        if self.connection.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone() is None:
+            raise RunFailed(f"version {version} was never committed (rule: a run goes back to a committed version)")
+        assert recovered is not None
+        lost = {s.group for s in recovered.samples if max(s.v0, *s.versions) > version}
+        trained = self.connection.execute(f"SELECT id FROM groups WHERE state = {CONSUMED} AND version > ?", (version,))
+        lost.update(group for (group,) in trained.fetchall())
+        samples = 0
+        for group in lost:
+            samples += self.connection.execute(
+                f"SELECT count(*) FROM samples WHERE grp = ? AND state <> {DROPPED}", (group,)
+            ).fetchone()[0]
+            self._drop_group(group)
+        self.connection.execute(f"UPDATE groups SET version = NULL WHERE state = {DROPPED}")
+        self.connection.execute(f"UPDATE samples SET version = NULL WHERE state = {DROPPED}")
+        self.connection.execute("DELETE FROM versions WHERE version > ?", (version,))
+        return samples
+
+    def _drop_group(self, group: str) -> None:
         """The group goes as one whose environment failed does: a fresh prompt takes its place."""
         self.connection.execute(
             f"UPDATE groups SET state = {DROPPED}, reason = ? WHERE id = ?", (str(AbortReason.INFRA_FAULT), group)

@@ -109,6 +109,13 @@ class Ledger:
         recovered: Recovered | None = await self._writer.run(Database.recover)
         return recovered
 
+    async def roll_back(self, version: int) -> int:
+        """Make `version` the newest one. Groups that were trained into later ones, and groups with tokens of later
+        ones, are dropped: payloads of trained samples are gone, and a later version's number will be used again.
+        Returns how many samples are lost. RunFailed if the version was never committed."""
+        lost: int = await self._writer.run(lambda db: db.roll_back(version))
+        return lost
+
     async def flush(self) -> None:
         """Returns when everything recorded so far is durable."""
         await self._writer.run(lambda db: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,45 @@ def test_kill_before_there_is_a_ledger(home: Home) -> None:
     for part in home.directory.glob("ledger.sqlite*"):
         part.unlink()
     home.resume().failed(1, "ledger", "v4 of its weights is there", "start a new run")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_the_newest_version_is_damaged(home: Home, damage: str) -> None:
+    """The run goes back to the version before it, and trains each later step once, on other groups."""
+    run = home.launch(tiny(**slow(home)))
+    run.until(lambda: run.step() >= 2 and bool(waiting_samples(run.directory)), "samples wait for step 3")
+    run.kill()
+    run.end()
+    reached = run.step()
+    with ledger(home.directory) as db:
+        lost = {g for (g,) in db.execute("SELECT id FROM groups WHERE version = ?", (reached,))}
+    newest = home.directory / "weights" / f"v{reached:06d}"
+    if damage == "truncated":
+        os.truncate(newest / "model.safetensors", 100)
+    else:
+        (newest / "COMPLETE").unlink()
+    home.open()
+    resumed = home.resume(FAST)
+    resumed.finished()
+    assert f"v{reached} of the weights is damaged: the run goes back to v{reached - 1}" in resumed.said
+    assert f"resumed at step {reached - 1}, v{reached - 1}" in resumed.said
+    sound(home.directory)
+    with ledger(home.directory) as db:
+        fates = dict(db.execute("SELECT id, reason FROM groups WHERE state = 2").fetchall())
+    assert lost
+    assert all(fates[group] == "infra_fault" for group in lost)
+
+
+def test_every_version_is_damaged(home: Home) -> None:
+    run = home.launch(tiny(**slow(home)))
+    run.until_step(1)
+    run.kill()
+    run.end()
+    reached = run.step()
+    for version in (home.directory / "weights").glob("v*"):
+        os.truncate(version / "model.safetensors", 100)
+    home.resume().failed(1, "can be restored", "is damaged", "backup")
+    assert run.step() == reached, "the ledger is as it was"
 
 
 def test_kill_twice(home: Home) -> None:

@@ -369,6 +369,33 @@ def test_a_trajectory_that_was_finished_is_stale_once_that_is_known(tmp_path: Pa
         assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {"stale": 2, "waiting": 1}
 
 
+def test_a_run_goes_back_to_an_older_version(tmp_path: Path, sample: MakeSample, group: MakeGroup) -> None:
+    """What was trained into later versions is lost, and what has tokens of them; the rest is as it was."""
+    of = {name: sample(f"{name}.0", name) for name in "abcd"}
+    of["d"] = dataclasses.replace(of["d"], versions=(0,) * (len(of["d"].versions) - 1) + (2,))
+
+    async def main() -> None:
+        with Ledger(tmp_path, clock=zero) as ledger:
+            await ledger.commit(version=0, step=0, consumed=[], metrics={})
+            for name, one in of.items():
+                await ledger.admit(name, "lake", 0)
+                await finish(ledger, one)
+            await ledger.commit(version=1, step=1, consumed=[group("a", of["a"])], metrics={})
+            await ledger.commit(version=2, step=2, consumed=[group("b", of["b"])], metrics={})
+            with pytest.raises(RunFailed, match="version 7 was never committed"):
+                await ledger.roll_back(7)
+            assert await ledger.roll_back(1) == 2
+            found = await ledger.recover()
+            assert found is not None
+            assert (found.version, found.step, found.samples) == (1, 1, (of["c"],))
+            assert (found.pending, found.consumed) == ((("c", "lake", 0),), {"lake": 1})
+            await ledger.commit(version=2, step=2, consumed=[group("c", of["c"])], metrics={})
+
+    asyncio.run(main())
+    with Reader(tmp_path) as reader:
+        assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {"trained": 2, "infra_fault": 2}
+
+
 def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> None:
     now = [1000.0]
 
