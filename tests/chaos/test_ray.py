@@ -107,7 +107,9 @@ def test_a_cluster_that_accepts_and_never_answers_is_left_at_once(home: Home) ->
         silent.settimeout(LIMIT_S)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         run = home.launch(tiny(), cluster={**CLUSTER, "runtime": {"backend": "ray", "address": address}})
-        asked = [silent.accept() for _ in range(2)]  # the look whether anything listens, and Ray
+        asked = [silent.accept()]  # the look whether a gRPC server listens
+        asked[0][0].sendall(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # as one begins: HTTP/2's frame of no settings
+        asked.append(silent.accept())  # Ray, which is not answered
         run.process.send_signal(signal.SIGINT)
         assert run.end(LIMIT_S) == 130, run.said
         for connection, _ in asked:

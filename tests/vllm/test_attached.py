@@ -147,7 +147,7 @@ def test_the_proxy_captures_what_vllm_sampled(urls: list[str], root: Path, tmp_p
         for url in urls:
             await load(url, weights)
         async with proxying(ProxySettings(engines=urls, tokenizer=tmp_path)) as url:
-            await two_answers(f"{url}/s/one", "one", 0)
+            await two_answers(f"{url}/s/one/v1", "one", 0)
             async with aiohttp.ClientSession() as http, http.get(f"{url}/sessions/one") as answer:
                 answer.raise_for_status()
                 return cast(dict[str, Any], await answer.json())
