@@ -30,7 +30,7 @@ links:
 """
 
 COMPUTED = ["placement.tensor_parallel=[1]", "placement.prefill_decode=off", "placement.train.pool=big",
-            "placement.train.devices=2"]  # fmt: skip
+            "placement.train.devices=2", "placement.rate_tolerance=0"]  # fmt: skip
 
 
 WORK = ["domains.chat.profile.output_tokens=2000", "domains.chat.max_tokens=4096", "cluster.engines.max_slots=4",
@@ -117,7 +117,7 @@ def test_what_dies_with_its_machine_is_given_up_and_started_where_one_comes_back
     given: Resolved, tmp_path: Path
 ) -> None:
     dies = {"parts": ["machine-wide-2"], "at_s": 30, "seconds": 60}
-    played(given, tmp_path, dies, steps=8)
+    played(given, tmp_path, dies, steps=16)
     lost, gone = told(tmp_path, "engine_lost"), told(tmp_path, "engine_given_up")
     assert len(lost) == len(gone) == 2
     assert all(e.t >= 35.0 for e in gone), "they might have come back"
