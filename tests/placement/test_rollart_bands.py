@@ -6,7 +6,8 @@ and say in their docstring what ratio the model gives beside the published one.
 
 Turns and tokens per domain are not published, and everything hangs on them. One figure is used to choose them: RA-3's
 0.53 for FrozenLake, which the model gives only to actions of a word or two. That one is a calibration; the ratios of
-GEM-Math, RA-11 and RA-18 are predictions.
+GEM-Math, RA-11 and RA-18 are predictions. They are of rollout alone: what the command plans for RA-11 and RA-18,
+trainer, window and publish included, is in `benchmarks.papers.planned`.
 """
 
 from __future__ import annotations
