@@ -34,12 +34,15 @@ class Made:
 @dataclass(frozen=True, slots=True)
 class HostHealth:
     """What a host says of itself: the episodes that it holds, for how long one call (and which) has blocked all of
-    them, and closed episodes whose calls never ended and hold a thread."""
+    them, closed episodes whose calls never ended and hold a thread, and the bytes of its resident memory and of its
+    machine's, 0 if unknown."""
 
     live: int
     stuck_s: float = 0.0
     stuck_in: str = ""
     left: tuple[str, ...] = ()
+    memory: int = 0
+    machine: int = 0
 
 
 @dataclass(frozen=True, slots=True)

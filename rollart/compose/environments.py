@@ -27,7 +27,9 @@ from rollart.errors import SpecError
 from rollart.hosted import EnvironmentHost
 from rollart.ledger.clock import ResourceClock
 from rollart.policy.hosting import BUSY, hosts_for
+from rollart.policy.memory import MemoryRules
 from rollart.ports import ActorSpec, EnvironmentFactory, Handle, Recorder, Runtime
+from rollart.resident import machine_bytes, resident_bytes
 from rollart.runtime.hosting import HostFleet
 from rollart.runtime.hostwatch import HostLimits
 from rollart.runtime.leases import Leases
@@ -51,12 +53,17 @@ __all__ = [
     "hosted",
     "import_paths",
     "made_by_hosts",
+    "memory_rules",
     "on_hosts",
+    "watch_memory",
     "write_domains",
 ]
 
 ROLE = "environment"
 HOST = "rollart.adapters.envs.host"
+
+CONTROLLER_S = 5.0
+"""Between two looks at the controller's memory."""
 
 PROGRAM_CALLS = 4
 """Calls that a host's actor has at a time: its start, the wait for its end, a kill, a stop."""
@@ -94,10 +101,34 @@ def environment_fleet(
             call_s=waits.env_step_s,
             pull_s=spec.pull_s,
             patience_s=nodes_patience_s(resolved),
+            memory=memory_rules(spec),
         ),
         later=max([rooms.later, *(n + 1 for n in numbers)]),
     )
     return fleet
+
+
+def memory_rules(spec: EnvironmentsSpec) -> MemoryRules:
+    return MemoryRules() if spec.memory_gb == "auto" else MemoryRules(spec.memory_gb * 1e9)
+
+
+async def watch_memory(spec: EnvironmentsSpec, say: Callable[..., None]) -> None:
+    """Where environments live in the controller: say when it has grown by a host's bound, and at each doubling."""
+    rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
+    bound = rules.bound(machine, 1)
+    while True:
+        await asyncio.sleep(CONTROLLER_S)
+        grown = resident_bytes(below=False) - before
+        if grown > bound:
+            say(
+                "controller_memory",
+                "controller",
+                grown_gb=round(grown / 1e9, 2),
+                bound_gb=round(bound / 1e9, 2),
+                cause=f"environments live in the controller and may leak ({rules.words(machine, 1)}): on hosts "
+                "(environments.workers) they are started again",
+            )
+            bound = 2 * grown
 
 
 class Rooms:

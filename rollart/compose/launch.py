@@ -17,7 +17,7 @@ from rollart.compose.adopted import Start, start_from
 from rollart.compose.clusters import tell
 from rollart.compose.crews import keepers
 from rollart.compose.elastic import follow
-from rollart.compose.environments import examples_of
+from rollart.compose.environments import examples_of, watch_memory
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
 from rollart.compose.parts import STARTS
@@ -131,6 +131,9 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             ]
             if resolved.cluster.runtime.backend == "ray":
                 watchers.append(background.create_task(tell(parts.runtime, parts.say), name="cluster"))
+            if parts.environments is None:
+                memory = watch_memory(resolved.cluster.environments, parts.say)
+                watchers.append(background.create_task(memory, name="memory"))
             parts.say("starting", "run", directory=str(directory), resume=resume)
             watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(parts)]
             if start.moved or start.why_not:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, PartDied, RollartError
-from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, Images, Made, Making
+from rollart.hosted import ENVIRONMENTS_MADE, EnvironmentHost, HostHealth, Images, Made, Making
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.policy.hosting import Hosting, HostRules
 from rollart.policy.incidents import Ends
 from rollart.policy.lease import Expiry
+from rollart.policy.memory import MemoryWatch, Verdict
 from rollart.ports import EnvironmentFactory, Recorder, RunEvent
 from rollart.runtime.hosted_environment import HostedEnvironment, host_of
 from rollart.runtime.hostlife import Host
@@ -160,7 +162,7 @@ class HostFleet:
         """A host with room for an episode: one that has the `wanted` images, rather than another."""
         most, fresh, resting = self._limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
         for name, host in self._hosts.items():
-            if host.up:
+            if host.up and not host.draining:
                 (resting if host.resting else fresh)[name] = host.live, most
         for room in (fresh, resting):
             missing = {name: len(wanted - self._hosts[name].images) for name in room} if wanted else None
@@ -259,7 +261,8 @@ class HostFleet:
                     assert host.link is not None
                     if host.restarts > self._limits.max_restarts:  # what it lacked was a node
                         host.restarts = 0
-                    cause = await trouble(host, host.part, host.link, self._leases, self._limits)
+                    memory = functools.partial(self._heavy, host, MemoryWatch(self._limits.memory))
+                    cause = await trouble(host, host.part, host.link, self._leases, self._limits, memory)
                     failed, since = None, _now()
                 except (PartDied, LeaseExpired, EnvironmentFault) as error:
                     cause, failed = error.message.removeprefix(f"{host.id}: "), error
@@ -285,11 +288,29 @@ class HostFleet:
         async with self._leases.hold(host.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             host.link = host.life = await host.part.start()
         self._pictured = self._pictured or bool(host.link.pictured)
-        host.live, host.taken, host.resting = 0, None, False
+        host.live, host.taken, host.resting, host.draining = 0, None, False, False
         host.part.clock.enter(State.IDLE)
         self._policy.restarted(host.id)
         self.tell("host_started", host.id, restarts=host.restarts)
         self._notify()
+
+    def _heavy(self, host: Host, watch: MemoryWatch, health: HostHealth) -> str:
+        """Why the host is to be started again for its memory, in words; '' if it is not, or not yet."""
+        node = "" if host.life is None else host.life.node
+        here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
+        bound = watch.rules.bound(health.machine, here)
+        verdict = watch.look(health.memory, bound, host.live, _now())
+        if verdict is Verdict.KEEP:
+            return ""
+        figures = f"its memory is {health.memory / 1e9:.2f} GB, its bound {bound / 1e9:.2f} GB"
+        played = f"; it played {', '.join(sorted(host.making))}" if host.making else ""
+        cause = f"{figures} ({watch.rules.words(health.machine, here)}){played}"
+        if verdict is Verdict.RESTART:
+            return cause
+        host.draining = True
+        self.tell("host_draining", host.id, cause=cause, episodes=host.live)
+        self.places.lost(host)
+        return ""
 
     async def _lose(self, host: Host, cause: str) -> None:
         """Its episodes learn of it from the connection's end."""

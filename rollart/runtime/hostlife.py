@@ -27,6 +27,8 @@ class Host:
     """Episodes that it held when it ended, as the first of them learned."""
     resting: bool = False
     """It gets none while another does not rest either: it is to be started again once it is empty."""
+    draining: bool = False
+    """This life gets no more episodes."""
     leaving: bool = False
     """It gets no more episodes."""
     kept: bool = False

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollart.errors import EnvironmentFault, LeaseExpired, NoPlace
 from rollart.hosted import EnvironmentHost, HostHealth
 from rollart.ledger.clock import ResourceClock
 from rollart.policy.lease import Expiry
+from rollart.policy.memory import MemoryRules
 from rollart.runtime.leases import Leases
 
 __all__ = ["HostLimits", "HostPart", "Occupied", "Watched", "all_or_none", "trouble"]
@@ -88,6 +89,7 @@ class HostLimits:
     """Of a host in a row without an episode that went well: the bound is against crash loops."""
     patience_s: float = 0.0
     """How long the last host goes on looking for a node beyond that, while none could hold it."""
+    memory: MemoryRules = field(default_factory=MemoryRules)
 
     def waits(self, cause: Exception | None, seconds: float) -> bool:
         """Whether the last host, which has been down for so long and could not start because of that, tries again."""
@@ -120,8 +122,16 @@ async def all_or_none(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
         raise
 
 
-async def trouble(host: Occupied, part: Process, link: Watched, leases: Leases, limits: HostLimits) -> str:
-    """Wait for a reason to start the host again, in words; '' once it is to end and is empty."""
+async def trouble(
+    host: Occupied,
+    part: Process,
+    link: Watched,
+    leases: Leases,
+    limits: HostLimits,
+    memory: Callable[[HostHealth], str] = lambda _: "",
+) -> str:
+    """Wait for a reason to start the host again, in words; '' once it is to end and is empty. `memory`: why its memory
+    is one, '' if it is not."""
     causes: dict[str, str] = {}
     over = asyncio.Event()
 
@@ -137,7 +147,7 @@ async def trouble(host: Occupied, part: Process, link: Watched, leases: Leases, 
         process = tasks.create_task(note("process", part.wait()), name=f"end of {part.id}")
         watches = [
             tasks.create_task(note("connection", link.lost()), name=f"connection of {part.id}"),
-            tasks.create_task(note("health", _unwell(host, link, leases, limits)), name=f"health of {part.id}"),
+            tasks.create_task(note("health", _unwell(host, link, leases, limits, memory)), name=f"health of {part.id}"),
             tasks.create_task(note("emptied", emptied()), name=f"last episode of {part.id}"),
         ]
         await over.wait()
@@ -150,7 +160,9 @@ async def trouble(host: Occupied, part: Process, link: Watched, leases: Leases, 
     return next(causes[what] for what in ("emptied", "process", "health", "connection") if what in causes)
 
 
-async def _unwell(host: Occupied, link: Watched, leases: Leases, limits: HostLimits) -> str:
+async def _unwell(
+    host: Occupied, link: Watched, leases: Leases, limits: HostLimits, memory: Callable[[HostHealth], str]
+) -> str:
     """Ask for its health until that is bad; why."""
     limit = limits.health_s
     if limit == math.inf:
@@ -168,6 +180,8 @@ async def _unwell(host: Occupied, link: Watched, leases: Leases, limits: HostLim
             return error.message
         if health.stuck_s >= limit:
             return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"
+        if cause := memory(health):
+            return cause
         host.resting = bool(health.left)
         if health.left and (not host.live or len(health.left) >= LEFT):
             calls = "1 call never ended and holds a thread" if len(health.left) == 1 else (

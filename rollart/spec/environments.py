@@ -69,6 +69,13 @@ class EnvironmentsSpec(Entry):
         le=86400,
         description="Longest wait for an episode's images, which is no part of its reset.",
     )
+    memory_gb: Literal["auto"] | Annotated[float, Field(ge=0.1, le=1e6)] = Field(
+        default="auto",
+        description="Resident memory of one host, 10^9 bytes, with the programs that its environments start: a host "
+        "above it gets no more episodes, and is started again when it holds none, or at once above 1.25 times of it. "
+        "auto: an equal share of 70 % of its machine's memory (its container's, if that is limited) for each host "
+        "there, but 1 at least. With `workers` 0 the controller says when it has grown by so much.",
+    )
     health_s: float = Field(
         default=15.0,
         ge=0.5,

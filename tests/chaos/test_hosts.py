@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -57,6 +58,25 @@ def test_the_controller_dies_and_takes_its_hosts_along(home: Home) -> None:
     run.finished()
     sound(home.directory)
     assert [event["subject"] for event in events(home.directory, "host_started")] == ["environment-0"] * 2
+
+
+def test_a_host_whose_environments_leak_is_started_again(home: Home) -> None:
+    """8 MB an episode, of which 16 run at a time: the bound is met halfway to the run's 64."""
+    spec = tiny(
+        steps=8,
+        domains__0__environment="tests.e2e.worlds:Leaking",
+        domains__0__environment_args={"mb": 8, "turn_s": 1.0},
+    )
+    hosts = {"workers": 1, "memory_gb": 0.25, "health_s": 4.0}
+    run = home.launch(spec, cluster={**CLUSTER, "environments": hosts})
+    run.finished()
+    sound(home.directory, steps=8)
+    lost = events(home.directory, "host_lost")
+    assert lost, run.said
+    told = r"its memory is 0\.\d\d GB, its bound 0\.25 GB \(environments\.memory_gb\); it played coin"
+    assert all(re.fullmatch(told, one["cause"]) for one in lost), lost
+    assert lost[0]["cause"] in run.said
+    assert len(events(home.directory, "host_started")) >= 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -10,6 +10,7 @@ import pytest
 
 from placement.types import Assignment, Role
 from rollart.adapters.clusters.local import LocalRuntime
+from rollart.compose import environments
 from rollart.compose.actors import nodes
 from rollart.compose.environments import environment_fleet, host_actor, host_count, on_hosts
 from rollart.compose.weights import stall_seconds
@@ -129,3 +130,19 @@ def test_a_run_is_not_stalled_while_its_hosts_may_start_or_bring_images() -> Non
     images = "images=rollart.adapters.envs.images:TarImages"
     assert stall_seconds(resolved("workers=auto", images, "pull_s=3600")) == 7200
     assert stall_seconds(resolved("workers=2", images)) == before
+
+
+def test_a_controller_that_grows_says_so_and_again_at_each_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown, told = iter([1.0, 1.4, 1.6, 1.7, 2.1, 2.3]), list[tuple[str, str, float]]()
+    monkeypatch.setattr(environments, "resident_bytes", lambda below: int(1e9 * next(grown)))
+
+    def say(kind: str, subject: str, *, grown_gb: float, bound_gb: float, cause: str) -> None:
+        told.append((kind, cause, grown_gb))
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await environments.watch_memory(resolved("memory_gb=0.5").cluster.environments, say)
+
+    virtual.run(main())
+    assert [(kind, gb) for kind, _, gb in told] == [("controller_memory", 0.6), ("controller_memory", 1.3)]
+    assert "(environments.memory_gb)" in told[0][1]

@@ -194,3 +194,17 @@ class Tools(Coin):
             tool = subprocess.Popen(["sh", "-c", "sleep 3600 & wait"], start_new_session=True)
             self._note.with_suffix(f".{tool.pid}").touch()
         return await super().reset(seed)
+
+
+class Leaking(Coin):
+    """Keeps `mb` megabytes of every episode for ever."""
+
+    kept: ClassVar[list[bytes]] = []
+
+    def __init__(self, *, mb: int, **more: Any) -> None:
+        super().__init__(**more)
+        self._mb = mb
+
+    async def reset(self, seed: int) -> Observation:
+        Leaking.kept.append(b"x" * (self._mb * 10**6))
+        return await super().reset(seed)

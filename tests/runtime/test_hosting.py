@@ -22,6 +22,7 @@ from rollart.ledger.intervals import tears
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import AbortReason, Observation, Step
 from rollart.policy.lease import Expiry
+from rollart.policy.memory import MemoryRules
 from rollart.policy.places import Claim, Wish
 from rollart.runtime.faults import FaultMeter
 from rollart.runtime.hosting import HostedEnvironment, HostFleet
@@ -39,10 +40,11 @@ class Place:
 
     def __init__(self, part: Part, life: int) -> None:
         self._part, self._life = part, life
-        self.life, self.node = f"{part.id} of process {life}", f"node of {part.id}"
+        self.life, self.node = f"{part.id} of process {life}", part.machine or f"node of {part.id}"
         self.episodes: set[str] = set()
         self.stuck_s = 0.0
         self.left: tuple[str, ...] = ()
+        self.memory, self.machine = 0, 10 * 10**9
         self.silent = False
         self._gone = asyncio.Event()
 
@@ -74,7 +76,7 @@ class Place:
     async def health(self) -> HostHealth:
         if self.silent:
             await self._gone_or(asyncio.Event().wait())
-        return HostHealth(len(self.episodes), self.stuck_s, "step of tale-0", self.left)
+        return HostHealth(len(self.episodes), self.stuck_s, "step of tale-0", self.left, self.memory, self.machine)
 
     async def lost(self) -> str:
         await self._gone.wait()
@@ -110,6 +112,8 @@ async def _of(work: Awaitable[Any]) -> None:
 
 class Part:
     """A host's process: starts in a second, unless it cannot."""
+
+    machine = ""
 
     def __init__(self, name: str, recorder: MemoryRecorder, broken: set[str]) -> None:
         self._name = name
@@ -291,6 +295,63 @@ def test_a_host_with_calls_that_never_end_rests_until_it_is_empty() -> None:
             assert (await bench.environment().reset(0)).text
 
     play(main)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_host_above_its_memory_gets_no_episodes_and_is_started_again(ends: bool) -> None:
+    """Once its episodes have ended, or have had their time; they wait for it where there is no other."""
+
+    async def main() -> None:
+        bench = Bench(1, replace(LIMITS, memory=MemoryRules(2e9, drain_s=100.0)))
+        async with running(bench):
+            one, two = bench.environment(), bench.environment()
+            await one.reset(0)
+            (part,) = bench.parts.values()
+            part.lives[0].memory = int(1.9e9)
+            await asyncio.sleep(10.0)
+            assert bench.events("host_draining") == []
+            part.lives[0].memory = int(2.2e9)
+            await asyncio.sleep(10.0)
+            cause = "its memory is 2.20 GB, its bound 2.00 GB (environments.memory_gb); it played tale"
+            assert bench.events("host_draining") == [(part.id, {"cause": cause, "episodes": 1})]
+            async with asyncio.TaskGroup() as tasks:
+                waiting = tasks.create_task(two.reset(0))
+                await asyncio.sleep(50.0)
+                assert not waiting.done()
+                assert (await one.step("left")).reward == 1.0
+                if ends:
+                    await one.close()
+                    await asyncio.sleep(10.0)
+                else:
+                    fault = await fault_of(one.step("hang"))
+                    assert fault.incident == f"{part.id} of process 0"
+            assert bench.events("host_lost") == [(part.id, {"cause": cause, "episodes": int(not ends)})]
+            assert (len(part.lives), two.host) == (2, part.id)
+
+    play(main)
+
+
+def test_a_host_far_above_its_memory_is_started_again_at_once_and_another_serves() -> None:
+    async def main() -> None:
+        bench = Bench(2)
+        async with running(bench):
+            one, two = bench.environment(), bench.environment()
+            await asyncio.gather(one.reset(0), two.reset(0))
+            for part in bench.parts.values():  # their share: 70 % of 10 GB for both
+                for life in part.lives:
+                    life.memory = int(3.4e9)
+            dead = bench.parts[one.host]
+            dead.lives[0].memory = int(4.5e9)
+            await asyncio.sleep(3.0)
+            cause = "its memory is 4.50 GB, its bound 3.50 GB (environments.memory_gb: auto, for 2 hosts on 10.0 GB)"
+            lost = [(name, fields["cause"]) for name, fields in bench.events("host_lost")]
+            assert lost == [(dead.id, f"{cause}; it played tale")]
+            assert (await two.step("left")).reward == 1.0
+
+    # Hosts of one machine share it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Part, "machine", "here")
+        play(main)
 
 
 def test_a_step_that_hangs_until_its_lease_ends_counts_against_its_host_and_a_cancelled_one_does_not() -> None:

@@ -28,6 +28,7 @@ from rollart.adapters.envs.wire import (
 from rollart.border import checked_observation, checked_step, due
 from rollart.hosted import Made
 from rollart.ports import Environment
+from rollart.resident import machine_bytes, resident_bytes
 
 __all__ = ["Front"]
 
@@ -329,7 +330,7 @@ class Front:
 
     def _health(self) -> dict[str, Any]:
         """How long the main loop has given no sign of life, and in which call it is; threads that nobody needs and that
-        do not end."""
+        do not end; memory."""
         now = asyncio.get_running_loop().time()
         stuck = 0.0
         if self.beat_since is None:
@@ -345,6 +346,8 @@ class Front:
             "stuck_s": stuck,
             "stuck_in": "" if task is None else task.get_name(),
             "left": [name for name, _ in self.left],
+            "memory": resident_bytes(),
+            "machine": machine_bytes(),
         }
 
     def _beaten(self) -> None:

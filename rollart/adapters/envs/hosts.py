@@ -107,8 +107,15 @@ class HostConnection:
     async def health(self) -> HostHealth:
         answer = await self._ask(Op.HEALTH, "", None)
         match answer.value:
-            case {"live": int(live), "stuck_s": int() | float() as stuck_s, "stuck_in": str(where), "left": list(left)}:
-                return HostHealth(live, float(stuck_s), where, tuple(map(str, left)))
+            case {
+                "live": int(live),
+                "stuck_s": int() | float() as stuck_s,
+                "stuck_in": str(where),
+                "left": list(left),
+                "memory": int(memory),
+                "machine": int(machine),
+            }:
+                return HostHealth(live, float(stuck_s), where, tuple(map(str, left)), memory, machine)
         raise EnvironmentFault(self._name, "it answered a health check with what is no health")
 
     async def lost(self) -> str:
