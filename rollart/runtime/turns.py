@@ -24,6 +24,12 @@ from rollart.runtime.ways import Way, Ways
 
 __all__ = ["GatewayLimits", "Turn", "Turns"]
 
+RENEWED = 2.0
+"""Times its lease that a prefill may wait in a queue that moves. Measured: at 1 (never renewed) 3.5 % of the 32B
+example's hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound turns wait for a prefill engine whose memory is full
+when they could be prefilled at home: one such split of a 32B model ran at 0.27 of engines that do both (0.90 at 1, 0.89
+at 2, 0.83 at 4)."""
+
 
 class Turns(Ways):
     """Owns the sessions, the gate and the turns under way; `Gateway` tells it what the engines do.
@@ -302,7 +308,7 @@ class Turns(Ways):
                 answer = await member.engine.generate(request)
             if not generates:  # the queue moves: a lease is for an engine that stands still, not for those behind
                 for other in member.prefilling.values():
-                    other.renew(self._limits.generate_s)
+                    other.renew(RENEWED * other.seconds)
             else:
                 versions = oldest, max(self.version, member.version)
                 wrong = wrong_answer(answer, request.sampling, vocab=self._limits.vocab, versions=versions)
