@@ -13,7 +13,9 @@ from collections.abc import Awaitable
 
 from rollart.model import Observation, Step
 
-__all__ = ["checked_observation", "checked_step", "due"]
+__all__ = ["checked_observation", "checked_step", "declares_quick", "due"]
+
+CALLS = ("reset", "step", "close")
 
 
 def due(call: object, what: str) -> Awaitable[object]:
@@ -21,6 +23,20 @@ def due(call: object, what: str) -> Awaitable[object]:
     if not inspect.isawaitable(call):
         raise TypeError(f"{what} answered {type(call).__name__} at once (rule: `async def {what}`)")
     return call
+
+
+def declares_quick(environment: object) -> bool:
+    """True if the environment's class promises, by `quick = True`, that its calls answer without waiting.
+
+    A subclass that overrides one of them has to promise for itself: it may well wait where its base does not."""
+    if getattr(environment, "quick", False) is not True:
+        return False
+    for kind in type(environment).__mro__:
+        if "quick" in vars(kind):
+            return True
+        if any(name in vars(kind) for name in CALLS):
+            return False
+    return False
 
 
 def checked_observation(value: object) -> Observation:

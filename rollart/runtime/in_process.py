@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollart.border import due
+from rollart.border import declares_quick, due
 from rollart.foreign import foreign, give_up, guard
 from rollart.model import Observation, Step
 from rollart.ports import Environment, EnvironmentFactory
@@ -41,7 +41,7 @@ class InProcessEnvironment:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._call = self._at_once if getattr(environment, "quick", False) is True else self._in_task
+        self._call = self._at_once if declares_quick(environment) else self._in_task
         self._task: asyncio.Task[object] | None = None
 
     def __getattr__(self, name: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from rollart.border import declares_quick
 from rollart.foreign import GRACE_S
 from rollart.model import Observation, Step
 from rollart.ports import Environment
@@ -135,6 +136,25 @@ def test_a_cancellation_of_its_own_is_an_error(step: Callable[[], Awaitable[obje
             await in_process(lambda: Asked(step))().step("")
 
     loop.run(main(), seed=1)
+
+
+def test_a_subclass_that_overrides_a_call_promises_for_itself() -> None:
+    class Plain:
+        quick = True
+
+        async def step(self, action: str) -> None: ...
+
+    class Named(Plain):
+        name = "other"
+
+    class Waits(Plain):
+        async def step(self, action: str) -> None:
+            await asyncio.sleep(1.0)
+
+    class Again(Waits):
+        quick = True
+
+    assert [declares_quick(kind()) for kind in (Plain, Named, Waits, Again)] == [True, True, False, True]
 
 
 def test_a_quick_environment_is_held_to_it() -> None:

@@ -97,13 +97,17 @@ class GymnasiumText:
         self._invalid_text, self._invalid_reward = invalid_text, float(invalid_reward)
         self._success_at, self._max_tokens = success_at, max_tokens
         self._by_observation = held_out == "observations"
-        self.quick = not threaded
         self._thread = CallThread(f"environment {self._name}") if threaded else None
         self._env: Any = None
         self._last = ""
         self._mask: Any = None
         self._observations: list[str] = []
         self._rewards: list[float] = []
+
+    @property
+    def quick(self) -> bool:
+        """True without a thread of its own: calls then answer before anything else runs."""
+        return self._thread is None
 
     async def reset(self, seed: int) -> Observation:
         if self._env is None:

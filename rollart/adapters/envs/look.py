@@ -22,6 +22,7 @@ from typing import Any
 
 from rollart.adapters.envs.images import hook_of
 from rollart.adapters.envs.worked import METHOD
+from rollart.border import declares_quick
 from rollart.errors import one_line
 from rollart.foreign import foreign
 from rollart.spec.suggest import did_you_mean
@@ -67,7 +68,7 @@ def look(
         made = yield from _environment(
             name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked
         )
-        if quick is not None and getattr(made, "quick", False) is True:
+        if quick is not None and declares_quick(made):
             quick(name)
     if images is not None:
         if told is not None:
