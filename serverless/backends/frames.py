@@ -49,6 +49,19 @@ class Frames:
             del self._buffer[:end]
         return found
 
+    def answer(self, data: bytes, asked: str, reply: asyncio.Future[list[Any]] | None) -> bool:
+        """Give `reply`, if one is awaited, the frame of request `asked`, without its id. False for any other frame: a
+        worker that sends one has broken the protocol."""
+        try:
+            messages = self.feed(data)
+        except ValueError:
+            return False
+        for message in messages:
+            if reply is None or reply.done() or not isinstance(message, list) or message[:1] != [asked]:
+                return False
+            reply.set_result(message[1:])
+        return True
+
 
 def _checked(length: int, largest: int = LARGEST) -> int:
     if length > largest:

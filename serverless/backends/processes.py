@@ -376,19 +376,8 @@ class ProcessWorker(asyncio.Protocol):
         self.ended.add_done_callback(lambda _: connected.abort())
 
     def data_received(self, data: bytes) -> None:
-        if not self._framed:
-            return
-        try:
-            messages = self._frames.feed(data)
-        except ValueError:
-            messages = [None]
-        for message in messages:
-            waiting = self._reply is not None and not self._reply.done()
-            if not (waiting and isinstance(message, list) and message and message[0] == self._asked):
-                self._broke_protocol()
-                return
-            assert self._reply is not None
-            self._reply.set_result(message[1:])
+        if self._framed and not self._frames.answer(data, self._asked, self._reply):
+            self._broke_protocol()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

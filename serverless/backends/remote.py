@@ -268,17 +268,8 @@ class RemoteWorker(asyncio.Protocol):
         _keep_alive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        try:
-            messages = self._frames.feed(data)
-        except ValueError:
-            messages = [None]
-        for message in messages:
-            waiting = self._reply is not None and not self._reply.done()
-            if not (waiting and isinstance(message, list) and message and message[0] == self._asked):
-                self._lied()
-                return
-            assert self._reply is not None
-            self._reply.set_result(message[1:])
+        if not self._frames.answer(data, self._asked, self._reply):
+            self._lied()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
