@@ -58,6 +58,9 @@ def checked_step(value: object) -> Step:
         raise TypeError(f"answered {type(value).__name__} where a rollart.Step is due")
     checked_observation(value.observation)
     try:
+        given: object = value.reward
+        if isinstance(given, str | bytes):  # text is no score of a reward function either
+            raise TypeError
         reward = float(value.reward)
     except (TypeError, ValueError):
         raise TypeError(f"a step's reward is {value.reward!r}, not a number") from None

@@ -33,6 +33,9 @@ _TOLERANCE = 1e-6
 MODAL_CORES = 0.125
 """Modal's smallest CPU request, which it gives a function that asks for none."""
 
+IDLE_LEAST_S, IDLE_MOST_S = 2.0, 3600.0
+"""Modal's bounds of how long a container waits for a call."""
+
 
 class Expected(BaseModel):
     """What a case should come to. `fault`: "model", "any" (of the platform), or a kind ("crash", "timeout", ...)."""
@@ -108,13 +111,16 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """US dollars of a million items at one provider; None where its prices do not cover the function."""
+    """US dollars of a million items at one provider; None where its prices do not cover the function. `usd_idle` is
+    what one container costs that waits `idle_s` for a call: at least once per container, and again in each pause."""
 
     provider: str
     usd_single: float | None
     usd_batched: float | None
     batch: int
     note: str = ""
+    usd_idle: float = 0.0
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,15 +254,21 @@ def cost(spec: FunctionSpec, prices: Mapping[str, float], call_s: float, items: 
         if spec.gpu:
             return None
         call = billed_seconds(call_s) * memory * prices["GB-second"] + prices.get("million-requests", 0.0) / 1e6
-    elif "core-second" in prices:
-        if spec.gpu and "gpu-second" not in prices:
-            return None
-        cores = max(spec.cpu, MODAL_CORES)
-        second = cores * prices["core-second"] + memory * prices.get("GiB-second", 0.0)
-        call = call_s * (second + (prices["gpu-second"] if spec.gpu else 0.0))
     else:
-        return None
+        second = _container_usd(spec, prices)
+        if second is None:
+            return None
+        call = call_s * second
     return call / items * 1e6
+
+
+def _container_usd(spec: FunctionSpec, prices: Mapping[str, float]) -> float | None:
+    """US dollars of a container's second, whether a call runs in it or not; None without such prices."""
+    if "core-second" not in prices or (spec.gpu and "gpu-second" not in prices):
+        return None
+    second = max(spec.cpu, MODAL_CORES) * prices["core-second"]
+    second += spec.memory_mb / 1024.0 * prices.get("GiB-second", 0.0)
+    return second + (prices["gpu-second"] if spec.gpu else 0.0)
 
 
 def costs(
@@ -272,7 +284,12 @@ def costs(
         single = cost(spec, units, single_s, 1)
         batched = None if batched_item_s is None else cost(spec, units, batched_item_s * batch, batch)
         note = "" if single is not None else "no price for its GPU" if spec.gpu else "no price per second"
-        out.append(Cost(provider, single, batched, batch, note))
+        waits = None if "GB-second" in units else _container_usd(spec, units)
+        idle_s = 0.0 if waits is None else min(IDLE_MOST_S, max(IDLE_LEAST_S, spec.keep_alive_s))
+        usd_idle = (waits or 0.0) * idle_s
+        if waits is not None:
+            note = f"and ${usd_idle:.2g} for each {idle_s:g} s that a container waits (keep_alive_s)"
+        out.append(Cost(provider, single, batched, batch, note, usd_idle, idle_s))
     return tuple(out)
 
 

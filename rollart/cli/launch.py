@@ -72,6 +72,11 @@ def launch(
 
         with native_output_to_stderr():
             resolved = resolve_files(run_file, cluster, overrides, measure=measure)
+    if resume is not None:
+        from rollart.compose.resumed import refuse_changed
+
+        for change in refuse_changed(resolved, directory):
+            click.echo(f"this resume changes {change}", err=True)
     where = Where.saved(directory / RESOLVED) if resume is not None else Where.files(run_file, cluster, overrides)
     if dry_run:
         with native_output_to_stderr():

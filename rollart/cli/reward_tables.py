@@ -122,18 +122,29 @@ def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | N
     """Dollars per run and month of every provider, and the difference to the one they are on now."""
     rows: list[tuple[Cell, ...]] = []
     for one in found:
-        base = next((c.usd_batched for c in one.costs if c.provider == now), None)
+        base = next(
+            (
+                c.usd_batched * items / 1e6 + c.usd_idle
+                for c in one.costs
+                if c.provider == now and c.usd_batched is not None
+            ),
+            None,
+        )
         for c in one.costs:
-            run = None if c.usd_batched is None else c.usd_batched * items / 1e6
-            more = None if base is None or c.usd_batched is None else (c.usd_batched - base) * items / 1e6 * runs
+            run = None if c.usd_batched is None else c.usd_batched * items / 1e6 + c.usd_idle
+            more = None if base is None or run is None else (run - base) * runs
             month = None if run is None else run * runs
             rows.append((one.function, c.provider, c.usd_batched, run, month, more, c.note))
     columns = (
         Column("function"), Column("provider"), Column("usd_per_million", "usd"), Column("usd_per_run", "usd"),
         Column("usd_per_month", "usd"), Column("month_against_now", "usd"), Column("note"),
     )  # fmt: skip
-    notes = (f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine",)
-    _show(Report("plan", "rewards", (Table("plan", "Cost by provider", columns, tuple(rows)),), notes), output)
+    notes = [f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine"]
+    notes += [
+        f"{name}: with one idle window of one container a run; each further container and pause adds one"
+        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
+    ]
+    _show(Report("plan", "rewards", (Table("plan", "Cost by provider", columns, tuple(rows)),), tuple(notes)), output)
 
 
 def _outcome(outcome: object) -> str:

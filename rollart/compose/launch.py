@@ -23,6 +23,7 @@ from rollart.compose.parallelism import refuse_lending
 from rollart.compose.parts import STARTS
 from rollart.compose.preflight import decided, refuse_unlaunchable
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
+from rollart.compose.resumed import refuse_changed
 from rollart.compose.rewards import rewards
 from rollart.compose.stored import StoredWeights
 from rollart.compose.wiring import Parts, wire
@@ -119,6 +120,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     refuse_missing(resolved)
     refuse_unlaunchable(resolved)
     resolved = decided(resolved)
+    if resume:
+        refuse_changed(resolved, directory)
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
     refuse_lending(resolved)

@@ -216,10 +216,19 @@ class Database:
                 connection.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
             self._upgrade(connection, path)
             if config is not None:
-                connection.execute("INSERT OR REPLACE INTO meta VALUES ('config', ?)", (json.dumps(dict(config)),))
+                self._configure(connection, json.dumps(dict(config)))
         except sqlite3.Error as error:
             raise self._failed(error) from None
         return connection
+
+    def _configure(self, connection: sqlite3.Connection, config: str) -> None:
+        """Record what the run is started with; what an earlier life was started with stays, as `config.0`, …"""
+        connection.execute(
+            """INSERT INTO meta SELECT 'config.' || (SELECT count(*) FROM meta WHERE key LIKE 'config.%'), value
+            FROM meta WHERE key = 'config' AND value != ?""",
+            (config,),
+        )
+        connection.execute("INSERT OR REPLACE INTO meta VALUES ('config', ?)", (config,))
 
     def _upgrade(self, connection: sqlite3.Connection, path: Path) -> None:
         """Bring an older file to today's schema, in one transaction. StorageFailed for one that is unknown."""

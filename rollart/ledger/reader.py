@@ -108,6 +108,11 @@ class InvocationSum:
     cause: str = "call"
     cold_billed_s: float = 0.0
     """What of `billed_s` was start-up."""
+    estimated: int = 0
+    """Calls that the provider sent no bill of: most were never answered, and count as the time until they were given
+    up."""
+    estimated_s: float = 0.0
+    """Their part of `billed_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +226,12 @@ class Reader:
         rows = self._query("SELECT value FROM meta WHERE key = 'config'")
         return dict(json.loads(rows[0][0])) if rows else {}
 
+    def configs(self) -> list[dict[str, Any]]:
+        """All that lives of the run were started with, the last one last; equal ones that follow each other once."""
+        rows = self._query("SELECT value FROM meta WHERE key LIKE 'config.%' ORDER BY CAST(substr(key, 8) AS INTEGER)")
+        now = self.config()
+        return [*(json.loads(row[0]) for row in rows), *([now] if now else [])]
+
     def facts(self) -> RunFacts:
         (row,) = self._query(
             f"""SELECT max((SELECT coalesce(max(t1), 0) FROM intervals), (SELECT coalesce(max(t), 0) FROM events)),
@@ -314,7 +325,9 @@ class Reader:
             InvocationSum(*row)
             for row in self._query(
                 """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
-                sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s)
+                sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s),
+                sum(provider_id = '' AND provider <> 'local'),
+                sum(CASE WHEN provider_id = '' AND provider <> 'local' THEN billed_s ELSE 0 END)
                 FROM invocations GROUP BY function, provider, memory_mb, status, cause
                 ORDER BY function, provider, status, cause"""
             )

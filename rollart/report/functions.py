@@ -92,6 +92,7 @@ def calls(rows: RunRows) -> Table:
         Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
         Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds", people=False),
         Column("cold_billed_s", "seconds", people=False), Column("billed_s", "seconds"),
+        Column("estimated", "count", people=False), Column("estimated_s", "seconds", people=False),
         Column("gb_s", "number", people=False), Column("usd", "usd"), Column("cost", people=False),
         Column("usd_per_1000_items", "usd", people=False),
     )  # fmt: skip
@@ -100,8 +101,8 @@ def calls(rows: RunRows) -> Table:
         gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
         found.append(
             (call.function, call.provider, call.status, call.cause, call.calls, call.items, call.cold_starts,
-             call.cold_start_s, call.cold_billed_s, call.billed_s, gb_s, usd, _kind(rows, call.provider),
-             _ratio(usd * 1000, call.items))
+             call.cold_start_s, call.cold_billed_s, call.billed_s, call.estimated, call.estimated_s, gb_s, usd,
+             _kind(rows, call.provider), _ratio(usd * 1000, call.items))
         )  # fmt: skip
     return Table("functions", "Function calls, at list prices", columns, tuple(found))
 
@@ -196,6 +197,17 @@ def notes(rows: RunRows) -> Iterable[str]:
     for provider in sorted({call.provider for call in rows.invocations}):
         if not rows.prices.sources(provider):
             yield f"{provider}: no price is known: its calls count as $0 (add its prices to the cluster's price_list)"
+    for provider in sorted({call.provider for call in rows.invocations if call.estimated}):
+        guessed = [call for call in rows.invocations if call.provider == provider]
+        count, seconds = sum(c.estimated for c in guessed), math.fsum(c.estimated_s for c in guessed)
+        usd = math.fsum(
+            rows.prices.function_usd(provider, billed_s=c.estimated_s, memory_mb=c.memory_mb, requests=c.estimated)
+            for c in guessed
+        )
+        yield (
+            f"{provider}: {count:,} calls without a bill of the provider (most were never answered) are estimates: "
+            f"{seconds:.1f} s, ${usd:.2g}, the time until each was given up"
+        )
     for provider in sorted({w.provider for w in rows.workers if w.estimated}):
         yield f"{provider}: idle seconds are estimated: the gaps between a container's calls, up to keep_alive_s each"
 

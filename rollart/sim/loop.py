@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -55,6 +56,17 @@ def _nothing() -> None:
     return None
 
 
+class _Task(asyncio.Task[Any]):
+    """Hashed by its number within its loop: a TaskGroup that aborts cancels its tasks in the order of a set, which by
+    address would differ from one process to the next."""
+
+    __slots__ = ("number",)
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Owns virtual time, starting at 0.0 seconds. One thread, no I/O. `seed` None keeps first-in first-out order.
 
@@ -69,6 +81,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._due: dict[float, _Call | list[_Call]] = {}
         """At each instant in the heap: a tuple is one call, a list several."""
         self._random = random.Random(seed) if seed is not None else None
+        self._tasks = itertools.count()
         self._running = self._closed = self._stopping = False
         self._failure: BaseException | None = None
 
@@ -117,7 +130,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None) -> Any:
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        task = _Task.__new__(_Task)
+        task.number = next(self._tasks)  # before asyncio puts it into sets of its own
+        task.__init__(coro, loop=self, name=name, context=context)  # type: ignore[misc]
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         future = self.create_future()

@@ -16,6 +16,7 @@ import yaml
 from rollart.cli import pidfile
 from rollart.cli.logs import _new
 from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
+from rollart.ledger.reader import Reader
 
 Call = Callable[..., Any]
 
@@ -82,6 +83,33 @@ class TestLaunch:
 
     def test_without_a_file_it_is_the_quickstart(self, rollart: Call, compose: Any) -> None:
         assert yaml.safe_load(rollart("launch", "--dry-run").out)["run"]["name"] == "quickstart"
+
+    @pytest.mark.parametrize(
+        "override",
+        ["seed=3", "model.context=64", "model.init={model_type: llama}", "domains.lake.group_size=4",
+         "domains.lake.environment=tests.contracts.worlds:Coin", "training.lora={rank: 2}"],
+    )  # fmt: skip
+    def test_resume_refuses_what_its_records_depend_on(self, rollart: Call, compose: Any, override: str) -> None:
+        rollart("launch", "run.yaml", "--name", "mine")
+        kept = (Path("runs/mine") / "resolved.yaml").read_text()
+        done = rollart("launch", "--resume", "mine", override)
+        key = override.partition("=")[0]
+        assert (done.code, len(compose.calls)) == (2, 1)
+        assert f"a resume changes {key}" in done.err
+        assert "(rule: as recorded; " in done.err
+        assert (Path("runs/mine") / "resolved.yaml").read_text() == kept
+
+    def test_resume_shows_and_records_what_it_changes(self, rollart: Call, compose: Any) -> None:
+        rollart("launch", "run.yaml", "--name", "mine")
+        again = rollart("launch", "--resume", "mine")
+        assert (again.code, "changes" in again.err) == (0, False)
+        done = rollart("launch", "--resume", "mine", "training.lr=0.001", "cluster.engines.max_slots=8")
+        assert done.code == 0
+        assert "this resume changes training.lr: 1e-05 -> 0.001" in done.err
+        assert "this resume changes cluster.engines.max_slots: " in done.err
+        with Reader(Path("runs/mine")) as reader:
+            rates = [config["run"]["training"]["lr"] for config in reader.configs()]
+        assert rates == [1e-5, 1e-3]
 
     def test_resume_continues_as_it_was_started(self, rollart: Call, compose: Any) -> None:
         rollart("launch", "run.yaml", "steps=5", "--name", "mine")

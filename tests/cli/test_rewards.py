@@ -142,6 +142,9 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
     found = {row["provider"]: row for row in rows(done.out, "plan")}
     assert found["aws_lambda"]["usd_per_month"] == pytest.approx(3 * found["aws_lambda"]["usd_per_run"])
     assert found["aws_lambda"]["month_against_now"] == pytest.approx(0.0)
+    idle = found["modal"]["usd_per_run"] - found["modal"]["usd_per_million"]
+    assert idle > 60 * 0.125 * 1e-5, "a container waits for a minute after its last call"
+    assert "for each 60 s that a container waits" in found["modal"]["note"]
     assert found["modal"]["month_against_now"] == pytest.approx(
         found["modal"]["usd_per_month"] - found["aws_lambda"]["usd_per_month"]
     )

@@ -326,8 +326,8 @@ def test_everything_recorded_reaches_the_file(
             for one in recorded:
                 ledger.interval(one)
             ledger.event(RunEvent(3.0, "publish", "v1", {"seconds": 0.5}))
-            ledger.invocation(Invocation("exact", "local", "w0", 0, 1, 0.1, 0.02, 512, 16, "ok"))
-            ledger.invocation(Invocation("exact", "local", "w0", 1, 2, 0, 0.03, 512, 4, "ok", Cause.HEDGE, "r-1"))
+            ledger.invocation(Invocation("exact", "aws_lambda", "w0", 0, 1, 0.1, 0.02, 512, 16, "ok"))
+            ledger.invocation(Invocation("exact", "aws_lambda", "w0", 1, 2, 0, 0.03, 512, 4, "ok", Cause.HEDGE, "r-1"))
             for items in (3, 4):
                 ledger.saving(Saving("exact", "cache", 2.0, items, 0.01, 512))
             ledger.charge(charge("d.0", outcome="stale"))
@@ -350,6 +350,7 @@ def test_everything_recorded_reaches_the_file(
         }  # fmt: skip
         assert reader.events("publish")[0].fields == {"seconds": 0.5}
         assert [(i.cause, i.items) for i in reader.invocation_sums()] == [("call", 16), ("hedge", 4)]
+        assert [(i.estimated, i.estimated_s == i.billed_s) for i in reader.invocation_sums()] == [(1, True), (0, False)]
         assert reader.saving_sums() == [SavingSum("exact", "cache", 512, 7, pytest.approx(0.02))]
         assert (reader.versions()[0].tokens, reader.versions()[0].metrics) == (2, {"loss": 1})
         assert (reader.facts().live_groups, reader.facts().dropped_groups, reader.facts().live_samples) == (1, 1, 1)

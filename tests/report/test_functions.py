@@ -111,6 +111,19 @@ def test_health_of_functions() -> None:
     assert (other["rate"], other["kinds"], other["model_faults"]) == (0, "", None)
 
 
+def test_calls_without_a_bill_are_marked_as_estimates() -> None:
+    calls = [
+        InvocationSum("f", "aws_lambda", 1024, "ok", 10, 10, 0, 0.0, 1.0),
+        InvocationSum("f", "aws_lambda", 1024, "timeout", 3, 3, 0, 0.0, 31.0, estimated=2, estimated_s=30.0),
+    ]
+    shown = cost(rows(invocations=calls))
+    sure, guessed = cells(shown, "functions")
+    assert (sure["estimated"], guessed["estimated"], guessed["estimated_s"]) == (0, 2, 30.0)
+    (note,) = [note for note in shown.notes if "estimates" in note]
+    assert note.startswith("aws_lambda: 2 calls without a bill of the provider")
+    assert "30.0 s" in note
+
+
 def test_tables_of_functions_fit_a_hundred_columns() -> None:
     name = "a_reward_of_a_usual_name"
     calls = [InvocationSum(name, "aws_lambda", 1024, "ok", 123_456, 1_234_567, 123, 3.0, 12_345.6, "hedge", 3.0)]

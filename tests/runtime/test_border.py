@@ -25,6 +25,7 @@ LOOK = Observation("look")
         (Step(LOOK, reward=math.nan), "reward is nan"),
         (Step(LOOK, reward=math.inf), "reward is inf"),
         (Step(LOOK, reward=None), "reward is None, not a number"),  # type: ignore[arg-type]
+        (Step(LOOK, reward="1.0"), "reward is '1.0', not a number"),  # type: ignore[arg-type]
         (Step(None), "where a rollart.Observation is due"),  # type: ignore[arg-type]
         (Step(Observation("x", actions=())), "no legal action"),
         (Step(Observation(7)), "text is int"),  # type: ignore[arg-type]

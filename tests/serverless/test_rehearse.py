@@ -127,6 +127,8 @@ def test_times_and_costs_are_of_warm_calls() -> None:
     assert aws.usd_single == pytest.approx(5 * 0.0166667 + 0.2)
     assert aws.usd_batched == pytest.approx(1.4 * 0.0166667 + 0.02)
     assert modal.usd_single == pytest.approx(5000 * (0.125 * 0.0000131 + 0.00000222))
+    assert (modal.idle_s, modal.usd_idle) == (60.0, pytest.approx(60 * (0.125 * 0.0000131 + 0.00000222)))
+    assert (aws.idle_s, aws.usd_idle) == (0.0, 0.0)
     assert (got.memory_mb, got.warnings) == (None, ())
     shown = json.loads(json.dumps(got.to_json()))
     assert (shown["schema_version"], shown["passed"], shown["cases"][0]["value"]) == (1, True, 1.0)

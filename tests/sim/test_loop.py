@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given
@@ -60,6 +61,38 @@ def test_ties_are_broken_by_the_seed_and_only_by_it() -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     assert sorted(order(1)) == list(range(20))
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_group_that_aborts_ends_its_tasks_in_the_same_order_wherever_they_lie(seed: int | None) -> None:
+    """Python keeps the tasks of a group in a set, whose order follows their hashes: by default, addresses."""
+
+    def ended() -> list[int]:
+        order: list[int] = []
+
+        async def waits(n: int) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                order.append(n)
+
+        async def main() -> None:
+            with contextlib.suppress(ExceptionGroup):
+                async with asyncio.TaskGroup() as tasks:
+                    for n in range(12):
+                        tasks.create_task(waits(n))
+                    await asyncio.sleep(1.0)
+                    raise ValueError("over")
+
+        run(main(), seed=seed)
+        return order
+
+    elsewhere = list[list[object]]()
+    first = ended()
+    for n in range(1, 6):
+        elsewhere.append([object() for _ in range(977 * n)])
+        assert ended() == first
+    assert sorted(first) == list(range(12))
 
 
 def test_timeouts_and_task_groups_and_queues() -> None:

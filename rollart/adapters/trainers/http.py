@@ -136,7 +136,10 @@ class HttpTrainer:
         try:
             answer = msgpack.unpackb(payload)
         except (ValueError, msgpack.UnpackException) as error:
-            raise TrainerError(f"trainer at {self._url}: {route}: unreadable answer, status {status}") from error
+            raise TrainerError(
+                f"trainer at {self._url}: {route}: unreadable answer, status {status}",
+                remedy="its log has the cause (`rollart logs --role trainer`), unless another program answers there",
+            ) from error
         if status != 200 or not isinstance(answer, dict):
             detail = answer if isinstance(answer, dict) else {}
             cause = detail.get("error", f"status {status}")

@@ -1,0 +1,105 @@
+"""A resume under other settings than the run was recorded with: which differ, and which may not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollart.errors import SpecError, UsageError
+from rollart.ledger.reader import Reader
+from rollart.spec.cluster import ClusterSpec
+from rollart.spec.environments import UNLESS_QUICK
+from rollart.spec.load import shown
+from rollart.spec.resolve import Resolved
+from rollart.spec.run import RunSpec
+
+__all__ = ["Change", "changes", "refuse_changed"]
+
+FIXED: Mapping[str, str] = {
+    "seed": "prompts and random streams are drawn from it",
+    "model": "the versions on disk are of that model, and recorded samples have its context",
+    "domains.*.group_size": "recorded groups have their members",
+    "domains.*.environment": "recorded trajectories are of that environment",
+    "training.lora": "the optimizer's state is of those parameters",
+}
+"""Settings that recorded samples, groups or versions depend on, and how."""
+
+
+WORKERS = "cluster.environments.workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key of the run or of the cluster (`cluster.…`), with its value as recorded and as it is now."""
+
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown(self.before)} -> {shown(self.after)}"
+
+    @property
+    def why_fixed(self) -> str:
+        """Why the key may not change; '' if it may."""
+        parts = self.key.split(".")
+        for pattern, why in FIXED.items():
+            wanted = pattern.split(".")
+            if len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+                return why
+        return ""
+
+
+def refuse_changed(resolved: Resolved, directory: Path) -> list[Change]:
+    """The settings that differ from those of the run's last life. `SpecError` for those that its recorded samples,
+    groups and versions depend on. None of a run that has no ledger yet."""
+    try:
+        with Reader(directory) as reader:
+            before = reader.config()
+    except UsageError:
+        return []
+    found = changes(before, resolved.to_dict()) if before else []
+    fixed = [change for change in found if change.why_fixed]
+    if fixed:
+        raise SpecError(
+            "\n".join(f"a resume changes {change} (rule: as recorded; {change.why_fixed})" for change in fixed),
+            remedy="resume without it, or start a new run with it",
+        )
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Of two recorded configurations (`Resolved.to_dict`), the keys of run and cluster that differ."""
+    old, new = _keys(before), _keys(now)
+    if new.get(WORKERS) == UNLESS_QUICK:  # a run records what was decided
+        new[WORKERS] = old.get(WORKERS, UNLESS_QUICK)
+    return [
+        Change(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)
+    ]
+
+
+def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part, model, at in (("run", RunSpec, ()), ("cluster", ClusterSpec, ("cluster",))):
+        values = config.get(part, {})
+        with contextlib.suppress(ValidationError):  # an older rollart wrote other spellings and had not all keys
+            values = model.model_validate(values).model_dump(mode="json")
+        found.update(_flat(values, at))
+    return found
+
+
+def _flat(value: Any, at: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys; entries of a list that have names go by them."""
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from _flat(below, (*at, str(key)))
+    elif isinstance(value, list) and value and all(isinstance(one, Mapping) and "name" in one for one in value):
+        for one in value:
+            yield from _flat(one, (*at, str(one["name"])))
+    else:
+        yield ".".join(at), value
