@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, Token
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
+
+from serverless.deploy.handler import end_if_child
 
 __all__ = ["GRACE_S", "HeldTooLong", "contain", "foreign", "give_up", "guard", "in_users_code", "leave_behind"]
 
@@ -36,11 +39,12 @@ class HeldTooLong(BaseException):
 class foreign:
     """`with foreign():` around a call, in one task or before the loop runs. Only an Exception, or the cancellation of
     the task by its owner, leaves it; anything else becomes a RuntimeError. The same holds in tasks that are started
-    inside, where the loop was prepared (`contain`)."""
+    inside, where the loop was prepared (`contain`). A process that the call forks ends here."""
 
-    __slots__ = ("_cancelling", "_task", "_token")
+    __slots__ = ("_cancelling", "_process", "_task", "_token")
 
     def __enter__(self) -> None:
+        self._process = os.getpid()
         self._task = _current_task()
         self._cancelling = 0 if self._task is None else self._task.cancelling()
         self._token: Token[bool] = _INSIDE.set(True)
@@ -48,6 +52,7 @@ class foreign:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        end_if_child(self._process, error)
         _INSIDE.reset(self._token)
         if error is None or isinstance(error, Exception):
             return

@@ -14,6 +14,7 @@ What an item's code does, and what becomes of it:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -23,7 +24,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from serverless.calling import CALLS, Call
@@ -41,49 +42,60 @@ def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = 
     A process that the callable forks ends where the callable returns: it must not answer in its parent's place.
     `SpecInvalid` for parameters of no known convention (`serverless.signatures`).
     """
-    handler = _handler(target, takes, artefacts)
-
-    def run(event: list[dict[str, Any]], context: Any) -> Any:
-        process = os.getpid()
-        try:
-            result = handler(event, context)
-        finally:
-            _end_if_forked(process)
-        return _awaited(result, process) if inspect.isawaitable(result) else result
-
-    return run
-
-
-def _handler(target: Any, takes: str, artefacts: pathlib.Path | None) -> ListHandler:
     convention = convention_of(target, takes)
     shape = of_object(target)
     if inspect.isclass(target):
         target = target()
         if hasattr(target, "load"):
             target.load(artefacts)
-    call = CALLS.get(convention)
+    call, asynchronous = CALLS.get(convention), is_async(target)
+    target = _ending_children(target, asynchronous)
     if call is None:
         listed = target if convention is Convention.EVENT else lambda event, context: target(event)
-        return _finished(listed) if is_async(target) else listed
-    if is_async(target):
+        return _finished(listed) if asynchronous else listed
+    if asynchronous:
         return _finished(lambda event, _: _score_all(target, call, shape, event))
     if call.batch:
         return lambda event, _: _score_batch(target, call, shape, event)
     return lambda event, _: [_score(target, call, shape, raw) for raw in event]
 
 
-async def _awaited(result: Awaitable[Any], process: int) -> Any:
+def end_if_child(process: int, error: BaseException | None = None) -> None:
+    """End this process if it is a child of `process`, with the exit code of a program that `error` ends: the parent may
+    wait for that."""
+    if os.getpid() == process:
+        return
+    code = int(error is not None)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def children_end_here() -> Iterator[None]:
+    """End a process that the block forks where it leaves the block."""
+    process = os.getpid()
     try:
-        return await result
-    finally:
-        _end_if_forked(process)
+        yield
+    except BaseException as error:
+        end_if_child(process, error)
+        raise
+    end_if_child(process)
 
 
-def _end_if_forked(process: int) -> None:
-    """End this process if it is a child of `process`."""
-    if os.getpid() != process:
-        sys.stdout.flush()
-        os._exit(0)
+def _ending_children(target: Callable[..., Any], asynchronous: bool) -> Callable[..., Any]:
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        with children_end_here():
+            return await target(*args, **kwargs)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with children_end_here():
+            return target(*args, **kwargs)
+
+    return awaited if asynchronous else called
 
 
 def convention_of(target: Any, takes: str = "auto") -> Convention:
@@ -237,12 +249,9 @@ def load(root: pathlib.Path) -> ListHandler:
     for path in (root / "artefacts", root / "function", root / "shims"):
         if str(path) not in sys.path:
             sys.path.insert(0, str(path))
-    process = os.getpid()
-    try:
+    with children_end_here():
         module = _module(root / "function", manifest)
         return adapt(getattr(module, manifest["attribute"]), takes=manifest["takes"], artefacts=root / "artefacts")
-    finally:
-        _end_if_forked(process)
 
 
 def _module(directory: pathlib.Path, manifest: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -167,3 +168,25 @@ def test_a_quick_environment_is_held_to_it() -> None:
             await in_process(lambda: Quick(lambda: asyncio.sleep(1.0)))().step("")
 
     loop.run(main(), seed=1)
+
+
+@pytest.mark.parametrize("kind", [Asked, Quick])
+@pytest.mark.parametrize(("leave", "code"), [(lambda: None, 0), (lambda: sys.exit(3), 3), (lambda: {}["a"], 1)])
+def test_a_process_that_a_call_forks_ends_with_the_call(
+    kind: type[Asked], leave: Callable[[], object], code: int
+) -> None:
+    """It would go on as a second controller, over one ledger and one event loop."""
+    children: list[int] = []
+
+    async def forks() -> None:
+        children.append(os.fork())
+        if children == [0]:
+            leave()
+
+    try:
+        answer = asyncio.run(in_process(lambda: kind(forks))().step("left"))
+    finally:
+        if children == [0]:
+            os._exit(77)
+    assert answer.observation == Observation("left")
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == code

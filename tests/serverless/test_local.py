@@ -366,10 +366,10 @@ def test_a_missing_requirement_is_refused_at_deployment() -> None:
 
 @pytest.mark.parametrize("provider", ["local", "hosted", "awslambdaric"])
 def test_a_reward_that_forks_gets_the_answers_of_its_own_items(provider: str) -> None:
-    """A child that returns from the handler must neither answer nor take a later call."""
-    ways = [{"do": way, "raises": raises} for way in ("os", "libc") for raises in (False, True)]
-    items = [item("same", value=float(n), **ways[n % 4]) for n in range(8)]
-    items += [item("same", value=8.0, do="multiprocessing"), item("same", value=9.0, do="os")]
+    """A child that returns from the handler must neither answer nor take a later call. Its exit code is its own."""
+    ways = [{"do": way, "raises": raises} for way in ("os", "libc") for raises in (False, True, "exit")]
+    items = [item("same", value=float(n), **ways[n % 6]) for n in range(8)]
+    items += [item("same", value=8.0, do="multiprocessing"), item("same", value=9.0, do="os", raises=False)]
 
     async def main() -> list[Outcome]:
         one = package("forks", concurrency=1, batch={"max_items": 1}, deterministic=False)

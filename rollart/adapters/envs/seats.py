@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from rollart.adapters.envs.wire import Told
 from rollart.errors import one_line
 from rollart.foreign import foreign
 from rollart.ports import Environment
+from serverless.deploy.handler import children_end_here
 
 __all__ = ["Lie", "Maker", "Seat", "forever", "makers", "on_loop", "sound", "timed"]
 
@@ -95,14 +95,11 @@ async def timed(name: str, turn: asyncio.Lock, work: Callable[[], Awaitable[Any]
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     task.set_name(name)
-    began, process = loop.time(), os.getpid()
+    began = loop.time()
     try:
         async with turn:
-            try:
+            with children_end_here():  # what an environment forked must not go on as the host
                 value = await work()
-            finally:
-                if os.getpid() != process:  # forked by the environment: it must not go on as the host
-                    os._exit(0)
     except Lie as error:
         return Told.LIED, str(error), loop.time() - began
     except asyncio.CancelledError:

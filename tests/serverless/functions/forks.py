@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import sys
 
 from serverless.declare import reward
 from serverless.types import Item
@@ -29,8 +30,12 @@ def forks(sample: Item):
         doubled = queue.get()
         child.join()
         return doubled / 2.0
-    if _WAYS[way]() == 0:
-        if sample.metadata.get("raises"):
+    child, raises = _WAYS[way](), sample.metadata.get("raises")
+    if child == 0:
+        if raises == "exit":
+            sys.exit(3)
+        if raises:
             raise ValueError("in the child")
         return -value - 1000.0
-    return value
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return value if code == {"exit": 3, True: 1, False: 0}[raises] else f"the child ended with {code}"
