@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from rollart.errors import one_line
 from rollart.foreign import HeldTooLong, contain, in_users_code, leave_behind
 
 __all__ = ["ControllerLoop", "LoopWatch", "run", "running_s"]
@@ -44,6 +45,10 @@ LAST_S = 30
 REST_S = 2.0
 """Seconds that cancelled tasks have to end once the main one has."""
 
+TICK_S = 1.0
+"""CPU time of the process between two looks of the main thread itself, which interrupts a call that holds Python's
+interpreter lock: the watch's thread cannot run then."""
+
 END_S = 45
 """Looks after the first signal, when the process ends: less than `rollart stop` waits."""
 
@@ -59,6 +64,8 @@ class ControllerLoop(asyncio.SelectorEventLoop):
         self.paused_s = 0.0
         self.busy_since: float | None = None
         self.on_pause: Callable[[float], None] = lambda seconds: None
+        self.watched = False
+        """True while a `LoopWatch` answers signals: no exception that comes out of a callback is an interrupt."""
         self._fresh: list[tuple[asyncio.TimerHandle, float]] = []
         """Timers of the current turn, and when they were set."""
         super().__init__(_Selector(self))
@@ -120,7 +127,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     contain(loop)
     try:
         asyncio.set_event_loop(loop)
-        return loop.run_until_complete(main)
+        return _to_its_end(loop, loop.create_task(main))
     finally:
         try:
             loop.run_until_complete(_rest())
@@ -128,6 +135,17 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         finally:
             asyncio.set_event_loop(None)
             loop.close()
+
+
+def _to_its_end(loop: ControllerLoop, main: asyncio.Task[T]) -> T:
+    """A callback of users' code that exits, or stops the loop, ends nothing else."""
+    while True:
+        try:
+            return loop.run_until_complete(main)
+        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+            if main.done() or not loop.watched:
+                raise
+            print(f"rollart: a callback on the controller's loop: {one_line(error)}", file=sys.stderr, flush=True)
 
 
 async def _rest() -> None:
@@ -149,7 +167,8 @@ class LoopWatch:
     interrupted after `limit_s`, or as soon as the run is to stop, with `HeldTooLong`; one that swallows this for
     `LAST_S` ends the process with `end`.
 
-    The thread counts its own looks: a process that is stopped has none.
+    The thread counts its own looks: a process that is stopped has none. While a call keeps the thread from running (a
+    regular expression, a power of large numbers), a timer of the process's CPU time looks in its place.
     """
 
     def __init__(
@@ -163,37 +182,69 @@ class LoopWatch:
         self._held = ""
         """Message for the call that is to be interrupted."""
         self._stopping = False
+        self._turn: float | None = None
+        self._looks = 0
+        """Since the loop's present turn began."""
+        self._all_looks = self._ticked_at = self._starved = 0
+        self._answers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._main = threading.get_ident()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """While the body runs. In another thread than the main one there are no signals to answer."""
-        numbers = {signal.SIGINT: self._signalled, signal.SIGTERM: self._signalled, INTERRUPT: self._interrupted}
+        self._answers = {
+            signal.SIGINT: self._signalled,
+            signal.SIGTERM: self._signalled,
+            INTERRUPT: self._interrupted,
+            signal.SIGVTALRM: self._ticked,
+        }
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            numbers[signal.SIGHUP] = self._signalled
-        before = {number: signal.signal(number, answer) for number, answer in numbers.items()}
+            self._answers[signal.SIGHUP] = self._signalled
+        before = {number: signal.signal(number, answer) for number, answer in self._answers.items()}
+        signal.setitimer(signal.ITIMER_VIRTUAL, TICK_S, TICK_S)
+        self._loop.watched = True
         self._thread.start()
         try:
             yield
         finally:
+            self._loop.watched = False
             self._done.set()
             self._thread.join()
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _watch(self) -> None:
-        turn, looks, asked = None, 0, 0
+        asked = 0
         while not self._done.wait(LOOK_S):
             asked += self._stopping
             if asked >= END_S:
                 self._end(f"{len(asyncio.all_tasks(self._loop))} tasks did not end within {END_S} s", True)
-            since = self._loop.busy_since
-            if since is None or since != turn:
-                turn, looks = since, 0
-                continue
-            looks += 1
-            self._blocked(looks)
+            self._look()
+
+    def _look(self) -> None:
+        self._all_looks += 1
+        since = self._loop.busy_since
+        if since is None or since != self._turn:
+            self._turn, self._looks = since, 0
+            self._loop.call_soon_threadsafe(self._take_signals)
+            return
+        self._looks += 1
+        self._blocked(self._looks)
+
+    def _ticked(self, number: int, frame: FrameType | None) -> None:
+        """Two ticks without a look of the thread's: it cannot run."""
+        self._starved = self._starved + 1 if self._all_looks == self._ticked_at else 0
+        if self._starved > 1:
+            self._look()
+        self._ticked_at = self._all_looks
+
+    def _take_signals(self) -> None:
+        """Code of users may have taken them for itself."""
+        for number, answer in self._answers.items():
+            if signal.getsignal(number) != answer:
+                signal.signal(number, answer)
 
     def _blocked(self, looks: int) -> None:
         """The loop has been in one turn for so many looks."""

@@ -174,4 +174,8 @@ class TrainerRefused(TrainerError):
 
 def one_line(error: BaseException, most: int | None = None) -> str:
     """What code that is not ours raised, for a message: its type and its text, at most so many characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+    try:
+        text = str(error)
+    except Exception:  # theirs, too
+        text = "(its text cannot be read)"
+    return " ".join(f"{type(error).__name__}: {text}".split()).removesuffix(":")[:most]

@@ -7,15 +7,29 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import signal
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, Token
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
+from rollart.errors import one_line
 from serverless.deploy.handler import end_if_child
 
-__all__ = ["GRACE_S", "HeldTooLong", "contain", "foreign", "give_up", "guard", "in_users_code", "leave_behind"]
+__all__ = [
+    "GRACE_S",
+    "HeldTooLong",
+    "contain",
+    "end_in_forks",
+    "foreign",
+    "give_up",
+    "guard",
+    "in_users_code",
+    "leave_behind",
+]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,6 +45,9 @@ _GIVEN_UP: set[asyncio.Task[Any]] = set()
 
 _GUARDS: set[CodeType] = set()
 
+_HERE: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+"""Loops that run in no fork of this process."""
+
 
 class HeldTooLong(BaseException):
     """Raised inside a call of users' code that blocks the loop. No Exception: many calls try again on any of those."""
@@ -39,14 +56,17 @@ class HeldTooLong(BaseException):
 class foreign:
     """`with foreign():` around a call, in one task or before the loop runs. Only an Exception, or the cancellation of
     the task by its owner, leaves it; anything else becomes a RuntimeError. The same holds in tasks that are started
-    inside, where the loop was prepared (`contain`). A process that the call forks ends here."""
+    inside, where the loop was prepared (`contain`). A process that the call forks ends here. Before the loop runs, an
+    interrupt or SIGTERM of the process leaves it as it came, and handlers of signals that the code has set are
+    undone."""
 
-    __slots__ = ("_cancelling", "_process", "_task", "_token")
+    __slots__ = ("_cancelling", "_process", "_signals", "_task", "_token")
 
     def __enter__(self) -> None:
         self._process = os.getpid()
         self._task = _current_task()
         self._cancelling = 0 if self._task is None else self._task.cancelling()
+        self._signals = _Signals() if self._task is None and threading.current_thread() is _MAIN else None
         self._token: Token[bool] = _INSIDE.set(True)
 
     def __exit__(
@@ -54,11 +74,41 @@ class foreign:
     ) -> None:
         end_if_child(self._process, error)
         _INSIDE.reset(self._token)
-        if error is None or isinstance(error, Exception):
+        signalled = self._signals is not None and self._signals.restored()
+        if error is None or isinstance(error, Exception) or signalled:
             return
         if isinstance(error, asyncio.CancelledError) and self._task and self._task.cancelling() > self._cancelling:
             return
         raise _contained_error(error) from None
+
+
+class _Signals:
+    """Notes the interrupts and terminations that the process is sent, which go on to the handlers that it had."""
+
+    __slots__ = ("_before", "_came")
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number, handler in self._before.items():
+            if callable(handler):
+                signal.signal(number, self._note)
+
+    def restored(self) -> bool:
+        """The handlers are as they were; true if a signal came meanwhile."""
+        for number, handler in self._before.items():
+            if handler is not None:  # not C code's
+                signal.signal(number, handler)
+        return self._came
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        handler = self._before[signal.Signals(number)]
+        assert callable(handler)
+        handler(number, frame)
+
+
+_MAIN = threading.main_thread()
 
 
 def guard(function: F) -> F:
@@ -68,7 +118,10 @@ def guard(function: F) -> F:
 
 
 def in_users_code(frame: FrameType | None) -> bool:
-    """True if the frame runs on behalf of a guarded call, and is not the guard itself."""
+    """True if the frame runs on behalf of a guarded call, and is not the guard itself, or in a callback that users'
+    code gave to the loop."""
+    if _INSIDE.get():
+        return True
     outer = None if frame is None else frame.f_back
     while outer is not None and outer.f_code not in _GUARDS:
         outer = outer.f_back
@@ -76,8 +129,33 @@ def in_users_code(frame: FrameType | None) -> bool:
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, tasks that users' code starts end alone."""
+    """From now on, tasks that users' code starts end alone, and the loop runs in no fork that it makes."""
     loop.set_task_factory(_task)
+    loop.set_exception_handler(_in_a_line)
+    end_in_forks(loop)
+
+
+def end_in_forks(loop: asyncio.AbstractEventLoop) -> None:
+    """A fork of this process ends as soon as its code gives way to the loop: the loop's sockets are this process's."""
+    _HERE.add(loop)
+
+
+def _forked() -> None:
+    for loop in _HERE:
+        if not loop.is_closed():
+            loop._ready.clear()  # type: ignore[attr-defined]
+            loop.call_soon(os._exit, 0)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if isinstance(error, HeldTooLong):
+        print(f"rollart: a callback of users' code was interrupted: {error}", file=sys.stderr, flush=True)
+    else:
+        loop.default_exception_handler(context)
 
 
 def give_up(task: asyncio.Task[Any]) -> None:
@@ -144,4 +222,4 @@ def _contained_error(error: BaseException) -> RuntimeError:
         return RuntimeError("it let a CancelledError of its own out")
     if isinstance(error, HeldTooLong):
         return RuntimeError(str(error))
-    return RuntimeError(f"it raised {type(error).__name__}{f': {error}' if str(error) else ''}")
+    return RuntimeError(f"it raised {one_line(error)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollart.errors import EnvironmentFault, LeaseExpired
+from rollart.errors import EnvironmentFault, LeaseExpired, one_line
 from rollart.model import AbortReason
 from rollart.ports import Environment
 from rollart.runtime.hosting import host_of
@@ -33,6 +33,6 @@ def environment_fault(what: str, error: Exception, environment: Environment | No
         host, incident = error.host, error.incident
         detail = f"environment {what} on {host}: {error.what}"
     else:
-        detail = f"environment {what} raised {type(error).__name__}: {error}"
+        detail = f"environment {what} raised {one_line(error, 500)}"
     remedy = f" (rollart logs --role {own})" if own else ""
     return Aborted(AbortReason.INFRA_FAULT, detail + remedy, host=host, incident=incident)

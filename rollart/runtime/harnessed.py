@@ -9,7 +9,7 @@ from typing import Any
 
 from rollart.border import checked_step
 from rollart.episodes import HarnessEpisode, HarnessFactory, Wanted
-from rollart.errors import LeaseExpired
+from rollart.errors import LeaseExpired, one_line
 from rollart.model import AbortReason, Completion, Sampling, Segment, SegmentKind, Step, Turn
 from rollart.ports import Tokenizer
 from rollart.runtime.aborted import Aborted
@@ -84,4 +84,4 @@ def ended(episode: HarnessEpisode) -> Step:
 
 def harness_fault(error: Exception) -> str:
     """One line about what it raised, or for how long it said nothing."""
-    return error.cause if isinstance(error, LeaseExpired) else f"harness raised {type(error).__name__}: {error}"
+    return error.cause if isinstance(error, LeaseExpired) else f"harness raised {one_line(error, 500)}"

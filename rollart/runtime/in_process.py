@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -60,7 +61,18 @@ class InProcessEnvironment:
         await self._call("close", self._environment.close)
 
     async def _at_once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return _answer(what, call)
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        try:
+            return _answer(what, call)
+        finally:
+            if task.cancelling() > cancelling:  # by the call itself: nothing else ran meanwhile
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
+                while task.cancelling() > cancelling:
+                    task.uncancel()
+                raise RuntimeError("it cancelled its own task")
 
     async def _in_task(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()

@@ -56,9 +56,9 @@ def test_a_signal_ends_the_run_whatever_a_call_does(home: Home, world: str, numb
     ("world", "words"),
     [
         ("CancelsItsHelper", "CancelledError of its own"),
-        ("Interrupts", "KeyboardInterrupt"),
-        ("Leaves", "GeneratorExit"),
+        ("Forks", "this is the parent"),
         ("Busy", "held the controller"),
+        ("Backtracks", "held the controller"),
     ],
 )
 def test_what_an_environment_does_is_a_fault_of_its_member(home: Home, world: str, words: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import time
 from collections import Counter
@@ -165,18 +166,19 @@ class CancelsItsHelper(Once):
         await helper
 
 
-class Interrupts(Once):
-    """Raises what Ctrl-C raises."""
+class Backtracks(Once):
+    """Holds the interpreter's lock, so that no other thread runs."""
 
     async def wrong(self) -> None:
-        raise KeyboardInterrupt
+        re.match(r"(a+)+$", "a" * 60 + "b")
 
 
-class Leaves(Once):
-    """Raises what is no Exception."""
+class Forks(Once):
+    """Forgets that a child goes on after a fork."""
 
     async def wrong(self) -> None:
-        raise GeneratorExit
+        if os.fork():
+            raise RuntimeError("this is the parent")
 
 
 class Tools(Coin):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
+from rollart import controller_loop
 from rollart.border import declares_quick
-from rollart.foreign import GRACE_S
+from rollart.errors import one_line
+from rollart.foreign import GRACE_S, foreign
 from rollart.model import Observation, Step
 from rollart.ports import Environment
 from rollart.runtime.in_process import in_process
@@ -75,6 +79,15 @@ async def exiting() -> None:
     sys.exit(3)
 
 
+async def leaving() -> None:
+    raise GeneratorExit
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 async def given_up(environment: Environment, after_s: float) -> float:
     """When the caller of a step that is cancelled goes on."""
     clock = asyncio.get_running_loop()
@@ -116,7 +129,7 @@ def test_a_close_waits_for_the_call_before_it() -> None:
 
 @pytest.mark.parametrize("kind", [Asked, Quick])
 @pytest.mark.parametrize(("step", "words"), [
-    (interrupting, "it raised KeyboardInterrupt"), (exiting, "it exited with 3"),
+    (interrupting, "it raised KeyboardInterrupt"), (exiting, "it exited with 3"), (leaving, "it raised GeneratorExit"),
 ])  # fmt: skip
 def test_what_is_no_exception_is_one_outside(
     kind: type[Asked], step: Callable[[], Awaitable[object]], words: str
@@ -137,6 +150,57 @@ def test_a_cancellation_of_its_own_is_an_error(step: Callable[[], Awaitable[obje
             await in_process(lambda: Asked(step))().step("")
 
     loop.run(main(), seed=1)
+
+
+def test_a_quick_environment_that_cancels_its_task_is_no_cancellation_of_the_caller() -> None:
+    async def cancelled() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="it cancelled its own task"):
+            await in_process(lambda: Quick(cancelled))().step("")
+        await asyncio.sleep(1.0)
+
+    loop.run(main(), seed=1)
+
+
+def test_a_process_that_a_call_forks_ends_where_it_waits(tmp_path: Path) -> None:
+    """The loop's sockets are the controller's."""
+    children: list[int] = []
+
+    async def forks() -> None:
+        children.append(os.fork())
+        if children == [0]:
+            await asyncio.sleep(0.0)
+            (tmp_path / "went on").touch()
+
+    async def main() -> None:
+        await in_process(lambda: Asked(forks))().step("")
+
+    try:
+        controller_loop.run(main())
+    finally:
+        if children == [0]:
+            os._exit(77)
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_users_code_is_made_is_no_error_of_that_code() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), foreign():
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(RuntimeError, match="it raised KeyboardInterrupt"), foreign():
+        raise KeyboardInterrupt
+    with foreign():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_whose_text_cannot_be_read_has_a_name() -> None:
+    assert one_line(Unreadable()) == "Unreadable: (its text cannot be read)"
 
 
 def test_a_subclass_that_overrides_a_call_promises_for_itself() -> None:

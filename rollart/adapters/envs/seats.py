@@ -12,7 +12,7 @@ from typing import Any
 
 from rollart.adapters.envs.wire import Told
 from rollart.errors import one_line
-from rollart.foreign import foreign
+from rollart.foreign import end_in_forks, foreign
 from rollart.ports import Environment
 from serverless.deploy.handler import children_end_here
 
@@ -73,6 +73,7 @@ class Seat:
 
 
 def forever(loop: asyncio.AbstractEventLoop) -> None:
+    end_in_forks(loop)
     try:
         loop.run_forever()
     finally:

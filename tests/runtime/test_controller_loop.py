@@ -1,0 +1,86 @@
+"""The controller's loop and its watch: no callback and no call of users' code holds them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from rollart import controller_loop
+from rollart.controller_loop import ControllerLoop, LoopWatch
+from rollart.model import Observation, Step
+from rollart.runtime.in_process import in_process
+
+
+class World:
+    """Its step does what it is given."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+
+    async def reset(self, seed: int) -> Observation:
+        return Observation(str(seed))
+
+    async def step(self, action: str) -> Step:
+        self._step()
+        return Step(Observation(action), 1.0, done=True)
+
+    async def close(self) -> None:
+        return None
+
+
+def watched(step: Callable[[], object], after_s: float = 0.0) -> Step:
+    """One step of an environment on the controller's loop; calls that block it are interrupted after a second."""
+
+    def end(why: str, interrupted: bool) -> None:
+        raise AssertionError(why)
+
+    async def main() -> Step:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ControllerLoop)
+        watch = LoopWatch(loop, stop=lambda: None, say=lambda holder, seconds: None, end=end, limit_s=1.0)
+        with watch.watching():
+            answer = await in_process(lambda: World(step))().step("a")
+            await asyncio.sleep(after_s)
+            assert signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.SIG_DFL)
+        return answer
+
+    return controller_loop.run(main())
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("callback", [interrupt, sys.exit, lambda: asyncio.get_running_loop().stop()])
+def test_a_callback_that_exits_or_stops_the_loop_ends_nothing(
+    callback: Callable[[], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert watched(lambda: asyncio.get_running_loop().call_soon(callback)).reward == 1.0
+    assert "rollart: a callback on the controller's loop: " in capsys.readouterr().err
+
+
+@pytest.mark.slow  # the watch looks once a second
+def test_a_callback_that_blocks_the_loop_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    def busy() -> None:
+        while True:
+            pass
+
+    assert watched(lambda: asyncio.get_running_loop().call_soon(busy)).reward == 1.0
+    assert "a callback of users' code was interrupted: it held the controller" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # the same by CPU time, 3 s
+def test_a_call_that_holds_the_interpreter_is_interrupted() -> None:
+    """The watch's thread cannot run meanwhile."""
+    with pytest.raises(RuntimeError, match="it held the controller for 1 s in "):
+        watched(lambda: re.match(r"(a+)+$", "a" * 60 + "b"))
+
+
+@pytest.mark.slow  # the watch looks once a second
+def test_signals_that_an_environment_takes_are_taken_back() -> None:
+    assert watched(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), 2.5).reward == 1.0
