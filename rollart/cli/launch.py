@@ -174,7 +174,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         fresh.write_text(resolved.to_yaml())
         fresh.replace(directory / RESOLVED)
         say(f"run {directory.name} in {directory}")
-        with pidfile.hold(directory):
+        with contextlib.chdir("."), pidfile.hold(directory.absolute()):  # where an environment goes, no path changes
             start(
                 resolved, run_dir=directory, resume=resume, on_progress=ProgressLines(colour=colour(stream=sys.stderr))
             )

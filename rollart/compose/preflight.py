@@ -30,6 +30,7 @@ from rollart.errors import RollartError, SpecError, UsageError
 from rollart.spec.environments import UNLESS_QUICK
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.where import Found, Where, refuse
+from rollart.spec.work import initial_config
 
 __all__ = ["decided", "environment_problems", "function_problems", "model_problems", "refuse_unlaunchable"]
 
@@ -70,7 +71,7 @@ def model_problems(specs: Resolved | Specs, *, plan: bool = False) -> Iterator[F
             return
     if model.init is not None:
         try:
-            init = import_attribute(model.init, "model.init")() if isinstance(model.init, str) else model.init
+            init = initial_config(model.init, specs.base)
             if specs.cluster.engines.kind != "vllm":
                 refuse_unsupported(init, "model.init")
         except (SpecError, UsageError) as error:

@@ -32,6 +32,7 @@ from rollart.runtime.in_process import in_process
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import DomainSpec, ModelSpec
+from rollart.spec.work import initial_config
 
 __all__ = [
     "domains",
@@ -51,6 +52,7 @@ ASKED, TRIES = 16, 3
 """Worked examples that hosts are asked for at a time, and how often one is: a host may end while it is asked."""
 
 
+@guard
 def import_attribute(path: str, what: str) -> Any:
     """The object at `package.module:attribute`; `SpecError` names what it was for."""
     module, _, name = path.partition(":")
@@ -87,11 +89,23 @@ def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
     if model.tokenizer is not None and ":" in model.tokenizer:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
-            import_attribute(model.tokenizer, "model.tokenizer")(directory)
+            _write_tokenizer(model.tokenizer, directory)
         return directory
     named = model.tokenizer or model.path
     assert named is not None
     return Path(resolved.base) / named
+
+
+@guard
+def _write_tokenizer(producer: str, directory: Path) -> None:
+    write = import_attribute(producer, "model.tokenizer")
+    try:
+        with foreign():
+            write(directory)
+    except Exception as error:
+        raise SpecError(
+            f"model.tokenizer '{producer}' failed: {one_line(error, 500)}", remedy=f"mend {producer}"
+        ) from None
 
 
 def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
@@ -101,10 +115,8 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     if run.model.path is not None:
         model = PolicyConfig(path=str(Path(resolved.base) / run.model.path))
     else:
-        init = run.model.init
-        model = PolicyConfig(
-            init=import_attribute(init, "model.init")() if isinstance(init, str) else init, seed=run.seed
-        )
+        assert run.model.init is not None, "refused before"
+        model = PolicyConfig(init=initial_config(run.model.init, resolved.base), seed=run.seed)
     imitation = run.warm_start.model_dump(include=set(ImitationSpec.model_fields)) if run.warm_start else {}
     config = TrainerConfig(
         **run.training.model_dump(),
@@ -301,6 +313,7 @@ def harness_of(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory 
     return None if harnesses is None else harnesses.factory(agent, spec.environment_args)
 
 
+@guard
 def environment_of(spec: DomainSpec) -> Callable[[], Any]:
     if not isinstance(spec.environment, str):
         return functools.partial(_no_environment, spec.name)

@@ -16,7 +16,8 @@ from placement.hardware import catalogue
 from placement.training import adapter_parameters
 from placement.types import Pool
 from placement.workload import DomainProfile, EnvironmentCost, Quantity, RewardCost, Train
-from rollart.errors import SpecError
+from rollart.errors import SpecError, one_line
+from rollart.foreign import foreign, guard
 from rollart.spec.cluster import ClusterSpec
 from rollart.spec.fleet import device_name
 from rollart.spec.profile import ProfileSpec, QuantitySpec
@@ -24,7 +25,7 @@ from rollart.spec.run import RunSpec
 from rollart.spec.run_parts import DomainSpec
 from rollart.spec.suggest import did_you_mean
 
-__all__ = ["ASSUMED", "affinity_of", "model_config", "model_name", "profiles_of", "train_of"]
+__all__ = ["ASSUMED", "affinity_of", "initial_config", "model_config", "model_name", "profiles_of", "train_of"]
 
 ASSUMED = "assumed"
 """Source of a profile that nobody gave: every trajectory as long as the spec allows."""
@@ -125,10 +126,8 @@ def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
         return model.config
     if model.path is not None:
         return _config_file(Path(base) / model.path, "model.path")
-    if isinstance(model.init, str):
-        return _called(model.init, base)
     assert model.init is not None, "the rules of the run spec want one of them"
-    return model.init
+    return initial_config(model.init, base)
 
 
 def model_name(run: RunSpec) -> str:
@@ -202,19 +201,24 @@ def _config_file(path: Path, what: str) -> Mapping[str, object]:
     return found
 
 
-def _called(path: str, base: str) -> Mapping[str, object]:
-    """What `package.module:function` returns; the run file's directory is importable meanwhile, as it is in a run."""
-    module, _, name = path.partition(":")
+@guard
+def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
+    """`model.init`: the configuration, or what `package.module:function` returns; the run file's directory is
+    importable meanwhile, as it is in a run. SpecError where it gives none."""
+    if not isinstance(init, str):
+        return dict(init)
+    module, _, name = init.partition(":")
     added = base not in sys.path
     if added:
         sys.path.insert(0, base)
     try:
-        found: Any = getattr(importlib.import_module(module), name)()
+        with foreign():
+            found: Any = getattr(importlib.import_module(module), name)()
     except Exception as error:  # a user's module may do anything
-        raise SpecError(f"model.init '{path}' gives no configuration: {type(error).__name__}: {error}") from None
+        raise SpecError(f"model.init '{init}' gives no configuration: {one_line(error, 500)}") from None
     finally:
         if added:
             sys.path.remove(base)
     if not isinstance(found, dict):
-        raise SpecError(f"model.init '{path}' returned {type(found).__name__} (rule: a mapping, as in config.json)")
+        raise SpecError(f"model.init '{init}' returned {type(found).__name__} (rule: a mapping, as in config.json)")
     return found

@@ -44,8 +44,9 @@ class FakeCompose:
         self.calls.append((resolved, run_dir, resume))
         fields = {"step": 1, "steps": 2, "train_s": 0.5, "waited_s": 0.1, "success.lake": 0.25}
         on_progress(RunEvent(1.0, "step", "training", fields))
+        home = run_dir.absolute()
         self.action(run_dir)
-        Ledger(run_dir, clock=lambda: 0.0, config=resolved.to_dict(), inline=True).close()
+        Ledger(home, clock=lambda: 0.0, config=resolved.to_dict(), inline=True).close()
 
 
 @pytest.fixture

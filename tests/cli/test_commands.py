@@ -75,6 +75,12 @@ class TestLaunch:
         assert rollart("launch", "run.yaml", "--name", "mine").code == 2
         assert list(Path("runs").iterdir()) == []
 
+    def test_a_run_whose_environment_changes_the_directory_ends_as_any(self, rollart: Call, compose: Any) -> None:
+        compose.action = lambda directory: os.chdir(directory.parent.parent.parent)
+        done = rollart("launch", "run.yaml", "--name", "mine")
+        assert (done.code, f"run directory: {Path('runs/mine')}" in done.out) == (0, True)
+        assert not (Path("runs/mine") / pidfile.FILE).exists()
+
     def test_dry_run_prints_what_would_run(self, rollart: Call, compose: Any) -> None:
         done = rollart("launch", "run.yaml", "--dry-run")
         assert (done.code, done.err, compose.calls) == (0, "", [])

@@ -17,6 +17,7 @@ import yaml
 
 from rollart.cli.main import run as rollart
 from rollart.compose.preflight import decided, environment_problems, refuse_unlaunchable
+from rollart.compose.prepare import prepare_tokenizer
 from rollart.errors import SpecError
 from rollart.spec.load import builtin
 from rollart.spec.resolve import read_specs, resolve_files
@@ -187,6 +188,26 @@ def test_a_harness_is_looked_at_in_the_controller(tmp_path: Path) -> None:
     refusal.match("has no 'nobody'")
 
 
+@pytest.mark.parametrize("producer", ["raises", "number"])
+def test_a_configuration_that_a_function_does_not_give_is_refused(tmp_path: Path, producer: str) -> None:
+    run, cluster = written(tmp_path, "worlds:Whole", {"size": 4})
+    (tmp_path / "made_here.py").write_text("def raises(): return {}['size']\ndef number(): return 5\n")
+    spec = yaml.safe_load(run.read_text())
+    spec["model"]["init"] = f"made_here:{producer}"
+    run.write_text(yaml.safe_dump(spec, sort_keys=False))
+    with pytest.raises(SpecError, match=f"model.init 'made_here:{producer}' (gives no configuration|returned int)"):
+        refuse_unlaunchable(read_specs(run, cluster))
+
+
+def test_a_tokenizer_whose_function_fails_is_a_spec_error(tmp_path: Path) -> None:
+    run, cluster = written(tmp_path, "worlds:Whole", {"size": 4})
+    spec = yaml.safe_load(run.read_text())
+    spec["model"]["tokenizer"] = "os:listdir"
+    run.write_text(yaml.safe_dump(spec, sort_keys=False))
+    with pytest.raises(SpecError, match=r"model.tokenizer 'os:listdir' failed: FileNotFoundError"):
+        prepare_tokenizer(resolve_files(run, cluster, []), tmp_path / "run")
+
+
 def test_other_machines_look_for_themselves(tmp_path: Path) -> None:
     run, cluster = written(tmp_path, "no_such_worlds:Whole", {}, workers=1)
     cluster.write_text(cluster.read_text() + "runtime: {backend: ray, address: 'head:6379'}\n")
@@ -262,7 +283,7 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2, "hidden
         ({"model": {"path": "bare"}}, "path", "model.safetensors is missing"),
         ({"model": {"path": "whole", "tokenizer": "bare"}}, "tokenizer", "there is no tokenizer.json"),
         ({"model__init": {"model_type": "gpt2"}}, "model_type", "architecture gpt2 is not supported"),
-        ({"model__init": "tests.e2e.worlds:nothing"}, "init", "has no 'nothing'"),
+        ({"model__init": "tests.e2e.worlds:nothing"}, "init", "has no attribute"),
         ({"model__tokenizer": "no_such:thing"}, "tokenizer", "model.tokenizer 'no_such:thing' cannot be imported"),
         ({"model": {"config": QWEN}}, "config", "model has neither 'path' nor 'init'"),
         ({"functions__0__source": "nowhere.py"}, "name: rule", "function 'rule'"),
