@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from serverless.backends.aws_answers import Report
 from serverless.backends.base import Change, Deployed, LogLine
 from serverless.deploy.aws_bundle import bundle
-from serverless.deploy.aws_control import ALIAS, Control, SmokeFailed, Version
+from serverless.deploy.aws_control import ALIAS, Control, Overtaken, SmokeFailed, Version
 from serverless.deploy.aws_session import library
 from serverless.deploy.aws_settings import AwsSettings, configuration
 from serverless.deploy.package import Package
@@ -43,6 +43,9 @@ until then."""
 _RUN = "run-"
 _LEASE = re.compile(r"^rollart: lease until (\S+)$")
 _ALIAS_NAME = 128
+
+_ATTEMPTS = 10
+"""Of a deployment that others overtake. One of those that meet gets through each time."""
 
 _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)", "Timeout": "time limit (s)"}
 
@@ -106,7 +109,7 @@ class AwsDeployer:
         def step(control: Control) -> Pin:
             if existing and not control.ours(name):
                 raise UnknownFunction(f"{package.spec.name} is gone from AWS", remedy="deploy it again")
-            return self._pin(control, name, package, wanted, trials, _run_alias(run))
+            return self._pin(control, name, package, wanted, trials, _run_alias(run), existing=existing)
 
         try:
             return await self._run(step)
@@ -131,13 +134,7 @@ class AwsDeployer:
         return await self._run(lambda control: control.warm(self._named(pin.function), pin.qualifier))
 
     async def set_warm(self, pin: Pin, count: int) -> None:
-        name = self._named(pin.function)
-
-        def change(control: Control) -> None:
-            if count or control.warm(name, pin.qualifier):
-                control.set_warm(name, count, pin.qualifier)
-
-        await self._run(change)
+        await self._run(lambda control: control.set_warm(self._named(pin.function), count, pin.qualifier))
 
     async def functions(self) -> Sequence[Deployed]:
         def read(control: Control) -> list[Deployed]:
@@ -179,7 +176,7 @@ class AwsDeployer:
             live = self._live(control, function)
             if concurrency is not None:
                 control.reserve(name, concurrency)
-            if warm is not None and (warm or control.warm(name)):
+            if warm is not None:
                 control.set_warm(name, warm)
             return self._deployed(control, name, live, live)
 
@@ -309,7 +306,15 @@ class AwsDeployer:
         return version
 
     def _pin(
-        self, control: Control, name: str, package: Package, wanted: dict[str, Any], trials: list[Report], alias: str
+        self,
+        control: Control,
+        name: str,
+        package: Package,
+        wanted: dict[str, Any],
+        trials: list[Report],
+        alias: str,
+        *,
+        existing: bool,
     ) -> Pin:
         exists = control.ours(name)
         if exists:
@@ -322,13 +327,14 @@ class AwsDeployer:
             control.point(name, version)
         if version.number not in named:
             self._prune(control, name)
-        qualifier = alias
-        if package.spec.warm:
+        qualifier, warm = alias, package.spec.warm
+        if warm or not existing:
             same = [one.name for one in control.aliases(name) if one.number == version.number]
             holders = [one for one in same if control.warm(name, one)]
-            if not holders:
-                control.set_warm(name, package.spec.warm, alias)
-            qualifier = alias if alias in holders or not holders else holders[0]
+            if holders and alias not in holders:
+                qualifier = holders[0] if warm else alias
+            elif not existing or not holders:
+                control.set_warm(name, warm, alias)
         return _pinned(package.spec.name, alias, qualifier, version)
 
     def _published(
@@ -343,21 +349,21 @@ class AwsDeployer:
         tried: frozenset[str] | set[str],
     ) -> Version:
         """The package's version: one that is kept, or a new one. It is tried unless its number is in `tried`."""
-        kept = control.versions(name) if exists else []
-        known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
-        if known is not None and known.number in tried:
-            return known
-        if known is not None:
-            number = known.number
-        else:
-            archive = bundle(package, self.settings)
-            control.upload(name, archive, package.version, wanted, create=not exists)
-            control.retain_logs(name)
-            number = control.publish(name, archive, package.version)
+        for attempt in range(_ATTEMPTS):
+            try:
+                version, new = self._uploaded(control, name, package, wanted, exists=exists)
+                break
+            except Overtaken:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                exists = True
+        if not new and version.number in tried:
+            return version
         try:
-            trial = control.smoke(name, number, float(wanted["Timeout"]))
+            trial = control.smoke(name, version.number, float(wanted["Timeout"]))
         except BackendFailed as error:
-            control.remove(name, number if exists else "")
+            alone = not exists and len(control.versions(name)) <= 1
+            control.remove(name, "" if alone else version.number)
             if not isinstance(error, SmokeFailed):
                 raise
             if error.report is not None:
@@ -368,7 +374,25 @@ class AwsDeployer:
             ) from None
         if trial is not None:
             trials.append(trial)
-        return next(v for v in control.versions(name) if v.number == number)
+        return version
+
+    def _uploaded(
+        self, control: Control, name: str, package: Package, wanted: dict[str, Any], *, exists: bool
+    ) -> tuple[Version, bool]:
+        """The package's version, and whether it was published now. `Overtaken` if another deployment got in between,
+        also with the same code under other settings."""
+        kept = control.versions(name) if exists else []
+        known = next((v for v in kept if v.runs(package.version, wanted, self.settings)), None)
+        if known is not None:
+            return known, False
+        archive = bundle(package, self.settings)
+        control.upload(name, archive, package.version, wanted, create=not exists)
+        control.retain_logs(name)
+        number = control.publish(name, archive, package.version)
+        made = next((v for v in control.versions(name) if v.number == number), None)
+        if made is None or not made.runs(package.version, wanted, self.settings):
+            raise Overtaken(name)
+        return made, True
 
     def _prune(self, control: Control, name: str) -> None:
         """Keep `keep_versions` of the versions that were current, as many that only runs called, and each that an alias

@@ -166,11 +166,14 @@ class Control:
             except iam.exceptions.NoSuchEntityException:
                 pass
         with translated(f"making the role {name}"):
-            made = iam.create_role(
-                RoleName=name,
-                AssumeRolePolicyDocument=json.dumps(_TRUST),
-                Description="Functions deployed by rollart: they may write their own logs, and nothing else.",
-            )
+            try:
+                made = iam.create_role(
+                    RoleName=name,
+                    AssumeRolePolicyDocument=json.dumps(_TRUST),
+                    Description="Functions deployed by rollart: they may write their own logs, and nothing else.",
+                )
+            except iam.exceptions.EntityAlreadyExistsException:  # another deployment's, of this moment
+                made = iam.get_role(RoleName=name)
             arn = str(made["Role"]["Arn"])
             _, partition, _, _, account, _ = arn.split(":", 5)
             groups = f"arn:{partition}:logs:*:{account}:log-group:/aws/lambda/{self._settings.prefix}*"
@@ -184,7 +187,8 @@ class Control:
         return arn
 
     def upload(self, name: str, archive: bytes, digest: str, wanted: Mapping[str, Any], *, create: bool) -> None:
-        """Code and configuration, with the waits that Lambda wants between."""
+        """Code and configuration, with the waits that Lambda wants between. `Overtaken` if another deployment has
+        created the function meanwhile."""
         function = self._lambda
         role = self.role()
         where, forget = self._place(name, archive)
@@ -195,7 +199,10 @@ class Control:
                 if create:
                     tags = {_DIGEST_TAG: digest}
                     made = {"Code": where, "Architectures": architectures, "Tags": tags, "PackageType": "Zip"}
-                    self._assumable(lambda: function.create_function(FunctionName=name, **described, **made))
+                    try:
+                        self._assumable(lambda: function.create_function(FunctionName=name, **described, **made))
+                    except function.exceptions.ResourceConflictException:
+                        raise Overtaken(name) from None
                     self._wait("function_active_v2", FunctionName=name)
                     return
                 self._wait("function_updated_v2", FunctionName=name)
@@ -213,12 +220,17 @@ class Control:
             forget()
 
     def publish(self, name: str, archive: bytes, digest: str) -> str:
-        """A new version's number. `BackendFailed` if someone else's code got in between."""
+        """A new version's number. `Overtaken` if the code of another deployment got in between."""
         sha = base64.b64encode(hashlib.sha256(archive).digest()).decode()
         with translated(f"publishing {name}"):
-            made = self._unconflicted(
-                lambda: self._lambda.publish_version(FunctionName=name, CodeSha256=sha, Description=_MARK + digest)
-            )
+            try:
+                made = self._unconflicted(
+                    lambda: self._lambda.publish_version(FunctionName=name, CodeSha256=sha, Description=_MARK + digest)
+                )
+            except self._lambda.exceptions.InvalidParameterValueException as error:
+                if "codesha256" not in str(error).lower():
+                    raise
+                raise Overtaken(name) from None
             number = str(made["Version"])
             self._wait("published_version_active", FunctionName=name, Qualifier=number)
         return number
@@ -265,8 +277,7 @@ class Control:
         """With its warm environments. Nothing if it is gone."""
         with translated(f"deleting {name}:{alias}"):
             try:
-                if self.warm(name, alias):
-                    self.set_warm(name, 0, alias)
+                self.set_warm(name, 0, alias)
                 self._unconflicted(lambda: self._lambda.delete_alias(FunctionName=name, Name=alias))
             except self._lambda.exceptions.ResourceNotFoundException:
                 pass
@@ -318,6 +329,8 @@ class Control:
     def set_warm(self, name: str, count: int, alias: str = ALIAS) -> None:
         """Keep so many environments ready, and wait until they are; 0 gives them back."""
         chosen = {"FunctionName": name, "Qualifier": alias}
+        if not count and not self.warm(name, alias):
+            return
         with translated(f"keeping {count} environments of {name} warm"):
             if count == 0:
                 self._lambda.delete_provisioned_concurrency_config(**chosen)
@@ -393,6 +406,13 @@ class Control:
     def _pause(self, seconds: float) -> None:
         if self._stop.wait(seconds):
             raise BackendFailed("the deployer was closed while it waited for AWS")
+
+
+class Overtaken(BackendFailed):
+    """Another deployment of the function got in between two steps of this one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"other deployments of {name} get in between again and again", remedy="deploy it again")
 
 
 class SmokeFailed(BackendFailed):

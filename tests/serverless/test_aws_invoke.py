@@ -155,6 +155,21 @@ def test_a_run_calls_its_own_version_whatever_others_deploy(plane: Plane, tmp_pa
     assert aliases(plane) == {"live": "1"}, "a run's alias goes with it"
 
 
+def test_runs_that_start_at_once_each_get_their_version(plane: Plane, tmp_path: pathlib.Path) -> None:
+    """Role and function are not there yet, and the code of one lies over that of another before it is published."""
+    packages = [constant(tmp_path, value) for value in (1.0, -7.0, 0.5)]
+
+    async def main() -> Any:
+        async with contextlib.AsyncExitStack() as stack:
+            runs = [
+                await stack.enter_async_context(AwsLambdaBackend(settings(plane), run=name)) for name in ("a", "b", "c")
+            ]
+            await asyncio.gather(*(run.deploy(one) for run, one in zip(runs, packages, strict=True)))
+            return [await score(run) for run in runs]
+
+    assert asyncio.run(main()) == [1.0, -7.0, 0.5]
+
+
 def test_an_answer_of_another_version_is_a_fault_and_no_score(plane: Plane, tmp_path: pathlib.Path) -> None:
     """Somebody moves the run's alias: what that version answers is dropped, and the alias set back."""
     ours, theirs = constant(tmp_path, 1.0), constant(tmp_path, -7.0)
@@ -198,15 +213,18 @@ def test_warm_environments_are_those_of_the_runs_alias(plane: Plane, tmp_path: p
 
     async def main() -> Any:
         async with AwsLambdaBackend(settings(plane), run="a") as a, AwsDeployer(settings(plane)) as elsewhere:
+            await a.deploy(constant(tmp_path, 1.0))
+            await a.deploy(constant(tmp_path, 1.0, warm=2))  # as a resume with another setting
+            found = [warm("run-a")]
             await a.deploy(ours)
-            found = [warm("run-a"), warm("live"), await a.provisioned("same")]
+            found += [warm("run-a"), warm("live"), await a.provisioned("same")]
             await elsewhere.deploy(theirs)
             async with AwsLambdaBackend(settings(plane), run="b") as b:
                 await b.deploy(ours)  # Lambda gives warm environments to one alias of a version
                 found += [warm("run-b"), await b.provisioned("same"), await score(b)]
             return [*found, warm("run-a")]
 
-    assert asyncio.run(main()) == [1, 0, 1, 0, 1, 1.0, 1]
+    assert asyncio.run(main()) == [2, 1, 0, 1, 0, 1, 1.0, 1]
     assert warm("run-a") == 0
 
 
