@@ -374,13 +374,27 @@ class Lane:
             entry.attempts -= call.counted
             entry.since = now
             back.append(entry)
-        if call.cause is Cause.ISOLATION:
-            self._groups.appendleft(back)
+        if fault.retry_after_s:
+            asyncio.get_running_loop().call_later(fault.retry_after_s, self._put_back, back, call.cause)
         else:
-            for entry in reversed(back):
-                self._queue.put_back(entry)
+            self._put_back(back, call.cause)
         if self._exhausted(now):
             self._owner.shut(self.index)
+
+    def _put_back(self, entries: list[Entry], cause: Cause) -> None:
+        """To the front; elsewhere if this provider has gone meanwhile."""
+        if self._closed:
+            return
+        if not self.admits(asyncio.get_running_loop().time()):
+            for entry in entries:
+                if not entry.done:
+                    self._owner.again(entry)
+        elif cause is Cause.ISOLATION:
+            self._groups.appendleft(entries)
+        else:
+            for entry in reversed(entries):
+                self._queue.put_back(entry)
+        self._pump()
 
     def _isolate(self, call: Call) -> None:
         """A shared call failed as a whole: its halves are called, so that in the end only the guilty item fails.

@@ -102,9 +102,9 @@ class InfraFault:
     retryable: bool
     detail: str = ""
     throttle: Throttle | None = None
-    """Of a THROTTLED one."""
+    """Of a THROTTLED one; None where the provider does not name the limit."""
     retry_after_s: float | None = None
-    """What the provider asked for, if it did."""
+    """What the provider asked for, if it did: the wait of the call that it refused."""
 
 
 Outcome: TypeAlias = Scored | ModelFault | InfraFault

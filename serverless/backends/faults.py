@@ -93,7 +93,7 @@ def of_status(status: int, body: bytes, headers: Mapping[str, str], now: datetim
     wait = retry_after_s(headers.get("Retry-After", ""), now)
     if status == 429:
         known = {reason: throttle for throttle, reason in REASONS.items() if throttle is not Throttle.QUEUE}
-        throttle = next((t for reason, t in known.items() if f'"{reason}"'.encode() in body), Throttle.RATE)
+        throttle = next((t for reason, t in known.items() if f'"{reason}"'.encode() in body), None)
         return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=throttle, retry_after_s=wait)
     if status in AMBIGUOUS:
         return InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail, retry_after_s=wait)

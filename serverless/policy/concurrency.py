@@ -11,8 +11,8 @@ from serverless.types import InfraFault, Throttle
 __all__ = ["Window", "WindowPolicy"]
 
 _FAST = 0.9
-"""Up to this share of the window that was refused last, one answer makes room for one call more; beyond it a whole
-window of answers does. Half the window is far from what the provider bears, nine tenths are close (TCP CUBIC)."""
+"""Up to this share of the window that the last refusal left, one answer makes room for one call more; beyond it a whole
+window of answers does (TCP CUBIC)."""
 
 _USUAL, _RECENT = 0.02, 0.2
 """Weights of a new answer in the usual and the recent latency: about the last 50 and the last 5 answers."""
@@ -46,24 +46,26 @@ class Window:
     """Calls in flight that are allowed now: starts at `most` (a burst is what functions are for) and stays in 1..most.
 
     A refusal says what to do:
-      CONCURRENCY, unknown  halve, once per window (refusals of calls that began before the last cut are old news)
-      RESERVED              clamp to what is in flight and was not refused; tried again every half minute
-      RATE, SCALING, QUEUE  wait; the window stays (QUEUE is the bound of our own side of the provider)
-    `retry_after_s` is always kept. Without it, those three wait, and so does any refusal of an only call; where
-    others are in flight, the next of them to end is the signal. Waits have full jitter over the upper half.
-    Bound: a constant capacity c is met after at most log2(most / c) cuts, and each later cut costs at most the time of
-    one call, since recovery up to nine tenths of the last window is one call per answer.
+      CONCURRENCY, unknown  shrink to the calls in flight that were not refused, to no less than half per burst of calls
+      RESERVED              shrink to those at once, and do not grow for half a minute
+      RATE, SCALING, QUEUE  begin no call for a while; the window stays (QUEUE is the bound of our own side)
+    `retry_after_s` is how long a refused call itself waits. It holds others back only where the limit is one of all
+    calls (the third row) or nothing is in flight; otherwise the next call that ends makes room, and the window does not
+    grow before that time has passed. Where a pause has no `retry_after_s`, it has full jitter over its upper half.
+    Bound: a constant capacity c is met after at most log2(most / c) + 1 bursts; then a round of answers adds one call,
+    so that about one call in c + 1 is refused, and no more than one or two per `retry_after_s`.
     """
 
     def __init__(self, policy: WindowPolicy) -> None:
         self._policy = policy
         self._size = float(policy.most)
-        self._ceiling = float(policy.most)
-        self._refused_at = float(policy.most)
+        self._accepted = float(policy.most)
+        self._least = 1.0
+        """What refusals of the present burst may shrink the window to."""
+        self._grows_at = -math.inf
         self._begun = 0
         self._full = 0
         self._cut_at = 0
-        self._clamped_at = -math.inf
         self._in_a_row = 0
         self._ready = -math.inf
         self._usual: dict[int, tuple[int, float]] = {}
@@ -87,7 +89,7 @@ class Window:
         """The provider is back after an outage: two calls, then one more per answer (twice as many per round trip, as
         TCP's slow start), so that all that has waited does not fall upon it at once."""
         if self._size > 2.0:
-            self._refused_at = self._size
+            self._accepted = self._size
             self._size = 2.0
 
     def begin(self, in_flight: int = 0) -> int:
@@ -101,32 +103,29 @@ class Window:
         """Call `number`, of `items`, was answered `seconds` after it began; `in_flight` others are still out. It makes
         room for more only if the window has been full since it began: else there was room."""
         self._in_a_row = 0
-        if self._ceiling < self._policy.most and now - self._clamped_at >= _PROBE_S:
-            self._ceiling += 1.0
-            self._clamped_at = now
-        if self._slower(seconds, items):
+        if self._slower(seconds, items) or now < self._grows_at:
             return
-        if self._size < self._ceiling and (in_flight + 1 >= int(self._size) or 0 < number <= self._full):
-            step = 1.0 if self._size < _FAST * self._refused_at else 1.0 / self._size
-            self._size = min(self._ceiling, self._size + step)
+        if in_flight + 1 >= int(self._size) or 0 < number <= self._full:
+            step = 1.0 if self._size < _FAST * self._accepted else 1.0 / self._size
+            self._size = min(self._policy.most, self._size + step)
 
     def throttled(self, fault: InfraFault, now: float, number: int, rng: random.Random, *, in_flight: int) -> None:
         """Call `number` was refused; `in_flight` others are still out."""
-        waits = fault.throttle in (Throttle.RATE, Throttle.SCALING, Throttle.QUEUE)
-        fresh = number > self._cut_at
-        if fault.throttle is Throttle.RESERVED:
-            self._ceiling = max(1.0, min(self._ceiling, float(in_flight)))
-            self._size = min(self._size, self._ceiling)
-            self._clamped_at = now
-        elif not waits and fresh:
-            self._refused_at = self._size
-            self._size = max(1.0, self._size / 2.0)
+        fresh = number > self._cut_at  # of another burst than the last refusal
         if fresh:
             self._cut_at = self._begun
             self._in_a_row += 1
+            self._least = max(1.0, self._size / 2.0)
+        reserved = fault.throttle is Throttle.RESERVED
+        all_wait = fault.throttle in (Throttle.RATE, Throttle.SCALING, Throttle.QUEUE)
+        if not all_wait:
+            self._size = self._accepted = min(self._size, max(1.0 if reserved else self._least, in_flight))
+            self._grows_at = now + max(fault.retry_after_s or 0.0, _PROBE_S if reserved else 0.0)
+        if not all_wait and in_flight:
+            return
         if fault.retry_after_s is not None:
             self._ready = max(self._ready, now + fault.retry_after_s)
-        elif (waits and fresh) or in_flight == 0:
+        elif fresh or not in_flight:
             longest = min(self._policy.max_wait_s, self._policy.wait_s * 2.0 ** min(self._in_a_row - 1, 30))
             self._ready = max(self._ready, now + rng.uniform(longest / 2.0, longest))
 

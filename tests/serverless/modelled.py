@@ -16,7 +16,7 @@ Body = Callable[["Modelled", list[dict[str, Any]], Cause], Awaitable[InfraFault 
 class Modelled:
     """Runs `body` per call: it sleeps, and returns the call's fault or None. Every item scores its metadata's `value`.
 
-    `capacity` calls run at once; one more is refused after 5 ms with `reason`. A fault of one
+    `capacity` calls run at once; one more is refused after 5 ms with `reason` and `retry_after_s`. A fault of one
     that never `answers` is a connection lost after the call was sent: its bill has no name.
     """
 
@@ -27,12 +27,14 @@ class Modelled:
         provider: str = "modelled",
         capacity: int = 10_000,
         reason: Throttle | None = Throttle.CONCURRENCY,
+        retry_after_s: float | None = None,
         answers: bool = True,
     ) -> None:
         self.body = body
         self.provider = provider
         self.capacity = capacity
         self.reason = reason
+        self.retry_after_s = retry_after_s
         self.answers = answers
         self.running = 0
         self.peak = 0
@@ -53,8 +55,7 @@ class Modelled:
         if self.running >= self.capacity:
             self.refused += 1
             await asyncio.sleep(0.005)
-            fault = InfraFault(FaultKind.THROTTLED, retryable=True, detail="refused", throttle=self.reason)
-            return Reply(fault=fault)
+            return Reply(fault=InfraFault(FaultKind.THROTTLED, True, "refused", self.reason, self.retry_after_s))
         self.events.append(list(event))
         self.running += 1
         self.peak = max(self.peak, self.running)

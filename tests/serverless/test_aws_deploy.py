@@ -224,12 +224,13 @@ def test_a_look_up_that_fails_after_the_alias_has_moved_is_no_failed_deployment(
             with pytest.raises(BackendFailed, match="version 1 is current, but"):
                 await aws.deploy(package(warm=1))
             plane.refusals.clear()
-            return first, await aws.deploy(package(warm=1))
+            return first, await aws.deploy(package(warm=1)), await aws.deploy(package(warm=1))
 
-    first, again = asyncio.run(main())
+    first, again, third = asyncio.run(main())
     assert (first.current, first.warm) == (True, None)
     assert "not authorized" in first.problem
     assert (again.unchanged, again.warm, again.problem) == (False, 1, "")
+    assert (third.unchanged, third.warm) == (True, 1)
 
 
 def test_concurrency_is_reserved_if_asked(plane: Plane) -> None:

@@ -43,6 +43,8 @@ def test_each_refusal_asks_for_something_else(reason: Throttle | None, size: int
     assert window.size == size
     assert (window.ready_at() > 10.0) is waits
     window.throttled(refusal(reason, retry_after_s=3.0), 10.0, window.begin(), RNG, in_flight=7)
+    assert (window.ready_at() >= 13.0) is waits, "only a limit of all calls stops them all"
+    window.throttled(refusal(reason, retry_after_s=3.0), 10.0, window.begin(), RNG, in_flight=0)
     assert window.ready_at() >= 13.0
 
 
