@@ -101,7 +101,8 @@ def _trials(trials: Sequence[Trial]) -> Table:
 
 def trial_line(trial: Trial) -> str:
     failed = "" if trial.status == "ok" else f" ({trial.status})"
-    return f"trial{failed} billed {trial.billed_s:.3g} s at {trial.memory_mb} MB: ${trial.usd:.7f}"
+    usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
+    return f"trial{failed} of {trial.billed_s:.3g} s at {trial.memory_mb} MB: {usd}"
 
 
 def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:

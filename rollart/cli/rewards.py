@@ -210,8 +210,10 @@ def logs(
     """What a function printed, oldest first."""
     from rollart.cli.reward_tables import show_logs
 
-    lines = _with(provider, cluster, root, lambda place: place.logs(function, since_s=since_s, limit=limit))
-    show_logs(function, lines, output)
+    lines = _with(provider, cluster, root, lambda place: place.logs(function, since_s=since_s, limit=limit + 1))
+    if len(lines) > limit:
+        click.echo(f"{function}: the last {limit:,} lines, there are more (--limit)", err=True)
+    show_logs(function, lines[-limit:], output)
 
 
 @rewards.command()

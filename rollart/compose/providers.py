@@ -189,6 +189,8 @@ class Trial:
     billed_s: float
     memory_mb: int
     usd: float
+    billed: bool
+    """False for dollars that the provider's machines would have cost elsewhere."""
 
 
 class Trials(NullMeter):
@@ -199,9 +201,10 @@ class Trials(NullMeter):
         self.bills: list[Trial] = []
 
     def invocation(self, invocation: Invocation) -> None:
-        call = invocation
-        usd = self._prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
-        self.bills.append(Trial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd))
+        call, prices = invocation, self._prices
+        usd = prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
+        billed = prices.billed(call.provider)
+        self.bills.append(Trial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd, billed))
 
 
 def backend(

@@ -109,8 +109,7 @@ class InvocationSum:
     cold_billed_s: float = 0.0
     """What of `billed_s` was start-up."""
     estimated: int = 0
-    """Calls that the provider sent no bill of: most were never answered, and count as the time until they were given
-    up."""
+    """Calls that the provider sent no bill of: they count as the time until they were answered or given up."""
     estimated_s: float = 0.0
     """Their part of `billed_s`."""
 

@@ -205,8 +205,8 @@ def notes(rows: RunRows) -> Iterable[str]:
             for c in guessed
         )
         yield (
-            f"{provider}: {count:,} calls without a bill of the provider (most were never answered) are estimates: "
-            f"{seconds:.1f} s, ${usd:.2g}, the time until each was given up"
+            f"{provider}: {count:,} calls without a bill of the provider are estimates: {seconds:.1f} s, ${usd:.2g}, "
+            "the time until each was answered or given up"
         )
     for provider in sorted({w.provider for w in rows.workers if w.estimated}):
         yield f"{provider}: idle seconds are estimated: the gaps between a container's calls, up to keep_alive_s each"

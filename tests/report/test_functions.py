@@ -120,7 +120,7 @@ def test_calls_without_a_bill_are_marked_as_estimates() -> None:
     sure, guessed = cells(shown, "functions")
     assert (sure["estimated"], guessed["estimated"], guessed["estimated_s"]) == (0, 2, 30.0)
     (note,) = [note for note in shown.notes if "estimates" in note]
-    assert note.startswith("aws_lambda: 2 calls without a bill of the provider")
+    assert note.startswith("aws_lambda: 2 calls without a bill of the provider are estimates")
     assert "30.0 s" in note
 
 
