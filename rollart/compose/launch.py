@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from rollart import controller_loop
 from rollart.architecture import stamp_of
@@ -20,7 +20,6 @@ from rollart.compose.elastic import follow
 from rollart.compose.environments import examples_of, watch_memory
 from rollart.compose.extras import refuse_missing
 from rollart.compose.parallelism import refuse_lending
-from rollart.compose.parts import STARTS
 from rollart.compose.preflight import decided, refuse_unlaunchable
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.resumed import refuse_changed
@@ -30,12 +29,9 @@ from rollart.compose.wiring import Parts, wire
 from rollart.controller_loop import ControllerLoop, LoopWatch
 from rollart.errors import (
     Interrupted,
-    LeaseExpired,
-    PartDied,
     RollartError,
     RunFailed,
     StorageFailed,
-    TrainerError,
     TrainerRefused,
 )
 from rollart.ledger.intervals import State
@@ -52,8 +48,6 @@ from rollart.spec.resolve import Resolved
 __all__ = ["launch"]
 
 Progress = Callable[[RunEvent], None]
-
-T = TypeVar("T")
 
 ORPHANS_S = 3.0
 """Seconds that parts have to end by themselves, and to clean up, once the controller is gone."""
@@ -146,7 +140,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             parts.trainer_clock.enter(State.IDLE)
             if recovered is None:
                 _refuse_lost_ledger(directory, parts)
-                weights = await _supervised(parts, lambda: _first_version(resolved, parts))
+                weights = await parts.trainer.supervised(lambda: _first_version(resolved, parts))
                 step = 0
             else:
                 weights, recovered = await _resumed(resolved, directory, parts, recovered)
@@ -200,8 +194,8 @@ async def _restored(directory: Path, parts: Parts, recovered: Recovered) -> tupl
             damage = damage or f"{path} is not complete on disk"
             continue
         try:
-            await parts.trainer.restore(weights)
-        except TrainerError as error:  # of a trainer that is at fault itself, the next one fails as well
+            await parts.trainer.resume(weights)
+        except TrainerRefused as error:
             damage = damage or error.message
         else:
             return weights, damage
@@ -210,18 +204,6 @@ async def _restored(directory: Path, parts: Parts, recovered: Recovered) -> tupl
         remedy="restore the newest version's directory from a backup, or start a new run; its ledger and reports stay "
         "readable",
     )
-
-
-async def _supervised(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
-    """Work of the trainer before training begins. A trainer that dies in it is restarted and does it again."""
-    for _ in range(STARTS - 1):
-        try:
-            return await work()
-        except TrainerRefused:
-            raise
-        except (PartDied, TrainerError, LeaseExpired):
-            await parts.trainer.recover()
-    return await work()
 
 
 def _refuse_lost_ledger(directory: Path, parts: Parts) -> None:

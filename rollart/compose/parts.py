@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine
@@ -15,7 +17,7 @@ from rollart.compose.agreement import note_agreement, said
 from rollart.compose.broadcasts import Broadcasts
 from rollart.compose.starts import Starting
 from rollart.compose.trainer_hosts import TrainerHosts
-from rollart.errors import LeaseExpired, PartDied, TrainerError
+from rollart.errors import LeaseExpired, PartDied, TrainerError, TrainerRefused
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.intervals import State
 from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, WeightsRef
@@ -26,6 +28,8 @@ from rollart.spec.cluster import EnginesSpec
 
 __all__ = ["STARTS", "AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
 
+
+T = TypeVar("T")
 
 STARTS = 3
 """Tries at the trainer's first start: one that ends is bad luck, three are a setting."""
@@ -334,6 +338,33 @@ class TrainerProgram:
         self._staged = -1
         async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
             await self._live().restore(weights)
+
+    async def resume(self, weights: WeightsRef) -> None:
+        """The restore that a run begins with. A trainer that dies or hangs in it is restarted, `STARTS` tries in all;
+        `TrainerRefused` with the cause where it answers that it cannot restore this version."""
+
+        async def restored() -> None:
+            try:
+                await self.restore(weights)
+            except TrainerError as error:
+                if self._client is not None and await self._client.healthy():
+                    raise TrainerRefused(error.message, remedy=error.remedy) from None
+                raise
+
+        await self.supervised(restored)
+
+    async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Work of the trainer before training begins. One that dies, hangs or fails in it is restarted and does it
+        again, `STARTS` tries in all."""
+        for _ in range(STARTS - 1):
+            try:
+                return await work()
+            except TrainerRefused:
+                raise
+            except (PartDied, TrainerError, LeaseExpired):
+                with contextlib.suppress(PartDied, TrainerError, LeaseExpired):  # that is a try, too
+                    await self.recover()
+        return await work()
 
     async def close(self) -> None:
         client, self._client = self._client, None

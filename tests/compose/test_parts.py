@@ -1,0 +1,90 @@
+"""The trainer as the controller has it: what a resume does when it dies, hangs or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+import msgpack
+import pytest
+
+from rollart.compose.parts import TrainerProgram
+from rollart.errors import PartDied, TrainerRefused
+from rollart.ledger.clock import ResourceClock
+from rollart.ledger.memory import MemoryRecorder
+from rollart.model import WeightsRef
+from rollart.runtime.leases import Leases
+
+DAMAGED: bytes = msgpack.packb({"error": "v3 is damaged"})
+
+V3 = WeightsRef(3, "weights/v000003")
+
+DIES, HANGS, REFUSES, RESTORES, NO_START = "dies", "hangs", "refuses", "restores", "no start"
+
+
+class Programs:
+    """One trainer per life, which answers a restore in its way; one that died or hangs answers nothing more."""
+
+    def __init__(self, *lives: str) -> None:
+        self._lives = list(lives)
+        self.servers: list[asyncio.Server] = []
+
+    async def call(self, method: str, arguments: list[str]) -> str:
+        life, gone = self._lives.pop(0), asyncio.Event()
+        if life == NO_START:
+            raise PartDied("trainer-0", "ended with status 1 before it was ready")
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            route = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+            status, body = "200 OK", json.dumps({"status": "ok"}).encode()
+            if route == b"/restore":
+                gone.set() if life in (DIES, HANGS) else None
+                status, body = ("500 Wrong", DAMAGED) if life == REFUSES else ("200 OK", b"\x80")
+            if not gone.is_set():
+                head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
+            if life != HANGS or not gone.is_set():
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        self.servers.append(server)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def resumed(*lives: str) -> list[int]:
+    """The restarts that a resume at v3 took."""
+    recorder = MemoryRecorder()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        clock = ResourceClock(role="trainer", resource="trainer-0", recorder=recorder, clock=loop.time)
+        programs = Programs(*lives)
+        trainer = TrainerProgram(
+            cast(Any, programs), Leases(recorder), recorder, clock, current=lambda: None, start_s=0.5
+        )
+        try:
+            await trainer.start()
+            await trainer.resume(V3)
+        finally:
+            await trainer.close()
+            for server in programs.servers:
+                server.close()
+
+    asyncio.run(main())
+    return [int(cast(Any, e.fields["restarts"])) for e in recorder.events if e.kind == "trainer_restarted"]
+
+
+def test_a_trainer_that_dies_in_the_restore_of_a_resume_is_restarted() -> None:
+    assert resumed(DIES, DIES, RESTORES) == [1, 2]
+    assert resumed(DIES, NO_START, RESTORES) == [1, 2], "a start that fails is a try"
+
+
+@pytest.mark.slow  # a lease of 0.5 s
+def test_a_trainer_that_hangs_in_the_restore_of_a_resume_is_restarted() -> None:
+    assert resumed(HANGS, RESTORES) == [1]
+
+
+def test_a_version_that_the_trainer_cannot_restore_is_no_death_of_it() -> None:
+    with pytest.raises(TrainerRefused, match="v3 is damaged"):
+        resumed(REFUSES)
