@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, Token
@@ -151,11 +152,16 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _in_a_line(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    error = context.get("exception")
-    if isinstance(error, HeldTooLong):
-        print(f"rollart: a callback of users' code was interrupted: {error}", file=sys.stderr, flush=True)
-    else:
+    """What a callback or a background task of users' code raised; nobody waits for either."""
+    error, task, handle = context.get("exception"), context.get("future"), context.get("handle")
+    started = isinstance(task, asyncio.Task) and getattr(task.get_coro(), "cr_code", None) is _contained.__code__
+    if error is None or not (started or (handle is not None and handle._context.get(_INSIDE, False))):
         loop.default_exception_handler(context)
+        return
+    trace = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno})" if trace else ""
+    what = f"task '{task.get_name()}'" if isinstance(task, asyncio.Task) else "a callback"
+    print(f"rollart: {what} of users' code ended: {one_line(error, 500)}{where}", file=sys.stderr, flush=True)
 
 
 def give_up(task: asyncio.Task[Any]) -> None:

@@ -10,8 +10,9 @@ from rollart.errors import SpecError
 
 __all__ = ["HubTokenizer"]
 
-CACHED_TEXTS = 65_536
-"""Observations repeat (small worlds, fixed phrases): at about 200 bytes each this cache stays near 13 MB."""
+CACHED_TEXTS, CACHED_CHARACTERS = 65_536, 512
+"""Short observations repeat (small worlds, fixed phrases): at about 200 bytes each this cache stays near 13 MB. Long
+ones seldom do, and as many of them, with their ids, would fill the controller's memory."""
 
 
 class HubTokenizer:
@@ -26,13 +27,17 @@ class HubTokenizer:
                 f"no tokenizer.json in {directory}", remedy="model.path must be a Hugging Face model directory"
             )
         self._backend = Backend.from_file(str(path))
-        self.encode = lru_cache(maxsize=CACHED_TEXTS)(self._encode)
+        self._short = lru_cache(maxsize=CACHED_TEXTS)(self._encode)
         self.token = lru_cache(maxsize=CACHED_TEXTS)(self._token)
         self.token_id = lru_cache(maxsize=CACHED_TEXTS)(self._token_id)
 
     @property
     def vocabulary_size(self) -> int:
         return int(self._backend.get_vocab_size())
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Its token ids."""
+        return self._short(text) if len(text) <= CACHED_CHARACTERS else self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

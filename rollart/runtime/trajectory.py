@@ -44,6 +44,10 @@ from rollart.runtime.preparing import prepared
 __all__ = ["Aborted", "Live", "TrajectoryRunner", "WaitLimits"]
 
 
+CHARACTERS = 16
+"""Characters per token of the context at which an observation is cut to find out that it is too long: tokens have about
+4. A tool's output may have many MB, and encoding one takes half a second of the controller's loop."""
+
 _PROMPT, _ACTION, _OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
 _TRAIN = Purpose.TRAIN
 
@@ -149,8 +153,7 @@ class TrajectoryRunner:
         environment = (ahead and ahead.environment) or _made(live)
         try:
             observation = await self._reset(live, environment, ahead)
-            shown = self._tokenizer.encode(observation.text)
-            length = self._measure(shown)
+            shown, length = self._shown(observation.text)
             for turn in range(live.domain.max_turns):
                 completion = await self._act(live, observation, shown, length, turn)
                 text = self._said(live, completion)
@@ -161,8 +164,7 @@ class TrajectoryRunner:
                 if step.done:
                     return self._finished(live, step)
                 observation = step.observation
-                shown = self._tokenizer.encode(observation.text)
-                length = self._measure(shown)
+                shown, length = self._shown(observation.text)
                 if live.length + length >= self._limits.context_tokens:  # no room to answer
                     return self._finished(live, step)
                 if self._barrier.lockstep:
@@ -173,6 +175,17 @@ class TrajectoryRunner:
             if live.joined:
                 self._barrier.leave()
             await self._close(live, environment)
+
+    def _shown(self, text: str) -> tuple[tuple[int, ...], int]:
+        """The ids of an observation and how many tokens they stand for; of one that fills the context by far, of its
+        beginning, which fills it too."""
+        most = CHARACTERS * self._limits.context_tokens
+        if len(text) > most:
+            shown = self._tokenizer.encode(text[:most])
+            if (length := self._measure(shown)) >= self._limits.context_tokens:
+                return shown, length
+        shown = self._tokenizer.encode(text)
+        return shown, self._measure(shown)
 
     async def _act(
         self, live: Live, observation: Observation, shown: tuple[int, ...], length: int, turn: int

@@ -64,6 +64,16 @@ def test_a_callback_that_exits_or_stops_the_loop_ends_nothing(
     assert "rollart: a callback on the controller's loop: " in capsys.readouterr().err
 
 
+def test_a_background_task_that_fails_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def fails() -> None:
+        raise ValueError("no")
+
+    assert watched(lambda: asyncio.get_running_loop().create_task(fails(), name="mine")).reward == 1.0
+    told = capsys.readouterr().err
+    assert "rollart: task 'mine' of users' code ended: ValueError: no (test_controller_loop.py:" in told
+    assert "Traceback" not in told
+
+
 @pytest.mark.slow  # the watch looks once a second
 def test_a_callback_that_blocks_the_loop_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
     def busy() -> None:
@@ -71,7 +81,7 @@ def test_a_callback_that_blocks_the_loop_is_interrupted(capsys: pytest.CaptureFi
             pass
 
     assert watched(lambda: asyncio.get_running_loop().call_soon(busy)).reward == 1.0
-    assert "a callback of users' code was interrupted: it held the controller" in capsys.readouterr().err
+    assert "a callback of users' code ended: HeldTooLong: it held the controller" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # the same by CPU time, 3 s

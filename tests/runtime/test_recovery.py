@@ -283,6 +283,25 @@ def test_a_prompt_that_fills_the_context_says_so() -> None:
     virtual(main)
 
 
+def test_an_observation_of_many_megabytes_is_not_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    whole = WordTokenizer.encode
+
+    def encode(tokenizer: WordTokenizer, text: str) -> tuple[int, ...]:
+        encoded.append(len(text))
+        return whole(tokenizer, text)
+
+    async def main() -> None:
+        fleet = Fleet()
+        fleet.join(FakeEngine("engine-0"))
+        with pytest.raises(Aborted, match=r"fills the context of 20 \(model.context\)"):
+            await runner_of(fleet, context_tokens=20).run(live(lambda: World(text="word " * 200_000)))
+
+    monkeypatch.setattr(WordTokenizer, "encode", encode)
+    virtual(main)
+    assert sum(encoded) < 1000
+
+
 def test_an_environment_that_cannot_be_made_is_a_fault_of_infrastructure() -> None:
     def make() -> Environment:
         raise RuntimeError("no licence left")
