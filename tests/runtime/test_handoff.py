@@ -339,8 +339,9 @@ def test_a_turn_whose_engine_drains_meanwhile_goes_by_another_way(leaves: str) -
     virtual(main)
 
 
-def test_a_queue_that_moves_more_slowly_than_predicted_costs_no_hand_off() -> None:
-    """A burst, as after a publish: the last waits for nearly twice its lease, and every answer renews it."""
+@pytest.mark.parametrize(("turns", "fails"), [(3, False), (8, True)])
+def test_every_answer_renews_the_leases_of_the_queue_up_to_twice_their_length(turns: int, fails: bool) -> None:
+    """A burst, as after a publish. The third waits for nearly twice its lease; what would wait longer goes home."""
 
     async def main() -> None:
         bench = Bench()
@@ -353,10 +354,13 @@ def test_a_queue_that_moves_more_slowly_than_predicted_costs_no_hand_off() -> No
 
         engine._work = one_by_one  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
-            for n in range(3):
+            for n in range(turns):
                 tasks.create_task(bench.ask(session=f"s{n}"))
-        assert bench.events("handoff_failed") == bench.events("lease_expired") == []
-        assert len(bench.requests("p")) == len(bench.requests("d")) == 3
+        assert bool(bench.events("handoff_failed")) is fails
+        assert {event["seconds"] for event in bench.events("lease_expired")} == ({4.0} if fails else set())
+        assert len(bench.requests("p")) == len(bench.requests("d")) == turns
+        await bench.gateway.update(WeightsRef(1, "v1"), lambda version: None)
+        assert bench.events("handoffs") == [{"decoded": 3, "failed": turns - 3, "empty": 0}]
         assert bench.idle()
 
     virtual(main)

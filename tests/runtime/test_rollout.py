@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rollart.errors import EnvironmentFault
 from rollart.ledger.database import FILE
 from rollart.ledger.reader import Reader
 from rollart.ledger.store import Ledger
@@ -284,3 +285,19 @@ def test_members_that_end_together_are_not_all_written_down(tmp_path: Path) -> N
         for charge in reader.charge_sums():
             fates[charge.outcome] += charge.trajectories
     assert fates == {"trained": 24, "redundant": 12}
+
+
+def test_the_end_of_a_host_is_one_failed_attempt_of_a_group_whatever_it_took_of_it() -> None:
+    run = make(quotas={"a": (8, 4)}, steps=3, env_s=lambda r: 1.0, max_attempts=2)
+
+    class OnAHost(Sleeping):
+        async def step(self, action: str) -> Step:
+            done = await super().step(action)
+            if asyncio.get_running_loop().time() < 2.0:
+                raise EnvironmentFault("environment-0", "its connection broke", incident="environment-0 of life 1")
+            return done
+
+    run.domains = [replace(d, environment=lambda: OnAHost(lambda seed: 1.0)) for d in run.domains]
+    loop.run(run.run(), seed=1)
+    assert len([e for e in run.recorder.events if e.kind == "infra_fault"]) >= 8
+    assert [e for e in run.recorder.events if e.kind == "group_dropped"] == []
