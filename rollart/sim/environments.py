@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from rollart.errors import EnvironmentFault
 from rollart.model import Observation, Step
 from rollart.sim.draws import generator
 from rollart.sim.links import SharedLink
@@ -60,8 +61,11 @@ class Host:
     """The machine that falls with it; one of its own if not given."""
     watch: Callable[[bool], None] | None = None
     """Told when it goes down or comes back."""
+    falls: int = 0
+    """Times that it went down."""
 
     def turn(self, *, up: bool) -> None:
+        self.falls += self.up and not up
         self.up = up
         if self.watch is not None:
             self.watch(up)
@@ -147,7 +151,8 @@ class World:
 
 
 class ModelledEnvironment:
-    """Implements `ports.Environment`. A call on a host that went down raises ConnectionError, as a broken one does."""
+    """Implements `ports.Environment`. A call on a host that went down raises EnvironmentFault, the same incident for
+    every environment there."""
 
     __slots__ = ("_host", "_live", "_reward", "_script", "_turn", "_world")
 
@@ -198,7 +203,7 @@ class ModelledEnvironment:
         elif seconds:
             await sleeping(seconds)
         if not host.up:
-            raise ConnectionError(f"{host.name} is down")
+            raise EnvironmentFault(host.name, "its host is down", incident=f"{host.name} down {host.falls}")
 
 
 _OVER = Observation("1")

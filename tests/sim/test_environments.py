@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from placement.hardware import device
-from rollart.errors import TrainerError
+from rollart.errors import EnvironmentFault, TrainerError
 from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
 from rollart.sim import faults
 from rollart.sim.draws import Constant
@@ -124,13 +124,18 @@ def test_a_host_that_is_down_breaks_what_runs_there_and_takes_nothing_new() -> N
     async def main() -> None:
         hosts = [Host("a"), Host("b")]
         w = world(hosts=hosts)
-        on_a = w.make()
-        await on_a.reset(0)
+        on_a = w.on(hosts[0]), w.on(hosts[0])
+        incidents = set()
+        for environment in on_a:
+            await environment.reset(0)
         faults.host(hosts[0]).down()
-        with pytest.raises(ConnectionError):
-            await on_a.step("1")
+        for environment in on_a:
+            with pytest.raises(EnvironmentFault) as fault:
+                await environment.step("1")
+            incidents.add(fault.value.incident)
+        assert len(incidents) == 1, "what one host takes with it is one incident"
         await asyncio.gather(*(w.make().reset(i) for i in range(4)))
-        assert (hosts[0].live, hosts[1].live) == (1, 4)
+        assert (hosts[0].live, hosts[1].live) == (2, 4)
         faults.host(hosts[1]).down()
         with pytest.raises(ConnectionError):
             w.make()
