@@ -34,6 +34,7 @@ __all__ = [
     "known_runs",
     "native_output_to_stderr",
     "output_option",
+    "own_process",
     "run_argument",
     "runs_option",
     "say",
@@ -52,6 +53,10 @@ FOR_PEOPLE = ("table", "html")
 
 crash_directory: ContextVar[Path | None] = ContextVar("crash_directory", default=None)
 """Directory of the run that is being worked on: an unexpected error leaves its traceback there."""
+
+
+own_process: ContextVar[bool] = ContextVar("own_process", default=False)
+"""True where this process is there for the command alone, and ends with it."""
 
 
 def say(line: str) -> None:

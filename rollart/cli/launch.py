@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollart.cli.context import RESOLVED, colour, crash_directory, find_run, native_output_to_stderr, runs_option, say
+from rollart.cli.context import (
+    RESOLVED,
+    colour,
+    crash_directory,
+    find_run,
+    native_output_to_stderr,
+    own_process,
+    runs_option,
+    say,
+)
 from rollart.cli.profiles import measure
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 
@@ -175,9 +184,9 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         fresh.replace(directory / RESOLVED)
         say(f"run {directory.name} in {directory}")
         with contextlib.chdir("."), pidfile.hold(directory.absolute()):  # where an environment goes, no path changes
-            start(
-                resolved, run_dir=directory, resume=resume, on_progress=ProgressLines(colour=colour(stream=sys.stderr))
-            )
+            since_s = pidfile.age_s() if own_process.get() else 0.0
+            lines = ProgressLines(colour=colour(stream=sys.stderr))
+            start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)
     except (SpecError, UsageError):
         if not resume and not (directory / FILE).exists():  # it never began: nothing of it could be resumed
             shutil.rmtree(directory, ignore_errors=True)

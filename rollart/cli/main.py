@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from rollart.cli.calibrate import calibrate
-from rollart.cli.context import crash_directory
+from rollart.cli.context import crash_directory, own_process
 from rollart.cli.doctor import doctor
 from rollart.cli.entry import INTERRUPTED, TERMINATED, terminable
 from rollart.cli.infra import infra
@@ -67,6 +67,7 @@ for _command in (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     terminable()
+    own_process.set(True)
     code = run(arguments)
     # No further: threads that users' code left behind would be joined, and CPython kills itself with SIGINT after an
     # interrupt that met an import while it built a dataclass, caught or not.

@@ -8,13 +8,14 @@ import json
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollart.cli import beat
 
-__all__ = ["FILE", "Owner", "hold", "noted", "owner"]
+__all__ = ["FILE", "Owner", "age_s", "hold", "noted", "owner"]
 
 FILE = "run.pid"
 
@@ -74,6 +75,16 @@ def owner(directory: Path) -> Owner | None:
     return found if (found.alive if found.here else beat.beats(directory, found.life)) else None
 
 
+def age_s() -> float:
+    """Seconds since this process began, to the kernel's tick of 10 ms; 0 where there is no /proc. A thread that begins
+    now is what they are counted to: no clock of the machine means the same in every container."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(_started("thread-self") or 0))
+    thread.start()
+    thread.join()
+    return max(0, found[0] - (_started("self") or 0)) / os.sysconf("SC_CLK_TCK")
+
+
 def _place() -> str:
     """Where a process id means one process: a boot of a machine, and a namespace of ids on it (a container has one)."""
     with contextlib.suppress(OSError):
@@ -82,7 +93,7 @@ def _place() -> str:
     return socket.gethostname()
 
 
-def _started(pid: int) -> int | None:
+def _started(pid: int | str) -> int | None:
     """Field 22 of /proc/PID/stat; the name in field 2 may hold spaces and ')'. None if it is not alive."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -33,45 +33,57 @@ LINE = 120
 """Characters of a log's line that are shown."""
 
 
+COUNTED = {
+    "group_dropped": ("groups dropped", "domain", "reason"),
+    "lease_expired": ("leases expired", "waiting_for", "action"),
+    "wrong_answer": ("wrong answers", "subject"),
+}
+"""Events that are counted: their name in the plural, and the fields that they are counted by."""
+
+
 class ProgressLines:
     """Prints events to stderr. Called on the run's loop; owns nothing but the moment of the first event.
 
-    Dropped groups come by the dozen: the first of a domain and reason has a line, the others are counted in one line
-    at the next step, or with the first of them after `EVERY_S`."""
+    Events of `COUNTED` come by the dozen: the first of a kind has a line, the others are counted in one line at the
+    next step, or with the first of them after `EVERY_S`."""
 
     def __init__(self, *, colour: bool) -> None:
         self._colour = colour
         self._t0: float | None = None
         self._known: set[tuple[str, str]] = set()
-        self._dropped: Counter[tuple[str, str]] = Counter()
+        self._more: Counter[tuple[str, str]] = Counter()
         self._counted_from = 0.0
 
     def __call__(self, event: RunEvent) -> None:
         if self._t0 is None:
             self._t0 = event.t
-        if event.kind != "group_dropped" or self._first_drop(event):
-            lines = [self._drops() if event.kind in ("step", "finished") else "", self._line(event)]
+        if event.kind not in COUNTED or self._first(event):
+            lines = [*(self._counted() if event.kind in ("step", "finished") else ()), self._line(event)]
         else:
-            lines = [self._drops() if event.t - self._counted_from >= EVERY_S else ""]
+            lines = self._counted() if event.t - self._counted_from >= EVERY_S else []
         for line in filter(None, lines):
             say(f"{event.t - self._t0:6.1f}s  {line}")
 
-    def _first_drop(self, event: RunEvent) -> bool:
-        """True for the first of its domain and reason; others are counted."""
-        key = (str(event.fields.get("domain", "")), str(event.fields.get("reason", "")))
+    def _first(self, event: RunEvent) -> bool:
+        """True for the first with its values of what it is counted by; others are counted."""
+        of, *why = (str({"subject": event.subject, **event.fields}.get(name, "")) for name in COUNTED[event.kind][1:])
+        key = event.kind, f"{of} ({why[0]})" if why else of
         if key not in self._known:
             self._known.add(key)
             return True
-        if not self._dropped:
+        if not self._more:
             self._counted_from = event.t
-        self._dropped[key] += 1
+        self._more[key] += 1
         return False
 
-    def _drops(self) -> str:
-        """The line of the dropped groups that were counted; empty without any."""
-        told = ", ".join(f"{n} of {domain} ({reason})" for (domain, reason), n in sorted(self._dropped.items()))
-        self._dropped.clear()
-        return self._warn(f"groups dropped: {told}") if told else ""
+    def _counted(self) -> list[str]:
+        """A line for each kind of event of which some were counted."""
+        more, self._more = self._more, Counter()
+        found = []
+        for kind in sorted({kind for kind, _ in more}):
+            told = ", ".join(f"{n} of {of}" for (other, of), n in sorted(more.items()) if other == kind)
+            found.append(self._warn(f"{COUNTED[kind][0]}: {told}"))
+        return found
 
     def _line(self, event: RunEvent) -> str:
         fields = event.fields

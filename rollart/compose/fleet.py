@@ -24,7 +24,7 @@ from rollart.fleet import EngineKind
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
-from rollart.ports import Handle, Recorder, Runtime
+from rollart.ports import Handle, Runtime
 from rollart.runtime.fleet import Placed
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
@@ -58,12 +58,12 @@ class LocalSite:
         names: Iterable[str] = (),
         stored: StoredWeights | None = None,
         broadcasts: Broadcasts | None = None,
-        starts: Recorder | None = None,
+        began: float | None = None,
     ) -> None:
         """`names` of parts that were used before, in other lives of the run: no engine that is placed gets one.
         `stored`: by which engines get their weights; None: from the run's directory. `broadcasts`: by which they get
-        new ones sooner. `starts`: who is told how far starts are; the ledger alone if not given."""
-        self._starting = Starting(engine_start(resolved), starts or ledger)
+        new ones sooner. `began`: since when devices of pools that are not rented are paid; from now on if not given."""
+        self._starting = Starting(engine_start(resolved), ledger)
         self._stored, self._broadcasts = stored, broadcasts
         self._resolved = resolved
         self._directory = directory
@@ -81,7 +81,9 @@ class LocalSite:
             role, _, number = name.rpartition("-")
             if role in SERVING and number.isdecimal():
                 self._next[Role(role)] = max(self._next[Role(role)], int(number) + 1)
-        self._usd, self._usd_at = 0.0, asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        owned = sum(pool.count * pool.usd_per_device_hour for pool in self._pools.values() if not pool.rented)
+        self._usd, self._usd_at = 0.0 if began is None else (now - began) / 3600.0 * owned, now
         self.shares: dict[EngineId, EngineShares] = {}
 
     async def open(self) -> None:
@@ -159,7 +161,7 @@ class LocalSite:
             clock.close()
 
     def spent_usd(self) -> float:
-        """Dollars that the cluster's devices have cost since this was made, whatever they did."""
+        """Dollars that the cluster's devices have cost since the run's process began, whatever they did."""
         now = asyncio.get_running_loop().time()
         return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
 

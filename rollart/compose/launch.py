@@ -54,9 +54,15 @@ ORPHANS_S = 3.0
 
 
 def launch(
-    resolved: Resolved, *, run_dir: str | Path, resume: bool = False, on_progress: Progress | None = None
+    resolved: Resolved,
+    *,
+    run_dir: str | Path,
+    resume: bool = False,
+    on_progress: Progress | None = None,
+    since_s: float = 0.0,
 ) -> None:
-    """Run to the end, in this process. Blocks; `on_progress` is called on the loop with each event worth a line.
+    """Run to the end, in this process. Blocks; `on_progress` is called on the loop with each event worth a line. The
+    run's ledger begins `since_s` seconds ago: at the start of a process that is there for this run alone.
 
     Errors: `RollartError` with its exit code; SIGINT, SIGTERM and SIGHUP end as `Interrupted`. Whatever happens, every
     child process is stopped before it returns, and what was finished is in the run directory. A second signal ends
@@ -64,7 +70,7 @@ def launch(
     """
     directory = Path(run_dir).resolve()
     try:
-        controller_loop.run(_main(resolved, directory, resume, on_progress or (lambda _: None)))
+        controller_loop.run(_main(resolved, directory, resume, on_progress or (lambda _: None), since_s))
     except KeyboardInterrupt:
         raise _interrupted(directory) from None
     except BaseExceptionGroup as group:
@@ -75,8 +81,9 @@ def launch(
         ) from None
 
 
-async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
+async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Progress, since_s: float) -> None:
     main, loop = asyncio.current_task(), asyncio.get_running_loop()
+    began = loop.time() - since_s
     assert main is not None
     assert isinstance(loop, ControllerLoop)
     stopped = asyncio.Event()
@@ -98,14 +105,14 @@ async def _main(resolved: Resolved, directory: Path, resume: bool, progress: Pro
     watch = LoopWatch(loop, stop=stop, say=say, end=end, limit_s=resolved.run.leases.env_step_s)
     try:
         with watch.watching():
-            await _run(resolved, directory, resume, progress)
+            await _run(resolved, directory, resume, progress, began)
     except BaseException:
         if stopped.is_set():  # whatever broke while everything was being stopped
             raise _interrupted(directory) from None
         raise
 
 
-async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Progress) -> None:
+async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Progress, began: float) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     kill_at_end(ORPHANS_S)
     if resolved.base not in sys.path:
@@ -119,9 +126,10 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
     refuse_lending(resolved)
-    async with wire(start, directory, progress) as parts:
+    async with wire(start, directory, progress, began=began) as parts:
         recovered = await parts.ledger.recover() if resume else None
-        async with asyncio.TaskGroup() as background:
+        async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:
+            ending.callback(parts.ledger.stopping)
             watchers = [
                 background.create_task(parts.ledger.watch(), name="ledger"),
                 background.create_task(parts.watchdog().run(), name="watchdog"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from rollart.ledger.store import Ledger
-from rollart.ports import Charge, Interval, RunEvent
 from rollart.runtime.evaluation import EvaluationResult
 from rollart.runtime.training import StepDone
 
-__all__ = ["SHOWN", "Announcer", "evaluation_fields", "step_fields"]
+__all__ = ["SHOWN", "evaluation_fields", "step_fields"]
 
 Fields = dict[str, str | int | float | bool | None]
 
@@ -68,25 +66,7 @@ SHOWN = frozenset(
         "filter_exhausted", "function_scaling_failed", "group_dropped", "host_draining", "host_given_up", "host_lost",
         "host_quarantined", "host_started", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed",
         "rebalance_measured", "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
+        "wrong_answer",
     }
 )  # fmt: skip
 """Events of parts that a person at the terminal wants to see."""
-
-
-class Announcer:
-    """What happens to a part is a row in the ledger, and a line for whoever watches if it is worth one."""
-
-    def __init__(self, ledger: Ledger, progress: Callable[[RunEvent], None]) -> None:
-        self._ledger = ledger
-        self._progress = progress
-
-    def event(self, event: RunEvent) -> None:
-        self._ledger.event(event)
-        if event.kind in SHOWN:
-            self._progress(event)
-
-    def interval(self, interval: Interval) -> None:
-        self._ledger.interval(interval)
-
-    def charge(self, charge: Charge) -> None:
-        self._ledger.charge(charge)

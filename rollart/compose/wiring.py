@@ -28,7 +28,7 @@ from rollart.compose.parallelism import lending_settings, served_settings
 from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
-from rollart.compose.progress import SHOWN, Announcer, evaluation_fields, step_fields
+from rollart.compose.progress import SHOWN, evaluation_fields, step_fields
 from rollart.compose.providers import backend, pipeline_settings, ready, translated
 from rollart.compose.proxy import harnesses
 from rollart.compose.rewards import Rewards
@@ -117,7 +117,8 @@ class Parts:
         self.said += 1
         event = RunEvent(asyncio.get_running_loop().time(), kind, subject, fields)
         self.ledger.event(event)
-        self.progress(event)
+        if kind not in SHOWN:  # others the ledger shows
+            self.progress(event)
 
     def paused(self, seconds: float) -> None:
         """The controller's loop did not run for so long: no wait expires because of it."""
@@ -224,6 +225,7 @@ class Parts:
             progress=self._progress,
             stall_s=stall_seconds(self.resolved),
             check=self._look,
+            seconds=lambda: self.ledger.seconds,
             budget_wall_s=budget.wall_s,
             budget_usd=budget.usd,
             spent_usd=self._spent,
@@ -237,10 +239,8 @@ class Parts:
         self.ledger.interval(interval)  # type: ignore[arg-type]
 
     def event(self, event: RunEvent) -> None:
-        """`Recorder`: what happens to parts is worth a line, and all of it a row."""
+        """`Recorder`."""
         self.ledger.event(event)
-        if event.kind in SHOWN:
-            self.progress(event)
 
     def charge(self, charge: Charge) -> None:
         self.ledger.charge(charge)
@@ -363,8 +363,11 @@ def prefetching(rollout: RolloutSpec) -> PrefetchSettings | None:
 
 
 @contextlib.asynccontextmanager
-async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], None]) -> AsyncIterator[Parts]:
-    """Make every part of the run; at the end stop what was started, in reverse order."""
+async def wire(
+    start: Start, directory: Path, progress: Callable[[RunEvent], None], *, began: float
+) -> AsyncIterator[Parts]:
+    """Make every part of the run; at the end stop what was started, in reverse order. `began`: the loop's second at
+    which the run's process began."""
     resolved = start.resolved
     ready(resolved.cluster.functions)  # what is wrong there is said before anything starts
     scaling_settings(resolved.cluster.functions.scaling)
@@ -378,6 +381,9 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
                 clock=asyncio.get_running_loop().time,
                 config=resolved.to_dict(),
                 prices=PriceBook(resolved.prices),
+                began=began,
+                held=_owned(resolved),
+                on_event=lambda event: progress(event) if event.kind in SHOWN else None,
             )
         )
         devices_before = ledger.spent_usd - ledger.functions_usd
@@ -388,14 +394,22 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         runtime, resolved = await stack.enter_async_context(opened(resolved, directory, progress))
         by_part = clocks_of_others(stack, resolved, ledger)
         sent = broadcasts(resolved, leases, ledger)
-        site = LocalSite(resolved, directory, ledger, runtime, names=start.names, stored=stored, broadcasts=sent,
-                         starts=Announcer(ledger, progress))  # fmt: skip
+        site = LocalSite(
+            resolved,
+            directory,
+            ledger,
+            runtime,
+            names=start.names,
+            stored=stored,
+            broadcasts=sent,
+            began=began,
+        )
         stack.push_async_callback(site.close)
         parts_of: list[Parts] = []
         trainer = TrainerProgram(
             await on_its_hosts(stack, resolved, runtime, directory, config),
             leases,
-            Announcer(ledger, progress),
+            ledger,
             by_part["trainer-0"],
             current=lambda: parts_of[0].current,
             start_s=trainer_start(resolved),
@@ -405,7 +419,7 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         )
         stack.push_async_callback(trainer.close)
         await site.open()
-        told = resolved, directory, runtime, leases, Announcer(ledger, progress)
+        told = resolved, directory, runtime, leases, ledger
         fleet = environment_fleet(*told, used=start.names, wanted=start.resolved)
         parts = Parts(
             resolved, start.resolved, start.roles, directory, progress, ledger, runtime, leases, tokenizer,
@@ -417,3 +431,11 @@ async def wire(start: Start, directory: Path, progress: Callable[[RunEvent], Non
         if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
             loop.on_pause = parts.paused
         yield parts
+
+
+def _owned(resolved: Resolved) -> set[str]:
+    """The resources of the plan on pools that are not rented: somebody pays for them whether the run uses them or
+    not."""
+    owned = {pool.name for pool in resolved.cluster.pools if not pool.rented}
+    parts = {a.name for a in resolved.plan.assignments if a.pool in owned}
+    return parts | {f"unused-{pool}" for pool in owned if resolved.plan.idle.get(pool)}

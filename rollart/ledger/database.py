@@ -32,9 +32,9 @@ Operation = Callable[["Database"], Any]
 class Database:
     """One run's ledger file, opened for writing by exactly one process (a file lock says so).
 
-    `now` is the loop's second at opening; it becomes the run's last known second (0 for a new run), so that times in
-    the file go on where a resumed run stopped. Opening closes the books of what a crash cut off. Without `sync` a
-    transaction survives kill -9 but not a power cut.
+    `now` is the loop's second at opening; it becomes the run's last known second, `clock` (0 for a new run), so that
+    times in the file go on where a resumed run stopped. Opening closes the books of what a crash cut off. Without
+    `sync` a transaction survives kill -9 but not a power cut.
 
     Errors: StorageFailed for anything the disk or SQLite refuses; UsageError when another process holds the run.
     """
@@ -65,8 +65,8 @@ class Database:
             self._take_lock()
             self.segments = Segments(directory / "segments")
             self.connection = self._open(config, "FULL" if sync else "NORMAL")
-            self._clock = self._last_second()
-            self._shift = self._clock - now
+            self.clock = self._last_second()
+            self._shift = self.clock - now
             self._heal()
             self.functions_usd = self._spent_on_functions()
             self.spent_usd = self._spent_on_devices() + self.functions_usd
@@ -147,7 +147,7 @@ class Database:
             samples=tuple(s for s in samples if s.group not in damaged),
             pending=tuple((g, d, s) for g, d, s in pending.fetchall()),
             seeds_drawn=dict(drawn.fetchall()),
-            clock=self._clock,
+            clock=self.clock,
             consumed=dict(consumed.fetchall()),
             damaged=damaged,
         )
@@ -325,7 +325,7 @@ class Database:
             WHERE max(o.t, coalesce(i.t1, 0)) < ?
               AND NOT EXISTS (SELECT 1 FROM events c WHERE c.kind = '{RESOURCE_CLOSED}' AND c.subject = o.subject
                               AND c.rowid > o.n)""",
-            (self._clock, self._clock),
+            (self.clock, self.clock),
         )
 
     def _sample(self, payload: bytes | None, segment: int | None, offset: int | None) -> TrainSample:

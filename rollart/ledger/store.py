@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rollart.errors import StorageFailed
 from rollart.ledger import tables
+from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.database import Database
+from rollart.ledger.intervals import State
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.writer import InlineWriter, ThreadWriter
 from rollart.model import Group, TrainSample, TrajectoryId
@@ -16,7 +20,10 @@ from rollart.ports import Charge, Clock, Interval, Recovered, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
-__all__ = ["Ledger"]
+__all__ = ["STOPPING", "Ledger"]
+
+STOPPING = "stopping"
+"""Cause of a resource's time between its own end and the end of the run's life."""
 
 
 class Ledger:
@@ -28,7 +35,9 @@ class Ledger:
     and leaves power cuts out, for virtual time. `measure`: how many tokens ids stand for; simulated ones are many each.
 
     `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which go on where a
-    resumed run stopped.
+    resumed run stopped. A life of the run begins at `began`, or else now. The resources in `held` are paid from then
+    on, and resources that close after `stopping` are paid until the ledger closes. `on_event` sees every event: what a
+    terminal shows is chosen from all that the ledger holds.
 
     Errors: StorageFailed (final: every later call raises it, and `watch` too), RunFailed for a change that would break
     a rule (a sample trained twice), UsageError when another process holds the run.
@@ -43,12 +52,21 @@ class Ledger:
         prices: PriceBook | None = None,
         inline: bool = False,
         measure: tables.Measure = len,
+        began: float | None = None,
+        held: Collection[str] = (),
+        on_event: Callable[[RunEvent], None] | None = None,
     ) -> None:
-        database = Database(Path(directory), now=clock(), config=config, prices=prices, sync=not inline)
+        self._on_event = on_event
+        self._clock = clock
+        self._began = clock() if began is None else began
+        self._held = set(held)
+        self._stopping = False
+        self._closed: list[RunEvent] = []
+        database = Database(Path(directory), now=self._began, config=config, prices=prices, sync=not inline)
         self._database = database
         self._measure = measure
         self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
-        self.record = self._writer.record
+        self._record: Callable[[Any], None] = self._writer.record
 
     @property
     def spent_usd(self) -> float:
@@ -57,30 +75,46 @@ class Ledger:
         return self._database.spent_usd
 
     @property
+    def seconds(self) -> float:
+        """Seconds of the run until now, over all of its lives."""
+        return self._database.clock + self._clock() - self._began
+
+    @property
     def functions_usd(self) -> float:
         """The part of `spent_usd` that providers of functions bill."""
         return self._database.functions_usd
 
     def interval(self, interval: Interval) -> None:
-        self.record(interval)
+        self._record(interval)
 
     def event(self, event: RunEvent) -> None:
-        self.record(event)
+        self._record(event)
+        if self._on_event is not None:
+            self._on_event(event)
+        if event.kind == RESOURCE_OPENED and event.subject in self._held:
+            self._held.discard(event.subject)
+            self._idle(event, self._began, event.t, State.STARTUP)
+        elif event.kind == RESOURCE_CLOSED and self._stopping:
+            self._closed.append(event)
+
+    def stopping(self) -> None:
+        """The run is over: the resources that close from now on are held until the ledger closes."""
+        self._stopping = True
 
     def invocation(self, invocation: Invocation) -> None:
         """The bill of one function call; its times are the run's."""
-        self.record(invocation)
+        self._record(invocation)
 
     def saving(self, saving: Saving) -> None:
         """Items that needed no function call."""
-        self.record(saving)
+        self._record(saving)
 
     def worker(self, span: WorkerSpan) -> None:
         """A stretch of a function worker's life; only sums by the minute are kept."""
-        self.record(span)
+        self._record(span)
 
     def charge(self, charge: Charge) -> None:
-        self.record(charge)
+        self._record(charge)
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
         await self._writer.run(lambda db: tables.admit(db.connection, group, domain, seed))
@@ -126,7 +160,18 @@ class Ledger:
 
     def close(self) -> None:
         """Write what is left and let go of the run; bounded, may be called again."""
+        closed, self._closed = self._closed, []
+        with contextlib.suppress(StorageFailed):  # the writer raises it again
+            for event in closed:
+                self._idle(event, event.t, self._clock(), State.IDLE, STOPPING)
         self._writer.close()
+
+    def _idle(self, resource: RunEvent, t0: float, t1: float, state: State, cause: str = "") -> None:
+        """An interval of the resource that the event opened or closed."""
+        role, units, price = (resource.fields[name] for name in ("role", "units", "usd_per_unit_hour"))
+        if t1 > t0:
+            units, price = float(units or 0.0), float(price or 0.0)
+            self._record(Interval(str(role), resource.subject, t0, t1, str(state), cause, units, price))
 
     def __enter__(self) -> Ledger:
         return self

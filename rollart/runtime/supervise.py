@@ -302,7 +302,7 @@ def _back_off_s(tries: int) -> float:
 
 class Watchdog:
     """Looks every `period_s`: no progress for `stall_s` fails the run with the longest waits named; a passed budget
-    ends it. It waits only for its own timer."""
+    ends it. It waits only for its own timer. `seconds` and `spent_usd` are those of all lives of the run."""
 
     def __init__(
         self,
@@ -313,6 +313,7 @@ class Watchdog:
         stall_s: float,
         check: Callable[[], Awaitable[None]],
         period_s: float = 1.0,
+        seconds: Callable[[], float] = lambda: 0.0,
         budget_wall_s: float | None = None,
         budget_usd: float | None = None,
         spent_usd: Callable[[], float] = lambda: 0.0,
@@ -323,13 +324,14 @@ class Watchdog:
         self._stall_s = stall_s
         self._check = check
         self._period_s = period_s
+        self._seconds = seconds
         self._wall_s = budget_wall_s
         self._usd = budget_usd
         self._spent = spent_usd
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        started, changed = loop.time(), running_s()
+        changed = running_s()
         last = self._progress()
         while True:
             await asyncio.sleep(self._period_s)
@@ -337,7 +339,7 @@ class Watchdog:
             now = running_s()
             if self._progress() != last:
                 last, changed = self._progress(), now
-            self._budget(loop.time() - started)
+            self._budget()
             if now - changed > self._stall_s:
                 holders = "; ".join(self._leases.describe()) or "no lease is open"
                 self._recorder.event(RunEvent(loop.time(), "stalled", "run", {"holders": holders}))
@@ -345,10 +347,10 @@ class Watchdog:
                     f"no progress for {now - changed:.0f} s: {holders}", remedy="rollart launch --resume continues"
                 )
 
-    def _budget(self, elapsed: float) -> None:
-        if self._wall_s is not None and elapsed > self._wall_s:
+    def _budget(self) -> None:
+        if self._wall_s is not None and self._seconds() > self._wall_s:
             raise BudgetExceeded(
-                f"the run has taken {elapsed:.0f} s of a budget of {self._wall_s:.0f} s",
+                f"the run has taken {self._seconds():.0f} s of a budget of {self._wall_s:.0f} s",
                 remedy="raise budget.wall_s, then rollart launch --resume",
             )
         if self._usd is not None and self._spent() > self._usd:

@@ -81,7 +81,7 @@ class Traced(Ledger):
         """`on_time` is told the loop's seconds now and then: no timer, since a run that waits for nothing is wedged."""
         super().__init__(directory, clock=clock, config=config, inline=True, measure=mass_of)
         self._hash = hashlib.blake2b(digest_size=12)
-        write, rows = self.record, 0
+        write, rows = self._record, 0
 
         def record(row: Any) -> None:
             nonlocal rows
@@ -91,7 +91,7 @@ class Traced(Ledger):
             if not rows % ROWS:
                 on_time(clock())
 
-        self.record = record
+        self._record = record
 
     def __enter__(self) -> Traced:
         return self

@@ -287,4 +287,6 @@ class BudgetSpec(Entry):
         gt=0,
         description="Largest bill in dollars: devices, and functions of providers that send one; none if not given.",
     )
-    wall_s: float | None = Field(default=None, gt=0, description="Longest run in seconds; none if not given.")
+    wall_s: float | None = Field(
+        default=None, gt=0, description="Longest run in seconds, over all of its lives; none if not given."
+    )

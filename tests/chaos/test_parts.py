@@ -69,6 +69,7 @@ def test_engine_hangs(home: Home) -> None:
     (lost,) = events(home.directory, "engine_lost")
     assert lost["cause"] == "it stopped answering"
     expired = events(home.directory, "lease_expired")
+    assert run.said.count("lease expired") >= 1, "whoever watches sees it too"
     assert any("engine-0" in f"{e['subject']}: {e['waiting_for']}" for e in expired), expired
     assert events(home.directory, "infra_fault") == []
 

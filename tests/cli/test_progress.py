@@ -42,3 +42,17 @@ def test_drops_are_told_in_a_run_that_makes_no_step(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err.splitlines()
     assert 3 <= len(said) <= 4, "the first, and one line every ten seconds"
     assert said[1].endswith("groups dropped: 101 of math (stale)")
+
+
+def test_leases_that_expire_together_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(colour=False)
+    fields = {"waiting_for": "a step of its environment", "seconds": 30.0, "action": "gap_fill"}
+    for n in range(200):
+        lines(RunEvent(n / 100, "lease_expired", f"lake-{n}", fields))
+    lines(RunEvent(3.0, "finished", "run", {"steps": 1, "version": 1}))
+    said = [line.split("s  ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+    assert said == [
+        "lease expired: lake-0  waiting_for=a step of its environment  seconds=30.0  action=gap_fill",
+        "leases expired: 199 of a step of its environment (gap_fill)",
+        "finished: 1 steps, v1",
+    ]

@@ -118,6 +118,9 @@ class Launched:
     def __init__(self, home: Path, arguments: list[str]) -> None:
         self._home = home
         self._said = home / f"stderr-{time.monotonic_ns()}.txt"
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        """From before its process began until its end was seen."""
         with self._said.open("wb") as said:
             self.process = subprocess.Popen(
                 [*ROLLART, *arguments],
@@ -185,6 +188,7 @@ class Launched:
         """Its exit code; every process that it started must be gone with it."""
         try:
             code = self.process.wait(limit_s)
+            self.seconds = time.monotonic() - self._began
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still runs after {limit_s} s:\n{self._tell()}") from None
         wait(lambda: not processes(self._home), "every process has ended", 60.0, self._tell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from collections.abc import Callable
@@ -57,8 +58,21 @@ def test_ctrl_c(home: Home, moment: Callable[[Launched], None]) -> None:
     run.kill(signal.SIGINT)
     run.failed(130, "interrupted", "rollart launch --resume", limit_s=SHUTDOWN_S)
     home.open()
-    home.resume("domains.coin.environment_args.turn_s=0.01").finished()
+    resumed = home.resume("domains.coin.environment_args.turn_s=0.01")
+    resumed.finished()
     sound(home.directory)
+    if moment is rollout:
+        paid(home, run.seconds + resumed.seconds)
+
+
+def paid(home: Home, seconds: float) -> None:
+    """The bill holds every second of the controllers' processes, imports and the end of all parts included. What it
+    cannot hold is their way into the kernel and out of it, and the report that the last one prints."""
+    told = json.loads(home.run("report", "utilization", "tiny-1", "-o", "json").stdout)
+    rows = told["tables"]["resources"]
+    assert {row["resource"] for row in rows} == {"engine-0", "trainer-0"}
+    for row in rows:
+        assert seconds - (0.5 + 0.05 * seconds) < row["seconds"] < seconds, told
 
 
 def test_ctrl_c_twice_in_a_row(home: Home) -> None:

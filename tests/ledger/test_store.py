@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
+from rollart.errors import LeaseExpired, RollartError, RunFailed, StorageFailed, UsageError
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.codec import decode_sample, encode_sample
 from rollart.ledger.database import FILE
@@ -26,7 +26,9 @@ from rollart.ledger.reader import Reader, SavingSum
 from rollart.ledger.segments import Segments
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
+from rollart.policy.lease import Expiry
 from rollart.ports import Charge, Interval, RunEvent
+from rollart.runtime.leases import Leases
 from serverless.meter import Saving
 from serverless.types import Cause, Invocation
 
@@ -430,6 +432,57 @@ def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> No
             ("a", "down", "crash", 4, 10), ("a", "startup", "", 10, 12),
         ]  # fmt: skip
         assert reader.facts().seconds == 12
+
+
+def test_a_life_is_paid_from_its_process_to_its_ledger(tmp_path: Path) -> None:
+    """What is held from the start, what closes while the run stops, and what came and went in between."""
+    now = [0.0]
+
+    def at(second: float) -> float:
+        now[0] = second
+        return second
+
+    def opened(name: str) -> ResourceClock:
+        return ResourceClock(role="engine", resource=name, recorder=ledger, clock=lambda: now[0])
+
+    for _ in range(2):
+        at(102.0)
+        with Ledger(tmp_path, clock=lambda: now[0], inline=True, began=100.0, held={"a", "b"}) as ledger:
+            a = opened("a")
+            at(103.0)
+            b, c = opened("b"), opened("c")
+            at(104.0)
+            c.close()
+            ledger.stopping()
+            a.close()
+            at(105.0)
+            b.close()
+            at(109.0)
+            seconds = ledger.seconds
+    assert seconds == 18.0
+    with Reader(tmp_path) as reader:
+        found = reader.intervals()
+    assert tears([i for i in found if i.resource != "c"], start=0.0, end=18.0) == []
+    assert [(i.t0, i.t1) for i in found if i.resource == "c"] == [(3.0, 4.0), (12.0, 13.0)]
+    assert {i.resource for i in found if i.cause == "stopping"} == {"a", "b"}
+
+
+def test_no_event_reaches_the_ledger_unseen(tmp_path: Path) -> None:
+    """Of leases, clocks and parts alike: a terminal chooses from all events."""
+    seen: list[RunEvent] = []
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        with Ledger(tmp_path, clock=now, inline=True, on_event=seen.append) as ledger:
+            ResourceClock(role="engine", resource="e", recorder=ledger, clock=now).close()
+            hold = Leases(ledger).hold("lake-1", "a step of its environment", 0.001, Expiry.GAP_FILL)
+            with pytest.raises(LeaseExpired), hold:
+                await asyncio.Event().wait()
+
+    asyncio.run(main())
+    with Reader(tmp_path) as reader:
+        held = [event.kind for event in reader.events()]
+    assert held == [event.kind for event in seen] == ["resource_opened", "resource_closed", "lease_expired"]
 
 
 @pytest.mark.parametrize("inline", [True, False])
