@@ -396,14 +396,16 @@ class AwsDeployer:
 
     def _prune(self, control: Control, name: str) -> None:
         """Keep `keep_versions` of the versions that were current, as many that only runs called, and each that an alias
-        names."""
-        named = {alias.number for alias in control.aliases(name)}
-        deployed = set(control.deployed(name))
-        versions = control.versions(name)
-        for group in ([v for v in versions if v.number in deployed], [v for v in versions if v.number not in deployed]):
-            for old in group[self.settings.keep_versions :]:
-                if old.number not in named:
-                    control.remove(name, old.number)
+        names. What cannot be removed (a run's role need not allow it) is left to the next deployment."""
+        with contextlib.suppress(ServerlessError):
+            named = {alias.number for alias in control.aliases(name)}
+            deployed = set(control.deployed(name))
+            versions = control.versions(name)
+            called = [v for v in versions if v.number not in deployed]
+            for group in ([v for v in versions if v.number in deployed], called):
+                for old in group[self.settings.keep_versions :]:
+                    if old.number not in named:
+                        control.remove(name, old.number)
 
     def _remove_expired(self, control: Control, name: str) -> None:
         """Aliases of runs that have not renewed their leases. One that cannot be removed is left to the next."""

@@ -257,11 +257,11 @@ class Control:
         return told
 
     def point(self, name: str, version: Version) -> None:
-        """Make a version current."""
+        """Make a version current. The alias moves last: what fails has moved nothing."""
         numbers = [n for n in self.deployed(name) if n != version.number][1 - _CURRENT_MOST :]
-        self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
         with translated(f"tagging {name}"):
             self._lambda.tag_resource(Resource=version.unqualified, Tags={_DIGEST_TAG: version.digest})
+        self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
 
     def name(self, name: str, alias: str, number: str, description: str) -> None:
         """Let an alias name a version; it is made where there is none."""

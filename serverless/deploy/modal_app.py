@@ -27,7 +27,7 @@ from serverless.backends.modal_calls import Answered, Pinned, call_pinned, pin
 from serverless.backends.modal_versions import PROVIDER, Ledger, ModalSettings, Place
 from serverless.deploy.modal_entry import VERSION
 from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, PackageError, SpecInvalid
+from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid
 from serverless.meter import MeterSink, NullMeter, billed_seconds
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
@@ -199,8 +199,8 @@ class ModalDeployer:
                 bounds = {**await self._set(name, ledger.live), **_bounds(package.spec)}
                 if bounds:
                     await target.handle.autoscaler.update.aio(**bounds)
-                await app.set_tags.aio(fresh.tags(), client=place.client)
                 await self._cool(name, ledger.live)
+                await app.set_tags.aio(fresh.tags(), client=place.client)
                 return await self._deployed(name, fresh, number)
         except BaseException:
             if not ledger.live:
@@ -265,8 +265,8 @@ class ModalDeployer:
             return ledger
         warm = (await self._set(name, ledger.live)).get("min_containers", 0)
         await self.place.function(name, number).autoscaler.update.aio(min_containers=warm)
-        await app.set_tags.aio(ledger.pointed(number).tags(), client=self.place.client)
         await self._cool(name, ledger.live)
+        await app.set_tags.aio(ledger.pointed(number).tags(), client=self.place.client)
         return ledger.pointed(number)
 
     async def _set(self, name: str, number: int) -> dict[str, int]:
@@ -278,7 +278,7 @@ class ModalDeployer:
         return {key: value for key, value in bounds.items() if value}
 
     async def _cool(self, name: str, number: int) -> None:
-        """A version that is no longer live keeps no container warm."""
+        """A version that is no longer live keeps no container warm. Called first: what fails has moved nothing."""
         if number:
             with contextlib.suppress(modal_client.library().exception.NotFoundError):
                 await self.place.function(name, number).autoscaler.update.aio(min_containers=0)
@@ -299,17 +299,26 @@ class ModalDeployer:
 
     async def _deployed(self, name: str, ledger: Ledger, number: int) -> Deployed:
         place = self.place
-        target = await pin(place, name, number, ledger.versions[number])
-        settings = await target.handle.autoscaler.settings.aio()
-        return Deployed(
+        found = Deployed(
             function=name,
             provider=self.provider,
-            version=target.version,
+            version=ledger.versions[number],
             provider_version=str(number),
             current=number == ledger.live,
             created=ledger.created(number),
-            memory_mb=target.memory_mb,
             endpoint=f"{place.app(name)}@{number}",
+            warm=None,
+            concurrency=None,
+        )
+        try:
+            with modal_client.translated():
+                target = await pin(place, name, number, found.version)
+                settings = await target.handle.autoscaler.settings.aio()
+        except ServerlessError as error:  # only what is shown is missing
+            return replace(found, problem=error.message)
+        return replace(
+            found,
+            memory_mb=target.memory_mb,
             warm=settings.min_containers or 0,
             concurrency=settings.max_containers or 0,
         )

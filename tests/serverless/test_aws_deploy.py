@@ -218,13 +218,19 @@ def test_a_look_up_that_fails_after_the_alias_has_moved_is_no_failed_deployment(
     path = "GET /2019-09-30/functions/rollart-behave/provisioned-concurrency"
 
     async def main() -> Any:
-        async with deployer(plane) as aws:
+        async with deployer(plane, keep_versions=1) as aws:
             plane.refusals[path] = [refusal(403, "AccessDeniedException", "not authorized")] * 8
             first = await aws.deploy(package())
             with pytest.raises(BackendFailed, match="version 1 is current, but"):
                 await aws.deploy(package(warm=1))
             plane.refusals.clear()
-            return first, await aws.deploy(package(warm=1)), await aws.deploy(package(warm=1))
+            again, third = await aws.deploy(package(warm=1)), await aws.deploy(package(warm=1))
+            plane.refusals["DELETE /2015-03-31/functions/rollart-behave"] = [
+                refusal(403, "AccessDeniedException", "not authorized")
+            ] * 8
+            unpruned = await aws.deploy(package(memory_mb=256))
+            assert (unpruned.current, unpruned.problem) == (True, "")
+            return first, again, third
 
     first, again, third = asyncio.run(main())
     assert (first.current, first.warm) == (True, None)

@@ -120,6 +120,19 @@ def test_needs_become_modals_settings(plane: PlaneProcess, tmp_path: pathlib.Pat
     asyncio.run(main())
 
 
+def test_a_look_that_fails_after_the_version_is_live_is_no_failed_deployment(
+    plane: PlaneProcess, tmp_path: pathlib.Path
+) -> None:
+    async def main() -> None:
+        async with both(plane) as (deployer, _, _):
+            plane.fail("FunctionGetSchedulingParams", "INVALID_ARGUMENT", "no settings")
+            first = await deployer.deploy(scoring(tmp_path, "1.0"))
+            assert (first.current, first.warm) == (True, None)
+            assert "no settings" in first.problem
+
+    asyncio.run(main())
+
+
 def test_the_same_digest_again_is_no_deployment(plane: PlaneProcess, tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with both(plane) as (deployer, backend, _):
