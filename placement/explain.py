@@ -18,7 +18,7 @@ from placement import phases
 from placement.baselines import gain
 from placement.performance import InstanceModel
 from placement.problem import Problem
-from placement.publish import Publishing, Transport
+from placement.publish import LOADING, Publishing, Transport
 from placement.solve import solve
 from placement.tableau import channels
 from placement.types import Device, Infeasible, Link, Objective, Placement, Pool, Role
@@ -252,10 +252,12 @@ def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
         return _marginal(placement, more, _resolved(asked, placement), solved=True)
 
     yield solved(_More("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
-    leg = path.slower
-    faster, links = window.publish.faster(leg, problem.links, 2.0)
-    name = leg.limit if leg.link is None else "–".join(leg.link)
-    yield solved(_More(name, leg.gb_per_s, "GB/s", f"{leg.limit} twice as fast"), faster, links)
+    faster = window.publish.faster(path, problem.links, 2.0)
+    if faster is not None:
+        leg = path.slower
+        name = path.limit if path.limit == LOADING or leg.link is None else "–".join(leg.link)
+        gb_per_s = path.load_gb_per_s if path.limit == LOADING else leg.gb_per_s
+        yield solved(_More(name, gb_per_s, "GB/s", f"{path.limit} twice as fast"), *faster)
     if path.transport is not Transport.COLLECTIVE:
         broadcast = replace(window.publish, transport=Transport.COLLECTIVE)
         yield solved(_More("broadcast", 0, "", "with weights.collective"), broadcast)

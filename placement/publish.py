@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 
 from placement.types import Link, Pool
 
-__all__ = ["PRESETS", "STORE", "Leg", "PublishPath", "PublishSpeeds", "Publishing", "Transport"]
+__all__ = ["LOADING", "PRESETS", "STORE", "Leg", "PublishPath", "PublishSpeeds", "Publishing", "Transport"]
 
 STORE = "store"
 """The end of a link that is where versions lie: the run's directory, or the store between trainer and engines."""
@@ -34,6 +34,9 @@ LOAD_GB_PER_S = 61.02 / 9.442
 """GB/s at which an engine loads its host's copy: 61.02 GB stood still for 9.6 s with their last bucket (RA-16); the
 figure is RA-7's for the same bytes over RDMA, which simulations were tuned to. It did not grow with the ranks of an
 engine there."""
+
+LOADING = "loading"
+"""Limit of a path whose engines take longest to load."""
 
 DEVICES_PER_HOST = 8
 """GPUs of a host whose type does not say how many it has."""
@@ -78,12 +81,14 @@ link of 200 Gb/s (RA-16), one pull over RDMA 2.6 GB/s (RA-7)."""
 @dataclass(frozen=True, slots=True)
 class Leg:
     """One part of the path. `link`: the ends of the link that limits it; None: a measured speed, or a host's own
-    network. `assumed`: neither was stated, so that the figure is a guess."""
+    network. `assumed`: neither was stated, so that the figure is a guess. `instead`: the link that would replace the
+    path's own networks in this part, as fast as they are."""
 
     gb_per_s: float
     limit: str
     link: tuple[str, str] | None = None
     assumed: bool = False
+    instead: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class PublishPath:
     bucket_gb: float
     overlaps: bool
     """Hosts pull while the rest is pushed."""
+    load_assumed: bool = False
+    """Nobody stated how fast engines load: `LOAD_GB_PER_S`."""
 
     @property
     def push_s(self) -> float:
@@ -127,7 +134,7 @@ class PublishPath:
     @property
     def limit(self) -> str:
         """What takes longest."""
-        return "loading" if self.load_s > max(self.push_s, self.pull_s) else self.slower.limit
+        return LOADING if self.load_s > max(self.push_s, self.pull_s) else self.slower.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +165,26 @@ class Publishing:
         paths = [_path(self, network, trainer, pool) for pool in sorted(set(serving) or {trainer})]
         return max(paths, key=lambda path: path.seconds)
 
-    def faster(self, leg: Leg, links: Sequence[Link], factor: float) -> tuple[Publishing, tuple[Link, ...]]:
-        """The same with the limit of one leg `factor` times as fast: its link (of `links`, which come back too, or of
-        the store), or else the measured speed."""
+    def faster(
+        self, path: PublishPath, links: Sequence[Link], factor: float
+    ) -> tuple[Publishing, tuple[Link, ...]] | None:
+        """The same with what takes longest on a path `factor` times as fast: loading, a link (of `links`, which come
+        back too, or of the store), a measured speed, or the networks of hosts. None: none of these can be."""
+        if path.limit == LOADING:
+            speeds = replace(self.speeds, load_gb_per_s=path.load_gb_per_s * factor)
+            return replace(self, speeds=speeds), tuple(links)
+        leg = path.slower
         if leg.link is not None:
             found = tuple(_scaled(link, leg.link, factor) for link in links)
             return replace(self, store_links=tuple(_scaled(x, leg.link, factor) for x in self.store_links)), found
         measured = {MEASURED[name]: name for name in self.speeds.stated()}
-        if leg.limit not in measured:  # a guess, or a host's own network
-            return self, tuple(links)
-        speeds = replace(self.speeds, **{measured[leg.limit]: leg.gb_per_s * factor})
-        return replace(self, speeds=speeds), tuple(links)
+        if leg.limit in measured:
+            speeds = replace(self.speeds, **{measured[leg.limit]: leg.gb_per_s * factor})
+            return replace(self, speeds=speeds), tuple(links)
+        if leg.instead is None:
+            return None
+        more = replace(leg.instead, gb_per_s=leg.instead.gb_per_s * factor)
+        return replace(self, store_links=(*self.store_links, more)), tuple(links)
 
 
 MEASURED = {
@@ -227,8 +243,8 @@ def _path(asked: Publishing, network: _Network, trainer: str, serving: str) -> P
             sent = _slowest(sent, network.between(trainer, serving, 1))
         sent, nothing = _capped(sent, speeds, "broadcast_gb_per_s"), Leg(math.inf, "nothing")
         return PublishPath(asked.transport, asked.gb, sent, nothing, math.inf, asked.bucket_gb, overlaps=True)
-    push = network.link(trainer, STORE) or network.between(trainer, trainer, 1)
-    pull = network.link(STORE, serving, hosts) or network.between(trainer, serving, hosts)
+    push = network.link(trainer, STORE) or _replaceable(network.between(trainer, trainer, 1), trainer, 1)
+    pull = network.link(STORE, serving, hosts) or _replaceable(network.between(trainer, serving, hosts), serving, hosts)
     return PublishPath(
         asked.transport,
         asked.gb,
@@ -237,6 +253,7 @@ def _path(asked: Publishing, network: _Network, trainer: str, serving: str) -> P
         LOAD_GB_PER_S if speeds.load_gb_per_s is None else speeds.load_gb_per_s,
         asked.bucket_gb,
         overlaps=asked.transport is Transport.STORE and asked.ahead,
+        load_assumed=speeds.load_gb_per_s is None,
     )
 
 
@@ -246,6 +263,10 @@ def _capped(leg: Leg, speeds: PublishSpeeds, name: str) -> Leg:
     if math.isinf(gb_per_s) or (gb_per_s >= leg.gb_per_s and not leg.assumed):
         return leg
     return Leg(gb_per_s, MEASURED[name])
+
+
+def _replaceable(leg: Leg, pool: str, copies: int) -> Leg:
+    return replace(leg, instead=Link(pool, STORE, leg.gb_per_s * copies))
 
 
 def _slowest(*legs: Leg) -> Leg:

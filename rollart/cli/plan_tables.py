@@ -143,11 +143,18 @@ def _tail(resolved: Resolved) -> list[str]:
 
 
 def _guessed(resolved: Resolved) -> list[str]:
-    legs = [leg for path in publish_paths(resolved).values() for leg in (path.push, path.pull) if leg.assumed]
-    return [
-        f"assumed: {leg.limit} carries {leg.gb_per_s:.3g} GB/s of weights; declare it in the cluster's `links`, or a "
-        "measured speed in `publish`"
-        for leg in dict.fromkeys(legs)
+    paths = publish_paths(resolved).values()
+    legs = [(leg.limit, leg.gb_per_s) for path in paths for leg in (path.push, path.pull) if leg.assumed]
+    notes = [
+        f"assumed: {limit} carries {gb_per_s:.3g} GB/s of weights; declare it in the cluster's `links`, or a measured "
+        "speed in `publish`"
+        for limit, gb_per_s in dict.fromkeys(legs)
+    ]
+    loads = {path.load_gb_per_s for path in paths if path.load_assumed}
+    return notes + [
+        f"assumed: an engine loads a version at {load:.3g} GB/s, as published of RollArt; measure it (`rollart "
+        "calibrate --from RUN`), or state `publish.load_gb_per_s`"
+        for load in loads
     ]
 
 

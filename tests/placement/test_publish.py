@@ -80,12 +80,28 @@ def test_the_slowest_pool_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("transport", list(Transport))
-@pytest.mark.parametrize("gb_per_s", [1.0, 100.0, 1000.0])
-def test_what_limits_a_publish_shortens_it(transport: Transport, gb_per_s: float) -> None:
-    asked, links = Publishing(64.0, transport), (*INSIDE, Link("train", "serve", gb_per_s))
+@pytest.mark.parametrize("speeds", [PublishSpeeds(), PublishSpeeds(0.9, 1.9, 40.0, 0.4)])
+@pytest.mark.parametrize(
+    "links",
+    [(), *((*INSIDE, Link("train", "serve", gb_per_s)) for gb_per_s in (1.0, 100.0, 1000.0))],
+    ids=["none declared", "slow", "fast", "faster than the load"],
+)
+def test_what_limits_a_publish_twice_as_fast_takes_half_as_long(
+    transport: Transport, speeds: PublishSpeeds, links: tuple[Link, ...]
+) -> None:
+    asked = Publishing(64.0, transport, speeds=speeds)
     path = asked.path(POOLS, links, "train", "serve")
-    faster, wider = asked.faster(path.slower, links, 2.0)
-    assert faster.path(POOLS, wider, "train", "serve").seconds < path.seconds
+    found = asked.faster(path, links, 2.0)
+    if found is None:
+        assert transport is Transport.COLLECTIVE
+        assert not links
+        return
+    faster, wider = found
+    again = faster.path(POOLS, wider, "train", "serve")
+    longest = max(path.push_s, path.pull_s, path.load_s)
+    assert sorted((again.push_s, again.pull_s, again.load_s)) == pytest.approx(
+        sorted([longest / 2, *sorted((path.push_s, path.pull_s, path.load_s))[:-1]])
+    )
 
 
 @given(st.sampled_from(Transport), st.floats(0.5, 500), st.floats(0.1, 1000), st.floats(1.01, 10), st.floats(0.01, 100))
