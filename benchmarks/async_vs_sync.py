@@ -77,7 +77,7 @@ def latency(scale: float) -> list[dict[str, float]]:
 
 def learning(steps: int, episodes: int) -> dict[str, Any]:
     """The quickstart in both schedules, one after the other."""
-    from rollart.compose import launch
+    from rollart.compose.launch import launch
     from rollart.ports import RunEvent
     from rollart.spec.resolve import resolve_files
 

@@ -34,7 +34,7 @@ RUN, CLUSTER = "configs/runs/agentic-math-32b.yaml", "configs/clusters/rollart-9
 
 CHILD = """
 import asyncio, json, sys
-from rollart.compose import launch
+from rollart.compose.launch import launch
 from rollart.errors import RollartError
 from rollart.spec.resolve import resolve_files
 began, seen, found = None, [], None

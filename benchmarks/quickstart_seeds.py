@@ -20,7 +20,7 @@ from typing import Any
 
 CHILD = """
 import json, sys
-from rollart.compose import launch
+from rollart.compose.launch import launch
 from rollart.spec.resolve import resolve_files
 told = {}
 def watch(event):

@@ -15,13 +15,33 @@ from typing import Any
 
 from rollart.errors import UsageError
 
-__all__ = ["Architecture", "architecture_of", "read_architecture", "refuse_unsupported", "stamp_of", "weight_files"]
+__all__ = [
+    "LINEAR",
+    "Architecture",
+    "architecture_of",
+    "read_architecture",
+    "refuse_truncated",
+    "refuse_unsupported",
+    "stamp_of",
+    "weight_files",
+]
 
 FAMILIES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
 """Supported architectures, and whether they normalise queries and keys per head."""
 
 TYPES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 """Architecture by `model_type`, for a configuration that does not name its own."""
+
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+"""Keys that a configuration must have. transformers fills in the sizes of a model of several billion parameters."""
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear modules of a supported decoder layer."""
+
+AGAIN = "download or copy it again"
+
+HEADER_BYTES = 100_000_000
+"""Longest header that the safetensors format allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +115,23 @@ def weight_files(directory: str | Path) -> list[Path]:
     return [path / name for name in names]
 
 
+def refuse_truncated(file: Path) -> None:
+    """`UsageError` for a safetensors file without a header, or with tensors past its end: a download that broke off.
+    Reads the header alone."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = dict(json.loads(stream.read(min(length, HEADER_BYTES))))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        size, wanted = file.stat().st_size, 8 + length + max(ends, default=0)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError(f"{file} is no safetensors file: its header cannot be read", remedy=AGAIN) from None
+    if size < wanted:
+        raise UsageError(f"{file} ends after {size} of {wanted} bytes", remedy=AGAIN)
+
+
 def stamp_of(directory: str | Path) -> str:
     """The stamp of a published version's content: a hash over the file hashes in its marker, or the `stamp` that the
     marker of a copy names. '' for a marker with neither, or none. Reads the marker alone, not the weights."""
@@ -114,6 +151,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} does not exist", remedy="pass a Hugging Face checkpoint directory") from None
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path} is not a JSON object")
     return value
@@ -136,8 +175,23 @@ def refuse_unsupported(config: Mapping[str, Any], path: str | Path) -> str:
         raise UsageError(f"{path}: sliding-window attention is not supported")
     if config.get("quantization_config"):
         raise UsageError(f"{path}: quantised checkpoints are not supported")
+    _refuse_sizes(config, path)
     _rope(path, config)
     return family
+
+
+def _refuse_sizes(config: Mapping[str, Any], path: str | Path) -> None:
+    for key in SIZES:
+        if not isinstance(config.get(key), int) or config[key] < 1:
+            raise UsageError(f"{path}: {key} is {config.get(key)!r} (rule: a size, 1 or more)")
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if heads % (config.get("num_key_value_heads") or heads):
+        raise UsageError(
+            f"{path}: num_attention_heads is {heads} and num_key_value_heads {config['num_key_value_heads']} (rule: "
+            "every key-value head serves as many query heads)"
+        )
+    if not config.get("head_dim") and hidden % heads:
+        raise UsageError(f"{path}: hidden_size is {hidden} and num_attention_heads {heads} (rule: a multiple)")
 
 
 def _rope(path: str | Path, config: Mapping[str, Any]) -> tuple[float, Mapping[str, float] | None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from rollart.errors import SpecError
+from rollart.errors import SpecError, one_line
 
 __all__ = ["HubTokenizer"]
 
@@ -26,7 +26,11 @@ class HubTokenizer:
             raise SpecError(
                 f"no tokenizer.json in {directory}", remedy="model.path must be a Hugging Face model directory"
             )
-        self._backend = Backend.from_file(str(path))
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise SpecError(f"{path} is no tokenizer: {one_line(error)}") from None
+        self._unknown: str | None = getattr(self._backend.model, "unk_token", None)
         self._short = lru_cache(maxsize=CACHED_TEXTS)(self._encode)
         self.token = lru_cache(maxsize=CACHED_TEXTS)(self._token)
         self.token_id = lru_cache(maxsize=CACHED_TEXTS)(self._token_id)
@@ -53,4 +57,6 @@ class HubTokenizer:
         ids = self._encode(text)
         if len(ids) != 1:
             raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary, a legal action must be exactly one")
+        if self._unknown is not None and text != self._unknown == self._token(ids[0]):
+            raise ValueError(f"{text!r} is not in this vocabulary, which reads it as {self._unknown}")
         return ids[0]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,7 @@ from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 
 if TYPE_CHECKING:
     from rollart.report.rows import Report, RunRows
-    from rollart.spec.resolve import Resolved
+    from rollart.spec.resolve import Resolved, Specs
 
 __all__ = ["launch", "split_arguments"]
 
@@ -59,50 +60,37 @@ def launch(
     prefix `cluster.`.
     """
     from rollart.compose.cautions import cautions
-    from rollart.compose.preflight import refuse_unlaunchable
+    from rollart.compose.preflight import launchable
+    from rollart.compose.resumed import refuse_changed
+    from rollart.spec.resolve import read_specs, resolve_saved
     from rollart.spec.where import Where
 
     run_file, overrides = split_arguments(arguments)
     if name is not None and (not name or name != Path(name).name or name in (".", "..")):
         raise UsageError(f"--name '{name}' (rule: one directory name)")
-    if resume is not None:
-        if run_file is not None or cluster is not None or name is not None:
-            raise UsageError(
-                "--resume continues a run as it was started",
-                remedy="leave RUN.yaml, --cluster and --name out; KEY=VALUE may change keys",
-            )
-        from rollart.spec.resolve import resolve_saved
-
-        directory = find_run(resume, runs_dir)
-        with native_output_to_stderr():
-            resolved = resolve_saved(directory / RESOLVED, overrides, measure=measure)
-    else:
-        from rollart.spec.resolve import resolve_files
-
-        with native_output_to_stderr():
-            resolved = resolve_files(run_file, cluster, overrides, measure=measure)
-    if resume is not None:
-        from rollart.compose.resumed import refuse_changed
-
-        for change in refuse_changed(resolved, directory):
-            click.echo(f"this resume changes {change}", err=True)
-    where = Where.saved(directory / RESOLVED) if resume is not None else Where.files(run_file, cluster, overrides)
+    if resume is not None and (run_file is not None or cluster is not None or name is not None):
+        raise UsageError(
+            "--resume continues a run as it was started",
+            remedy="leave RUN.yaml, --cluster and --name out; KEY=VALUE may change keys",
+        )
+    specs: Specs | Resolved
+    with native_output_to_stderr():
+        if resume is not None:
+            directory = find_run(resume, runs_dir)
+            where = Where.saved(directory / RESOLVED)
+            specs = resolve_saved(directory / RESOLVED, overrides, measure=measure)
+            for change in refuse_changed(specs, directory):
+                click.echo(f"this resume changes {change}", err=True)
+        else:
+            _refuse_directory(runs_dir, name)
+            specs = read_specs(run_file, cluster, overrides, measure=measure)
+            where = Where.files(run_file, cluster, overrides)
+        resolved = launchable(specs, where, others=not dry_run)
     if dry_run:
-        with native_output_to_stderr():
-            refuse_unlaunchable(resolved, where)
         _show(resolved)
         return
-    from rollart.compose.extras import refuse_missing
-
-    refuse_missing(resolved)
     for line in cautions(resolved):
         click.echo(f"warning: {line}", err=True)
-    with native_output_to_stderr():
-        refuse_unlaunchable(resolved, where)
-    if resolved.cluster.engines.kind == "vllm":  # others have nothing to look for, and need not wait for imports
-        from rollart.compose.vllm_home import ready
-
-        ready(resolved)
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved)
     if detach:
@@ -115,12 +103,15 @@ def _show(resolved: Resolved) -> None:
     """The dry run's page: specs and plan as YAML, the rest as comments."""
     from rollart.compose.cautions import cautions
     from rollart.compose.dry import commands
+    from rollart.compose.preflight import unasked
 
     click.echo(resolved.to_yaml(), nl=False)
     for line in commands(resolved):
         click.echo(f"# {line}")
     for line in cautions(resolved):
         click.echo(f"# warning: {line}")
+    for line in unasked(resolved):
+        click.echo(f"# not checked: {line}")
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
@@ -174,7 +165,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
     _refuse_running(directory)
     crash_directory.set(directory)
     from rollart.cli.progress import ProgressLines
-    from rollart.compose import launch as start
+    from rollart.compose.launch import launch as start
     from rollart.ledger.database import FILE
 
     previous = signal.signal(signal.SIGTERM, _terminate)
@@ -201,6 +192,24 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
     _show_reports(directory)
 
 
+def _refuse_directory(runs: Path, name: str | None) -> None:
+    """StorageFailed or UsageError where the directory of a new run cannot be made. Leaves nothing behind."""
+    if name is not None and (runs / name).exists():
+        raise UsageError(
+            f"run '{name}' exists in {runs}", remedy=f"continue it with --resume {name}, or choose another name"
+        )
+    there = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".new-"):
+            pass
+    except OSError as error:
+        raise _unwritable(runs, error) from None
+
+
+def _unwritable(runs: Path, error: OSError) -> StorageFailed:
+    return StorageFailed(f"{runs}: cannot be written: {error.strerror}", remedy="choose another place with --runs-dir")
+
+
 def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
     """Make the run's directory, which must be new. It appears with its specs in it, so it is a run from then on."""
     made = runs / f".new-{os.getpid()}"
@@ -215,18 +224,14 @@ def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
                 if not directory.exists():  # rename would replace an empty one
                     made.rename(directory)
                     return directory
-            if name is not None:
+            if name is not None:  # another process took it at this moment
                 shutil.rmtree(made)
-                raise UsageError(
-                    f"run '{name}' exists in {runs}", remedy=f"continue it with --resume {name}, or choose another name"
-                )
+                _refuse_directory(runs, name)
             n += 1
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:  # another process took the name at this moment
             return _new_directory(runs, name, resolved)
-        raise StorageFailed(
-            f"{runs}: cannot be written: {error.strerror}", remedy="choose another place with --runs-dir"
-        ) from None
+        raise _unwritable(runs, error) from None
 
 
 def _show_reports(directory: Path) -> None:

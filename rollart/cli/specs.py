@@ -8,7 +8,7 @@ import json
 import click
 
 from rollart.cli.context import native_output_to_stderr
-from rollart.errors import SpecError
+from rollart.errors import RollartError, SpecError
 
 __all__ = ["schema", "validate"]
 
@@ -18,27 +18,30 @@ __all__ = ["schema", "validate"]
 def validate(files: tuple[str, ...]) -> None:
     """Check run, cluster, price and fault files.
 
-    Every problem comes with its file, line and column. Of a run, the model's directory and configuration are read, the
-    reward functions are packed, and each environment is made once where it would live: in this process, or by the
-    hosts' interpreter of a cluster file beside it.
+    Every problem comes with its file, line and column. A run is checked as `rollart launch` checks it before it starts
+    anything, on the cluster file beside it or on this machine: the model's files are read, the tokenizer is loaded, the
+    reward functions are packed, each environment is made once where it would live, and the parts are placed. What only
+    other machines can answer is named and not asked.
     """
     from rollart.spec.load import load_file
     from rollart.spec.run import RunSpec
 
-    problems: list[str] = []
-    clusters: list[str | None] = [*_clusters(files)]
+    errors: list[RollartError] = []
+    clusters = _clusters(files)
     for path in files:
         try:
             spec = load_file(path)
             if isinstance(spec, RunSpec):
-                for cluster in clusters or [None]:
-                    _look(path, cluster)
-        except SpecError as error:
-            problems.append(str(error))
+                _look(path, clusters)
+        except RollartError as error:
+            errors.append(error)
         else:
             click.echo(f"{path}: ok ({type(spec).__name__})")
-    if problems:
-        raise SpecError("\n".join(problems))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        worst = max(errors, key=lambda error: error.exit_code)
+        raise type(worst)("\n".join(map(str, errors)))
 
 
 def _clusters(files: tuple[str, ...]) -> list[str]:
@@ -54,18 +57,27 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _look(run: str, cluster: str | None) -> None:
-    """Whether a launch would refuse the run."""
+def _look(run: str, clusters: list[str]) -> None:
+    """`RollartError` for what a launch of the run would refuse."""
+    from rollart.cli.profiles import measure
     from rollart.compose.cautions import cautions
-    from rollart.compose.preflight import refuse_unlaunchable
+    from rollart.compose.preflight import for_plans, launchable, refuse_files, unasked
     from rollart.spec.resolve import read_specs
     from rollart.spec.where import Where
 
-    with native_output_to_stderr():
-        specs = read_specs(run, cluster)
-        refuse_unlaunchable(specs, Where.files(run, cluster), plan=True)
-        for line in cautions(specs):
-            click.echo(f"{run}: warning: {line}", err=True)
+    every: list[str | None] = [*clusters] or [None]
+    for cluster in every:
+        with native_output_to_stderr():
+            specs = read_specs(run, cluster, measure=measure)
+            where = Where.files(run, cluster)
+            if for_plans(specs) or len(every) > 1:
+                refuse_files(specs, where)
+                notes = ["what a launch would start"]
+                notes[0] += ": the model has no weights" if for_plans(specs) else ": give one cluster file"
+            else:
+                notes = list(unasked(launchable(specs, where, others=False)))
+        for line in (*(f"warning: {one}" for one in cautions(specs)), *(f"not checked: {one}" for one in notes)):
+            click.echo(f"{run}: {line}", err=True)
 
 
 @click.command()

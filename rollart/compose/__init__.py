@@ -1,5 +1,4 @@
-"""The composition root: from a resolved spec to a running control plane. Only here are concrete adapters named."""
+"""The composition root: from a resolved spec to a running control plane. Only here are concrete adapters named.
 
-from rollart.compose.launch import launch
-
-__all__ = ["launch"]
+Importing the package imports none of its modules: a command that only checks a spec must not wait for a run's parts.
+"""

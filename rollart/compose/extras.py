@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollart.compose.outside import refuse_outside
 from rollart.errors import SpecError
-from rollart.spec.resolve import Resolved
+from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import HarnessSpec
 
-__all__ = ["Need", "needs", "refuse_missing"]
+__all__ = ["Need", "needs", "refuse_missing", "refuse_without_cuda", "torch_build"]
 
 ENVIRONMENTS = {
     "rollart.adapters.envs.frozen_lake": "gymnasium",
@@ -40,11 +41,12 @@ class Need:
         return f"pip install 'rollart[{self.extra}]'"
 
 
-def needs(resolved: Resolved) -> Iterator[Need]:
+def needs(resolved: Resolved | Specs) -> Iterator[Need]:
     """Of the interpreter that rollart runs in. A module may be asked for more than once."""
     run, cluster = resolved.run, resolved.cluster
     if cluster.trainer.external is None:
         yield Need("torch", "local", "the embedded trainer")
+        yield Need("transformers", "local", "the embedded trainer")
     if run.training.lora is not None:
         yield Need("peft", "lora", "training.lora")
     if cluster.runtime.backend == "ray":
@@ -60,7 +62,7 @@ def needs(resolved: Resolved) -> Iterator[Need]:
                 yield Need(module, "envs", f"domains.{domain.name}.environment")
 
 
-def refuse_missing(resolved: Resolved) -> None:
+def refuse_missing(resolved: Resolved | Specs) -> None:
     """`SpecError` for the first that is not here, or a token that is not. What runs on machines of a cluster of others
     is theirs to have."""
     runtime = resolved.cluster.runtime
@@ -69,3 +71,21 @@ def refuse_missing(resolved: Resolved) -> None:
         if need.needed and not need.here and (not elsewhere or need.module == "ray"):
             raise SpecError(f"{need.asked}, and {need.module} is not installed", remedy=need.remedy)
     refuse_outside(resolved)
+
+
+def torch_build() -> str:
+    """What the installed torch was built for, as its version says after a `+`: `cpu`, `cu128`; '' where it says
+    nothing, or torch is not here. torch is not imported."""
+    try:
+        return importlib.metadata.version("torch").partition("+")[2]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def refuse_without_cuda(part: str) -> None:
+    """`SpecError` for a part on a GPU of this machine, where torch is built for cores alone."""
+    if torch_build() == "cpu":
+        raise SpecError(
+            f"{part} computes on a GPU, and the torch that is installed here is built for CPU cores alone",
+            remedy="pip install torch of an index with CUDA builds, or plan the part on cores",
+        )

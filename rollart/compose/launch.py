@@ -18,8 +18,6 @@ from rollart.compose.clusters import tell
 from rollart.compose.crews import keepers
 from rollart.compose.elastic import follow
 from rollart.compose.environments import examples_of, watch_memory
-from rollart.compose.extras import refuse_missing
-from rollart.compose.parallelism import refuse_lending
 from rollart.compose.preflight import decided, refuse_unlaunchable
 from rollart.compose.prepare import produce_artefacts, warm_start_samples
 from rollart.compose.resumed import refuse_changed
@@ -118,14 +116,12 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     if resolved.base not in sys.path:
         # A spec names the user's environments and functions; they lie beside it.
         sys.path.insert(0, resolved.base)
-    refuse_missing(resolved)
     refuse_unlaunchable(resolved)
     resolved = decided(resolved)
     if resume:
         refuse_changed(resolved, directory)
     start = start_from(resolved, directory) if resume else Start(resolved)
     resolved = start.resolved
-    refuse_lending(resolved)
     async with wire(start, directory, progress, began=began) as parts:
         recovered = await parts.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:

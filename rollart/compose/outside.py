@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from rollart.errors import SpecError
-from rollart.spec.resolve import Resolved
+from rollart.spec.resolve import Resolved, Specs
 
 __all__ = ["bridge_start", "refuse_outside"]
 
@@ -25,14 +25,14 @@ def bridge_start(resolved: Resolved, directory: Path, config: Path) -> tuple[lis
     return arguments, {}
 
 
-def refuse_outside(resolved: Resolved) -> None:
+def refuse_outside(resolved: Resolved | Specs) -> None:
     """SpecError where the outside trainer's token is to be in a variable, and is not."""
     variable = _variable(resolved)
     if resolved.cluster.trainer.external is not None and variable:
         _token(variable)
 
 
-def _variable(resolved: Resolved) -> str:
+def _variable(resolved: Resolved | Specs) -> str:
     return (resolved.cluster.trainer.external_token or "").partition("env:")[2]
 
 

@@ -1,9 +1,10 @@
-"""What is wrong with a run, found from its specs before anything is started, by the code that a launch runs.
+"""What a launch asks before its first part starts. `validate`, the dry run and the launch ask it by one function.
 
-The model's configuration is read as the embedded engine reads it, the reward functions are packed as for their workers,
-and environments are looked at where they will live. Those of the controller are made in this process, as they will be.
-Those of hosts are made in one process of the hosts' interpreter, once, in a bounded time. What lives on other machines
-is theirs to have: only those can look.
+The model's configuration and the headers of its weights are read as the embedded engine reads them, the tokenizer is
+loaded, the reward functions are packed as for their workers, and environments are looked at where they will live: those
+of the controller are made in this process, those of hosts in one process of the hosts' interpreter, once, in a bounded
+time. Then every part's program is described as the launch describes it. What lives on other machines is theirs to have,
+and what only they can answer is asked by the launch alone: `unasked` names it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,18 +23,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from placement.types import Role
 from rollart.adapters.envs.look import MODULE, WARM, Trouble, look
-from rollart.architecture import read_architecture, refuse_unsupported, weight_files
+from rollart.adapters.text import HubTokenizer
+from rollart.addresses import host_and_port
+from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
 from rollart.compose.environments import hook, import_paths, made_by_hosts
-from rollart.compose.prepare import harness_of, import_attribute, refuse_incomplete
+from rollart.compose.extras import refuse_missing, refuse_without_cuda
+from rollart.compose.parallelism import refuse_lending
+from rollart.compose.prepare import (
+    harness_of,
+    prepare_tokenizer,
+    refuse_incomplete,
+    stop_tokens,
+    trainer_config,
+)
+from rollart.compose.providers import ready
 from rollart.compose.rewards import check
+from rollart.compose.scaling import scaling_settings
 from rollart.errors import RollartError, SpecError, UsageError
 from rollart.spec.environments import UNLESS_QUICK
-from rollart.spec.resolve import Resolved, Specs
+from rollart.spec.resolve import Resolved, Specs, resolve_specs
 from rollart.spec.where import Found, Where, refuse
 from rollart.spec.work import initial_config
 
-__all__ = ["decided", "environment_problems", "function_problems", "model_problems", "refuse_unlaunchable"]
+__all__ = [
+    "decided",
+    "environment_problems",
+    "for_plans",
+    "function_problems",
+    "launchable",
+    "model_problems",
+    "refuse_files",
+    "refuse_unlaunchable",
+    "unasked",
+]
+
+_launchable: Resolved | None = None
+"""The last run that `launchable` returned to a launch."""
 
 _WELL: dict[str, bool] = {}
 """What was looked at in this process and found well, and whether each environment of it declares itself quick: the
@@ -47,23 +75,116 @@ WATCHED = "rollart.adapters.clusters.pdeathsig"
 INSTALL = "install what it needs where environments live: see docs/environments.md"
 
 
-def refuse_unlaunchable(specs: Resolved | Specs, where: Where | None = None, *, plan: bool = False) -> None:
-    """SpecError with a line for each thing that a launch would refuse later: the model, reward functions, environments,
-    an image hook or interpreter. `where`: the specs' documents, whose lines are named. `plan`: the model may be one
-    for plans alone, with a `config` and no weights."""
+def launchable(specs: Specs | Resolved, where: Where | None = None, *, others: bool = True) -> Resolved:
+    """The run that a launch would start. `RollartError` for what a launch would refuse; `where`: the specs' documents,
+    whose lines are named. `others`: ask other machines as well."""
+    global _launchable
+    refuse_missing(specs)
+    refuse_files(specs, where, launch=True)
+    resolved = specs if isinstance(specs, Resolved) else resolve_specs(specs)
+    _refuse_here(resolved, others)
+    _launchable = resolved if others else None
+    return resolved
+
+
+def refuse_unlaunchable(resolved: Resolved) -> None:
+    """The same. Nothing is asked of a run that `launchable` has just returned."""
+    if resolved is not _launchable:
+        launchable(resolved)
+
+
+def refuse_files(specs: Resolved | Specs, where: Where | None = None, *, launch: bool = False) -> None:
+    """SpecError with a line for each thing that is wrong with what the specs name: the model, reward functions,
+    environments, an image hook or interpreter. `launch`: the model must have weights, or be made on the spot; for plans
+    a configuration is enough."""
     with _path(specs.base):
-        found = [*model_problems(specs, plan=plan), *function_problems(specs)]
+        found = [*model_problems(specs, launch=launch), *function_problems(specs)]
     refuse([*found, *environment_problems(specs)], where)
 
 
-def model_problems(specs: Resolved | Specs, *, plan: bool = False) -> Iterator[Found]:
+def unasked(resolved: Resolved) -> Iterator[str]:
+    """What a launch learns from other machines, each as a clause with whether."""
+    cluster = resolved.cluster
+    if cluster.runtime.backend == "ray" and _elsewhere(resolved) and cluster.runtime.address != "start":
+        yield f"whether a Ray cluster answers at {cluster.runtime.address}, and has nodes for the plan"
+    for url in cluster.engines.attach:
+        yield f"whether {url} serves the model"
+    for provider in cluster.functions.chain if resolved.run.functions else ():
+        if provider != "local":
+            yield f"whether {provider} answers, and takes the credentials of this machine"
+
+
+def _refuse_here(resolved: Resolved, others: bool) -> None:
+    token = resolved.cluster.runtime.token
+    if token is not None and not Path(token).is_file():
+        raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
+    refuse_lending(resolved)
+    with _path(resolved.base):
+        _refuse_programs(resolved)
+    functions = resolved.cluster.functions
+    ready(functions, [function.name for function in resolved.run.functions])
+    scaling_settings(functions.scaling)
+    if resolved.cluster.engines.kind == "vllm":  # others need not wait for imports
+        from rollart.compose.vllm_home import refuse_dead_servers, refuse_without_vllm
+
+        refuse_without_vllm(resolved)
+        if others:
+            refuse_dead_servers(resolved)
+
+
+def _refuse_programs(resolved: Resolved) -> None:
+    """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
+    from rollart.compose.actors import attached, engine_actor, torch_device, trainer_actors
+
+    cluster, plan = resolved.cluster, resolved.plan
+    ours = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
+    with tempfile.TemporaryDirectory() as name:
+        config = trainer_config(resolved, Path(name), Path(name))
+        trainer_actors(resolved, Path(name), config)
+        for engine in ours:
+            if engine.name not in attached(resolved):
+                engine_actor(resolved, Path(name), engine)
+    if resolved.run.weights.collective is not None:
+        from rollart.compose.broadcasts import backend_of
+
+        backend_of(resolved)
+    if cluster.runtime.port:
+        _refuse_listening(f"0.0.0.0:{cluster.runtime.port}", "runtime.port")
+    if cluster.runtime.backend != "local":
+        return
+    if cluster.trainer.external is not None:
+        _refuse_listening(cluster.trainer.external, "trainer.external")
+    else:
+        ours += plan.of(Role.TRAINER)
+    for part in ours if cluster.engines.kind != "vllm" else ():
+        if torch_device(resolved, part) == "cuda":
+            refuse_without_cuda(f"{part.name} on pool '{part.pool}'")
+
+
+def _refuse_listening(address: str, key: str) -> None:
+    """SpecError for an address of this machine that a server cannot have."""
+    try:
+        with socket.create_server(host_and_port(address)):
+            pass
+    except OSError as error:
+        why = f"{key}: no server can listen on {address}: {error.strerror or error}"
+        raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
+
+
+def for_plans(specs: Resolved | Specs) -> bool:
+    """True if the model is for plans alone: a configuration without weights, which no launch starts."""
+    return specs.run.model.path is None and specs.run.model.init is None
+
+
+def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[Found]:
     """What is wrong with the policy's directory, configuration and tokenizer."""
     model, base = specs.run.model, Path(specs.base)
     try:
-        if not plan or model.init is not None:
+        if launch or not for_plans(specs):
             refuse_incomplete(model)
     except SpecError as error:
         yield Found(("run", "model"), error.message, error.remedy)
+    vocabulary: int | None = None
     if model.path is not None and not (_elsewhere(specs) and model.tokenizer is not None):
         found = list(_directory_problems(specs, base / model.path))
         yield from found
@@ -74,20 +195,44 @@ def model_problems(specs: Resolved | Specs, *, plan: bool = False) -> Iterator[F
             init = initial_config(model.init, specs.base)
             if specs.cluster.engines.kind != "vllm":
                 refuse_unsupported(init, "model.init")
+            vocabulary = init.get("vocab_size")
         except (SpecError, UsageError) as error:
             yield Found(("run", "model", "init"), error.message, _or_vllm(error))
-    if model.tokenizer is not None and ":" in model.tokenizer:
+    yield from _tokenizer_problems(specs, vocabulary)
+    lora = specs.run.training.lora
+    if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
+        for name in lora.targets:
+            if name.rpartition(".")[2] not in LINEAR:
+                why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
+                yield Found(("run", "training", "lora", "targets"), why)
+
+
+def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[Found]:
+    """`vocabulary`: tokens that a model made on the spot has embeddings for."""
+    model, key = specs.run.model, "path" if specs.run.model.tokenizer is None else "tokenizer"
+    named = model.tokenizer or model.path
+    if named is None:
+        return
+    if ":" not in named and not (Path(specs.base) / named / "tokenizer.json").is_file():
+        why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
+        yield Found(("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer")
+        return
+    if for_plans(specs):
+        return
+    with tempfile.TemporaryDirectory() as made:
         try:
-            import_attribute(model.tokenizer, "model.tokenizer")
+            tokenizer = HubTokenizer(prepare_tokenizer(specs, Path(made)))
         except SpecError as error:
-            yield Found(("run", "model", "tokenizer"), error.message, error.remedy)
-    elif (named := model.tokenizer or model.path) is not None:
-        key = "path" if model.tokenizer is None else "tokenizer"
-        if not (base / named / "tokenizer.json").is_file():
-            why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
-            yield Found(
-                ("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer"
-            )
+            yield Found(("run", "model", key), error.message, error.remedy)
+            return
+    for number, domain in enumerate(specs.run.domains):
+        try:
+            stop_tokens(domain, tokenizer)
+        except SpecError as error:
+            yield Found(("run", "domains", number, "stop"), error.message, error.remedy)
+    if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
+        why = f"model.init has vocab_size {vocabulary}, and the tokenizer {tokenizer.vocabulary_size} tokens"
+        yield Found(("run", "model", "init"), f"{why} (rule: an embedding for each)")
 
 
 def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[Found]:
@@ -101,7 +246,8 @@ def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[Found]:
     try:
         if specs.cluster.engines.kind != "vllm":
             read_architecture(path)
-        weight_files(path)
+        for file in weight_files(path):
+            refuse_truncated(file)
     except UsageError as error:
         yield Found(place, f"model.path: {error.message}", _or_vllm(error))
 
@@ -145,7 +291,7 @@ def decided(resolved: Resolved) -> Resolved:
     spec = resolved.cluster.environments
     if spec.workers != UNLESS_QUICK:
         return resolved
-    refuse_unlaunchable(resolved)
+    refuse(environment_problems(resolved))
     environments = spec.model_copy(update={"workers": 0 if _WELL[_asked(resolved)] else "auto"})
     return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
 

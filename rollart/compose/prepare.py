@@ -43,6 +43,7 @@ __all__ = [
     "produce_artefacts",
     "refuse_incomplete",
     "reward_plan",
+    "stop_tokens",
     "trainer_config",
     "warm_start_samples",
 ]
@@ -82,7 +83,7 @@ def refuse_incomplete(model: ModelSpec) -> None:
         raise SpecError("model.init has no tokenizer", remedy="give model.tokenizer a directory or a producer")
 
 
-def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
+def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
     """The directory with tokenizer.json: the spec's, the model's, or one that a producer writes into the run."""
     model = resolved.run.model
     refuse_incomplete(model)
@@ -90,6 +91,8 @@ def prepare_tokenizer(resolved: Resolved, run_dir: Path) -> Path:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
             _write_tokenizer(model.tokenizer, directory)
+        if not (directory / "tokenizer.json").exists():
+            raise SpecError(f"model.tokenizer '{model.tokenizer}' wrote no tokenizer.json into its directory")
         return directory
     named = model.tokenizer or model.path
     assert named is not None
@@ -278,10 +281,6 @@ def _domain(
     harnesses: Harnesses | None,
     hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
 ) -> Domain:
-    try:
-        stops = tuple(tokenizer.token_id(text) for text in spec.stop)
-    except ValueError as error:
-        raise SpecError(f"domain '{spec.name}', stop: {error}") from None
     return Domain(
         name=spec.name,
         environment=hosted(spec) if hosted and isinstance(spec.environment, str) else in_process(environment_of(spec)),
@@ -291,9 +290,17 @@ def _domain(
         max_tokens=spec.max_tokens,
         temperature=spec.temperature,
         top_p=spec.top_p,
-        stop_token_ids=stops,
+        stop_token_ids=stop_tokens(spec, tokenizer),
         harness=harness_of(spec, harnesses),
     )
+
+
+def stop_tokens(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:
+    """SpecError for a text that is not one token."""
+    try:
+        return tuple(tokenizer.token_id(text) for text in spec.stop)
+    except ValueError as error:
+        raise SpecError(f"domain '{spec.name}', stop: {error}") from None
 
 
 def harness_of(spec: DomainSpec, harnesses: Harnesses | None) -> HarnessFactory | None:

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -279,15 +279,22 @@ def _local(
     return RehearsedBackend(inner, platform, seed=local.seed)
 
 
-def ready(functions: ClusterFunctions) -> None:
-    """What can be known before anything starts of the providers that a run will call: settings, client libraries and
-    named secrets. `SpecError` or `ProviderError`; credentials are only known when a provider is asked."""
+def ready(functions: ClusterFunctions, names: Collection[str] = ()) -> None:
+    """What can be known before anything starts of the providers that a run will call: settings, client libraries,
+    named secrets and the URLs of the run's functions. `SpecError` or `ProviderError`; credentials are only known when a
+    provider is asked."""
     pipeline_settings(functions.pipeline)
     for name in functions.chain:
         backend(name, functions.settings(name))
         for library in _LIBRARIES.get(name, ()):
             if importlib.util.find_spec(library) is None:
                 raise ProviderError(f"{library} is not installed", remedy=f"pip install 'rollart[{_EXTRAS[name]}]'")
+
+    if "http" in functions.chain and (without := sorted(set(names) - functions.http.keys())):
+        raise SpecError(
+            f"functions.http has no URL for function '{without[0]}' (rule: one for each function of the run)",
+            remedy=f"give it one; functions with a URL: {', '.join(functions.http) or 'none'}",
+        )
 
 
 _LIBRARIES = {"aws_lambda": ("boto3", "aiobotocore"), "modal": ("modal",)}

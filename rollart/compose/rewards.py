@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 from rollart.compose.prepare import import_attribute
 from rollart.compose.providers import translated
 from rollart.errors import SpecError, one_line
+from rollart.foreign import foreign
 from rollart.spec.functions import effective, function_spec
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import FunctionEntry
-from serverless.backends.local import contained
+from serverless.backends.local import contained, found, importable
 from serverless.deploy.package import Package, build
 from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
 from serverless.inline import Inline, inline
+from serverless.spec import FunctionSpec
 
 __all__ = ["Rewards", "check", "packed", "rewards"]
 
@@ -35,14 +37,31 @@ class Rewards:
 
 def check(function: FunctionEntry, specs: Resolved | Specs) -> None:
     """Read a function's source before anything is started: `RollartError` for what would be refused later."""
-    functions = specs.cluster.functions
+    functions, base = specs.cluster.functions, Path(specs.base)
+    _refuse_artefacts(function, base)
     try:
-        package = _package(function, (), Path(specs.base))
-    except NotOffloadable:
-        return  # it runs beside the environments, or is refused when it is made there
-    if "local" in functions.chain and not functions.allow_unsafe:
+        package = _package(function, (), base)
+    except NotOffloadable as refused:
+        _beside(function, base, refused)
+        return
+    if "local" in functions.chain:
         with translated():
-            contained(package)
+            if not functions.allow_unsafe:
+                contained(package)
+            if specs.cluster.runtime.backend == "local" or specs.cluster.runtime.address == "local":
+                importable(package)
+
+
+def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
+    """`SpecError` for a file that is not there, or a producer whose module is not."""
+    given = [function.artefact] if isinstance(function.artefact, str) else function.artefact or []
+    for artefact in given:
+        module, colon, _ = artefact.partition(":")
+        if colon and len(given) == 1:
+            if not found(module):
+                raise SpecError(f"artefact of function '{function.name}': there is no module '{module}'")
+        elif not (base / artefact).exists():
+            raise SpecError(f"artefact of function '{function.name}': there is no {base / artefact}")
 
 
 def rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> Rewards:
@@ -68,17 +87,29 @@ def packed(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> t
 
 def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> Inline:
     """A reward in this process. `SpecError` if it is not to be trusted there, or needs an environment's inside."""
-    try:
+    target, spec = _beside(function, base, refused)
+    with _in_this_process(function, refused):
+        return inline(target, takes=spec.takes, artefacts=_directory(artefacts), timeout_s=spec.timeout_s)
+
+
+def _beside(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
+    """What a function's entry names, imported, and its settings. SpecError as from `_inline`."""
+    with _in_this_process(function, refused):
         spec = effective(function, base)
         if spec.trust == "untrusted":
             raise SpecInvalid("it is untrusted: it cannot run in this process", remedy="make it stateless")
-        target = _attribute(function, base)
-        needed = {"env", "environment"} & set(inspect.signature(target).parameters)
-        if needed:
-            raise SpecError(
-                f"function '{function.name}' takes an environment", remedy="pay it from the environment's own rewards"
-            )
-        return inline(target, takes=spec.takes, artefacts=_directory(artefacts), timeout_s=spec.timeout_s)
+    target = _attribute(function, base)
+    if {"env", "environment"} & set(inspect.signature(target).parameters):
+        raise SpecError(
+            f"function '{function.name}' takes an environment", remedy="pay it from the environment's own rewards"
+        )
+    return target, spec
+
+
+@contextlib.contextmanager
+def _in_this_process(function: FunctionEntry, refused: NotOffloadable) -> Iterator[None]:
+    try:
+        yield
     except SpecInvalid as error:
         raise SpecError(
             f"function '{function.name}': {refused.message}; {error.message}", remedy=error.remedy
@@ -98,7 +129,8 @@ def _attribute(function: FunctionEntry, base: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with foreign():
+            spec.loader.exec_module(module)
         return getattr(module, function.handler)
     except Exception as error:
         raise SpecError(f"function '{function.name}' cannot be imported: {one_line(error)}") from None

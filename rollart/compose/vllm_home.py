@@ -15,7 +15,7 @@ from rollart.errors import SpecError, UsageError
 from rollart.spec.resolve import Resolved
 from rollart.spec.work import model_config
 
-__all__ = ["PYTHON", "VllmHome", "ready", "vllm_home", "vllm_python"]
+__all__ = ["PYTHON", "VllmHome", "refuse_dead_servers", "refuse_without_vllm", "vllm_home", "vllm_python"]
 
 PYTHON = "ROLLART_VLLM_PYTHON"
 """Names the interpreter of vLLM's environment where the cluster spec does not."""
@@ -89,16 +89,17 @@ def vllm_home(python: str) -> VllmHome:
         ) from None
 
 
-def ready(resolved: Resolved) -> None:
-    """Before anything is made or started: `UsageError` for a run whose vLLM servers do not answer, or could not start
-    here. On Ray the interpreter is one of other machines; there it only must have a name."""
-    engines = resolved.cluster.engines
-    if engines.kind != "vllm":
-        return
-    if engines.attach:
-        for url in engines.attach:
-            _get(url, "/health")
-            _refuse_another_model(resolved, url)
+def refuse_dead_servers(resolved: Resolved) -> None:
+    """`UsageError` for a server of `engines.attach` that does not answer, or serves another model."""
+    for url in resolved.cluster.engines.attach:
+        _get(url, "/health")
+        _refuse_another_model(resolved, url)
+
+
+def refuse_without_vllm(resolved: Resolved) -> None:
+    """`UsageError` for a run whose vLLM servers could not start here. On Ray the interpreter is one of other machines;
+    there it only must have a name."""
+    if resolved.cluster.engines.attach:
         return
     python = vllm_python(resolved)
     if resolved.cluster.runtime.backend == "ray" and resolved.cluster.runtime.address != "local":

@@ -29,12 +29,12 @@ from rollart.compose.parts import TrainerProgram
 from rollart.compose.planner import movable, rebalance_settings
 from rollart.compose.prepare import domains, prepare_tokenizer, reward_plan, trainer_config
 from rollart.compose.progress import SHOWN, evaluation_fields, step_fields
-from rollart.compose.providers import backend, pipeline_settings, ready, translated
+from rollart.compose.providers import backend, pipeline_settings, translated
 from rollart.compose.proxy import harnesses
 from rollart.compose.rewards import Rewards
 from rollart.compose.rolling import fairness, filtering
 from rollart.compose.routing import concurrency, router, seats
-from rollart.compose.scaling import scaler, scaling_settings
+from rollart.compose.scaling import scaler
 from rollart.compose.starts import engine_start, trainer_start
 from rollart.compose.stored import StoredWeights, weight_store
 from rollart.compose.trainer_hosts import on_its_hosts
@@ -369,8 +369,6 @@ async def wire(
     """Make every part of the run; at the end stop what was started, in reverse order. `began`: the loop's second at
     which the run's process began."""
     resolved = start.resolved
-    ready(resolved.cluster.functions)  # what is wrong there is said before anything starts
-    scaling_settings(resolved.cluster.functions.scaling)
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
     config = trainer_config(resolved, directory, tokenizer_dir)

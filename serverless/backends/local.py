@@ -12,8 +12,9 @@ import importlib.util
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from serverless.meter import MeterSink, NullMeter
 from serverless.sandbox import required
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
-__all__ = ["LocalBackend", "Runtime", "contained"]
+__all__ = ["LocalBackend", "Runtime", "contained", "found", "importable"]
 
 _PRELOADED = (
     "asyncio", "importlib.util", "inspect", "json", "serverless.calling", "serverless.declare", "serverless.errors",
@@ -238,6 +239,40 @@ def contained(package: Package) -> None:
             remedy="run what the policy wrote with serverless.sandbox, deploy to Modal or Lambda, or allow it "
             "(`functions.allow_unsafe: true` in the cluster spec, `--allow-unsafe` of rewards test and serve)",
         )
+
+
+def importable(package: Package) -> None:
+    """`BackendFailed` for what a worker of this machine could not import: a requirement, a preloaded module, or a
+    module that the function's source always imports and that is neither packed nor installed."""
+    _installed(package)
+    packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
+    wanted = [(module, "preloads") for module in package.spec.preload]
+    for path, text in package.files.items():
+        if path.startswith("function/") and path.endswith(".py"):
+            wanted += [(module, "imports") for module in _imports(ast.parse(text))]
+    for module, verb in wanted:
+        if module.partition(".")[0] not in packed and not found(module.partition(".")[0]):
+            raise BackendFailed(
+                f"function {package.spec.name} {verb} {module}, which is neither packed nor installed here",
+                remedy="install it, or take it out",
+            )
+
+
+def found(module: str) -> bool:
+    """True if a module of this name is there to be imported."""
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """What importing the module imports whatever happens."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module
 
 
 def _installed(package: Package) -> None:

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-import rollart as package
 from rollart.cli.main import run
 from rollart.ledger.store import Ledger
 from rollart.ports import RunEvent
 
 RUN = """\
 name: test
-model: {init: {model_type: qwen3}, tokenizer: "rollart.quickstart.tokenizer:write_tokenizer", context: 128}
+model:
+  init: {model_type: qwen3, vocab_size: 128, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+         num_attention_heads: 2}
+  tokenizer: "rollart.quickstart.tokenizer:write_tokenizer"
+  context: 128
 steps: 2
 batch: {trajectories: 8}
 domains:
@@ -40,7 +43,9 @@ class FakeCompose:
     calls: list[tuple[Any, Path, bool]] = field(default_factory=list)
     action: Callable[[Path], None] = lambda directory: None
 
-    def launch(self, resolved: Any, *, run_dir: Path, resume: bool, on_progress: Callable[[RunEvent], None]) -> None:
+    def launch(
+        self, resolved: Any, *, run_dir: Path, resume: bool, on_progress: Callable[[RunEvent], None], since_s: float
+    ) -> None:
         self.calls.append((resolved, run_dir, resume))
         fields = {"step": 1, "steps": 2, "train_s": 0.5, "waited_s": 0.1, "success.lake": 0.25}
         on_progress(RunEvent(1.0, "step", "training", fields))
@@ -68,8 +73,7 @@ def rollart(
 @pytest.fixture
 def compose(monkeypatch: pytest.MonkeyPatch) -> FakeCompose:
     fake = FakeCompose()
-    module = types.ModuleType("rollart.compose")
-    module.__path__ = [str(Path(package.__file__).parent / "compose")]  # its modules are the real ones
+    module = types.ModuleType("rollart.compose.launch")
     module.launch = fake.launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rollart.compose", module)
+    monkeypatch.setitem(sys.modules, "rollart.compose.launch", module)
     return fake

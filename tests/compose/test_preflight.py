@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -16,13 +19,13 @@ import pytest
 import yaml
 
 from rollart.cli.main import run as rollart
-from rollart.compose.preflight import decided, environment_problems, refuse_unlaunchable
+from rollart.compose.preflight import decided, environment_problems, refuse_files
 from rollart.compose.prepare import prepare_tokenizer
 from rollart.errors import SpecError
 from rollart.spec.load import builtin
 from rollart.spec.resolve import read_specs, resolve_files
 from rollart.spec.where import Where
-from tests.e2e.harness import CLUSTER, ROOT, tiny
+from tests.e2e.harness import CLUSTER, ROOT, changed, tiny
 
 WORLDS = """
 import ctypes, subprocess, time
@@ -76,7 +79,7 @@ def written(directory: Path, environment: str, arguments: dict[str, Any], **host
 
 def refused(run: Path, cluster: Path) -> pytest.ExceptionInfo[SpecError]:
     with pytest.raises(SpecError) as told:
-        refuse_unlaunchable(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_files(read_specs(run, cluster), Where.files(run, cluster))
     return told
 
 
@@ -134,7 +137,7 @@ def test_what_an_environment_has_started_is_not_waited_for(tmp_path: Path) -> No
     note = tmp_path / "pid"
     run, cluster = written(tmp_path, "worlds:Serves", {"note": str(note)}, workers=1, start_s=60.0)
     try:
-        refuse_unlaunchable(read_specs(run, cluster), Where.files(run, cluster))
+        refuse_files(read_specs(run, cluster), Where.files(run, cluster))
     finally:
         os.kill(int(note.read_text()), signal.SIGKILL)  # it is there: it has the look's stdout and stderr still
 
@@ -196,7 +199,7 @@ def test_a_configuration_that_a_function_does_not_give_is_refused(tmp_path: Path
     spec["model"]["init"] = f"made_here:{producer}"
     run.write_text(yaml.safe_dump(spec, sort_keys=False))
     with pytest.raises(SpecError, match=f"model.init 'made_here:{producer}' (gives no configuration|returned int)"):
-        refuse_unlaunchable(read_specs(run, cluster))
+        refuse_files(read_specs(run, cluster))
 
 
 def test_a_tokenizer_whose_function_fails_is_a_spec_error(tmp_path: Path) -> None:
@@ -273,6 +276,12 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2, "hidden
         "intermediate_size": 32, "vocab_size": 128}  # fmt: skip
 
 
+def weights() -> bytes:
+    """Of a safetensors file with one tensor."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
 @pytest.mark.parametrize(
     ("changes", "place", "message"),
     [
@@ -281,6 +290,7 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2, "hidden
         ({"model": {"path": "gpt"}}, "path", "architecture GPT2LMHeadModel is not supported"),
         ({"model": {"path": "gpt"}}, "path", r"or engines: \{kind: vllm\}"),
         ({"model": {"path": "bare"}}, "path", "model.safetensors is missing"),
+        ({"model": {"path": "cut"}}, "path", r"model.safetensors ends after \d+ of \d+ bytes"),
         ({"model": {"path": "whole", "tokenizer": "bare"}}, "tokenizer", "there is no tokenizer.json"),
         ({"model__init": {"model_type": "gpt2"}}, "model_type", "architecture gpt2 is not supported"),
         ({"model__init": "tests.e2e.worlds:nothing"}, "init", "has no attribute"),
@@ -302,7 +312,10 @@ def test_no_command_accepts_a_run_that_no_launch_could_start(
     for name, config in (("gpt", {"architectures": ["GPT2LMHeadModel"]}), ("bare", QWEN), ("whole", QWEN)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "whole" / "model.safetensors").touch()
+    (tmp_path / "whole" / "model.safetensors").write_bytes(weights())
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "cut" / "model.safetensors").write_bytes(weights()[:-1])
     run, cluster, runs = tmp_path / "run.yaml", tmp_path / "cluster.yaml", tmp_path / "runs"
     run.write_text(yaml.safe_dump(tiny(**changes), sort_keys=False))
     cluster.write_text(yaml.safe_dump(CLUSTER))
@@ -314,6 +327,150 @@ def test_no_command_accepts_a_run_that_no_launch_could_start(
         assert re.search(message, told.err), told.err
         assert line_of(run, f"{place}:" if ":" not in place else place) in told.err
     assert not runs.exists(), "nothing was made"
+
+
+HELPERS = """
+def fails(*arguments): raise ValueError("no corpus")
+def nothing(directory): pass
+def three(): return 3
+"""
+REWARD = "def rule(sample) -> float:\n    return 1.0\n"
+STATEFUL = "n = 0\ndef rule(sample{}) -> float:\n    global n\n    n += 1\n    return 1.0\n"
+FILES = {
+    "reward.py": REWARD,
+    "lazy.py": "import no_such_module\n" + REWARD,
+    "counts.py": STATEFUL.format(""),
+    "inside.py": STATEFUL.format(", env"),
+    "lost.py": "import no_such_module\n" + STATEFUL.format(""),
+    "garbage/tokenizer.json": "{}",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster_changes", "message"),
+    [
+        ({"model__tokenizer": "garbage"}, {}, "tokenizer.json is no tokenizer"),
+        ({"model__tokenizer": "helpers:fails"}, {}, "helpers:fails' failed: ValueError: no corpus"),
+        ({"model__tokenizer": "helpers:nothing"}, {}, "wrote no tokenizer.json"),
+        ({"model__tokenizer": "helpers:three"}, {}, "takes 0 positional arguments"),
+        ({"model__init": "helpers:fails"}, {}, "gives no configuration: ValueError: no corpus"),
+        ({"model__init": "helpers:three"}, {}, "returned int"),
+        ({"model__init": {"model_type": "qwen3"}}, {}, "hidden_size is None"),
+        ({"model__init__num_attention_heads": 3}, {}, "num_attention_heads is 3 and num_key_value_heads 2"),
+        ({"model__init__vocab_size": 8}, {}, "vocab_size 8, and the tokenizer"),
+        ({"domains__0__stop": ["no-such-token"]}, {}, "'no-such-token' is"),
+        ({"training__lora": {"rank": 2, "targets": ["no_proj"]}}, {}, "targets has 'no_proj'"),
+        ({"functions__0__requirements": ["nosuchpackage==1.0"]}, {}, "requires nosuchpackage==1.0, which is not"),
+        ({"functions__0__preload": ["no_such_module"]}, {}, "preloads no_such_module"),
+        ({"functions__0__source": "lazy.py"}, {}, "imports no_such_module, which is neither packed nor installed"),
+        ({"functions__0__artefact": "nowhere.bin"}, {}, "artefact of function 'rule': there is no"),
+        ({"functions__0__artefact": "no_such:train"}, {}, "there is no module 'no_such'"),
+        ({"functions__0__source": "counts.py", "functions__0__trust": "untrusted"}, {}, "it is untrusted"),
+        ({"functions__0__source": "inside.py"}, {}, "takes an environment"),
+        ({"functions__0__source": "lost.py"}, {}, "cannot be imported: ModuleNotFoundError"),
+        ({"placement": {"profile": "nowhere"}}, {}, "is no run's directory"),
+        ({}, {"pools__0__count": 1}, "cannot hold the run"),
+        ({}, {"engines__count": 4}, "cannot hold the run"),
+        ({}, {"engines": {"max_slots": 16}}, "no plan: no pool can serve"),
+        ({}, {"pools__0__device": "NoSuchGPU"}, "'NoSuchGPU' has no price"),
+        ({}, {"pools__0__device": "L4"}, "engine-0 on pool 'here' computes on a GPU, and the torch"),
+        ({"training__stream": True}, {"trainer__ranks": 1, "trainer__dtype": "bfloat16"}, "training.stream is true"),
+        ({"rollout": {"parallelism": {}}}, {"runtime": {"backend": "ray", "elastic": {}}}, "one of them starts"),
+        ({"weights": {"collective": {"backend": "nccl"}}}, {}, "collective.backend is nccl"),
+        ({"schedule": "sync_plus", "staleness": 0, "training__stream": True, "rollout": {"lending": {}}}, {},
+         "the embedded trainer takes no other devices"),
+        ({}, {"functions": {"backend": "http", "http": {"rule": {"url": "http://h", "token_env": "NO_SUCH"}}}},
+         "NO_SUCH is not set"),
+        ({}, {"functions": {"backend": ["http", "local"], "http": {"other": "http://h"}}},
+         "no URL for function 'rule'"),
+        ({}, {"functions": {"backend": "modal"}}, "modal is not installed"),
+        ({}, {"functions": {"backend": "aws_lambda"}}, "boto3 is not installed"),
+        ({"training__lora": {"rank": 2}}, {}, "peft is not installed"),
+        ({}, {"runtime": {"backend": "ray", "address": "h:1", "token": "nowhere"}}, "which is no file"),
+        ({}, {"engines": {"kind": "vllm", "count": 1}}, "nor is ROLLART_VLLM_PYTHON"),
+        ({}, {"engines": {"kind": "vllm", "count": 1, "vllm": {"python": "/nowhere"}}}, "/nowhere cannot be run"),
+        ({}, {"trainer__external": "0.0.0.0:0", "trainer__external_token": "env:NO_SUCH"}, "NO_SUCH is not set"),
+        ({}, {"trainer__external": "203.0.113.7:80", "trainer__external_token": "file"}, "no server can listen on"),
+    ],
+)  # fmt: skip
+def test_every_command_gives_the_answer_of_a_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
+    cluster_changes: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name, had=importlib.metadata.version: (
+        "2.13.0+cpu" if name == "torch" else had(name)))  # fmt: skip
+    missing = {message.partition(" ")[0]} if "is not installed" in message else set()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in missing else find(name, *more))
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    helpers = f"helpers_of_{tmp_path.name}".replace("-", "_")  # modules are remembered by name
+    (tmp_path / f"{helpers}.py").write_text(HELPERS)
+    run, cluster, runs = tmp_path / "run.yaml", tmp_path / "cluster.yaml", tmp_path / "runs"
+    run.write_text(yaml.safe_dump(tiny(**changes), sort_keys=False).replace("helpers:", f"{helpers}:"))
+    cluster.write_text(yaml.safe_dump(changed(CLUSTER, **cluster_changes)))
+    launch = ["launch", str(run), "--cluster", str(cluster), "--runs-dir", str(runs)]
+    answers = [
+        (rollart(command), capsys.readouterr())
+        for command in (launch, [*launch, "--dry-run"], ["validate", str(run), str(cluster)])
+    ]
+    (code, told), *others = answers
+    assert message.replace("helpers", helpers) in told.err
+    assert "Traceback" not in told.err
+    assert "unexpected" not in told.err
+    assert code in (2, 3)
+    assert [(code, told.err)] * 2 == [(code, told.err) for code, told in others]
+    assert not runs.exists(), "nothing was made"
+
+
+def test_nothing_else_refuses_a_run_on_the_way_to_its_first_part() -> None:
+    for module in ("rollart.cli.launch", "rollart.compose.launch", "rollart.compose.wiring"):
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.origin is not None
+        calls = [
+            node.func for node in ast.walk(ast.parse(Path(found.origin).read_text())) if isinstance(node, ast.Call)
+        ]
+        names = {call.id for call in calls if isinstance(call, ast.Name)}
+        assert {name for name in names if name.startswith("refuse_") or name == "ready"} <= {
+            "refuse_unlaunchable",
+            "refuse_changed",
+        }
+
+
+def test_what_only_other_machines_can_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        "runtime": {"backend": "ray", "address": "head:6379"},
+        "functions": {"backend": "modal"},
+        "engines": {"kind": "vllm", "count": 1, "attach": ["http://gpu:8000"]},
+    }
+    run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    run.write_text(yaml.safe_dump(tiny(), sort_keys=False))
+    cluster.write_text(yaml.safe_dump({**CLUSTER, **changes}))
+    assert rollart(["validate", str(run), str(cluster)]) == 0
+    warned = capsys.readouterr().err
+    assert rollart(["launch", str(run), "--cluster", str(cluster), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("a Ray cluster answers at head:6379", "http://gpu:8000 serves the model", "modal answers"):
+        assert f"{run}: not checked: whether {text}" in warned
+        assert f"# not checked: whether {text}" in shown
+
+
+def test_a_dry_run_looks_at_the_directory_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "runs"
+    (runs / "taken").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (["--runs-dir", str(runs), "--name", "taken"], "run 'taken' exists"),
+        (["--runs-dir", str(tmp_path / "file")], "cannot be written"),
+        (["--runs-dir", str(runs), "--resume", "nothing"], "no run 'nothing'"),
+    ):
+        answers = [(rollart(["launch", *arguments, *dry]), capsys.readouterr()) for dry in ([], ["--dry-run"])]
+        assert message in answers[0][1].err
+        assert answers[0] == answers[1]
+    assert [path.name for path in runs.iterdir()] == ["taken"]
 
 
 def test_the_check_loads_no_torch(tmp_path: Path) -> None:

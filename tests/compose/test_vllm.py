@@ -16,7 +16,7 @@ from rollart.adapters.engines.vllm_server import environment
 from rollart.compose.actors import engine_actor, engine_needs
 from rollart.compose.dry import commands
 from rollart.compose.vllm import vllm_command
-from rollart.compose.vllm_home import VllmHome, ready
+from rollart.compose.vllm_home import VllmHome, refuse_dead_servers, refuse_without_vllm
 from rollart.errors import SpecError, UsageError
 from rollart.spec.load import builtin
 from rollart.spec.resolve import Resolved, resolve_files
@@ -123,10 +123,10 @@ def test_servers_that_cannot_be_are_told_of_before_anything_is_made(
         ("count: 1, vllm: {python: /bin/true}", "no interpreter that vLLM could run under"),
         (f"count: 1, attach: ['http://127.0.0.1:{unused_tcp_port}']", "does not answer /health: Connection refused"),
     ):
+        refuse = refuse_dead_servers if "attach" in engines else refuse_without_vllm
         with pytest.raises(UsageError, match=said) as refused:
-            ready(resolved(tmp_path, engines))
+            refuse(resolved(tmp_path, engines))
         assert refused.value.remedy
-    ready(resolve_files(None, builtin("clusters/local.yaml")))
 
 
 @pytest.mark.parametrize(("hidden", "said"), [(1024, "serves another model .*: hidden_size is 1024"), (96, "")])
@@ -149,7 +149,7 @@ def test_an_attached_server_of_another_model_is_refused_before_anything_is_made(
         try:
             run = resolved(tmp_path, f"count: 1, attach: ['http://127.0.0.1:{server.server_port}']")
             with contextlib.nullcontext() if not said else pytest.raises(UsageError, match=said):
-                ready(run)
+                refuse_dead_servers(run)
         finally:
             server.shutdown()
             thread.join()
@@ -170,7 +170,7 @@ def test_what_is_not_installed_beside_vllm_is_named(
     monkeypatch.setattr("rollart.compose.vllm_home.vllm_home", lambda python: home)
     run = resolved(tmp_path, engines + ", vllm: {python: /opt/vllm/bin/python}")
     with contextlib.nullcontext() if not said else pytest.raises(UsageError, match=said):
-        ready(run)
+        refuse_without_vllm(run)
 
 
 def test_a_server_is_held_to_the_options_that_its_engine_would_be_started_with(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rollart.adapters.envs.worked import WorkedExamples
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.environments import examples_of
-from rollart.compose.preflight import environment_problems, refuse_unlaunchable
+from rollart.compose.preflight import environment_problems, refuse_files
 from rollart.compose.prepare import warm_start_samples
 from rollart.errors import SpecError
 from rollart.ledger.memory import MemoryRecorder
@@ -68,7 +68,7 @@ def test_an_environment_without_examples_is_told_by_its_line() -> None:
     with pytest.raises(
         SpecError, match=r"FrozenLakeText' gives no worked examples \(rule: worked_example\(seed\)"
     ) as told:
-        refuse_unlaunchable(specs, Where.files(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"]))
+        refuse_files(specs, Where.files(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"]))
     assert told.value.where.startswith("override 'warm_start.domains=")
     (problem,) = environment_problems(specs)
     assert problem.loc == ("run", "warm_start", "domains", 1)

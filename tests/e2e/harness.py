@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -69,6 +70,12 @@ def tiny(**changes: Any) -> Spec:
         "training": {"lr": 1e-3},
         "faults": {"min_count": 6},
     }  # fmt: skip
+    return changed(spec, **changes)
+
+
+def changed(spec: Spec, **changes: Any) -> Spec:
+    """A copy with other values. `a__b=c` sets key b of a."""
+    spec = copy.deepcopy(spec)
     for key, value in changes.items():
         _set(spec, key.split("__"), value)
     return spec

@@ -102,11 +102,24 @@ def _environment(
             domain, "", f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
             "async reset(seed), step(action) and close())"
         )  # fmt: skip
-    if worked and not callable(getattr(made, METHOD, None)):
+    if worked:
+        yield from _example(domain, path, made)
+    return made
+
+
+def _example(domain: str, path: str, made: Any) -> Iterator[Trouble]:
+    """Ask for one worked example."""
+    solve = getattr(made, METHOD, None)
+    if not callable(solve):
         yield Trouble(
             domain, WARM, f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))"
         )
-    return made
+        return
+    try:
+        with foreign():
+            _, _ = solve(0)
+    except Exception as error:  # whatever their code raises
+        yield Trouble(domain, WARM, f"'{path}' gave no worked example: {one_line(error, 500)}")
 
 
 def _with(arguments: Mapping[str, Any]) -> str:
