@@ -16,6 +16,7 @@ RollartError                      exit code
     ├── EngineError               1   an engine answered with an error
     │   ├── HandoffFailed         1   the KV of a prefill could not be used: the engine is well, prefill elsewhere
     │   └── WrongAnswer           1   an engine answered with something that cannot be used: its fault, asked elsewhere
+    │       └── ForeignWeights    1   it computes with weights that were not published
     └── TrainerError              1
         └── TrainerRefused        1   it will not train what it was given: a restart would not help
 
@@ -24,11 +25,14 @@ A message states what happened with the value, and `remedy` says what to do. Bot
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BudgetExceeded",
     "EngineError",
     "EnvironmentFault",
     "FaultRateExceeded",
+    "ForeignWeights",
     "HandoffFailed",
     "Interrupted",
     "LeaseExpired",
@@ -59,6 +63,10 @@ class RollartError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.remedy})" if self.remedy else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Whatever its constructor takes: actors on other nodes raise it as it is."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class UsageError(RollartError):
@@ -170,6 +178,13 @@ class TrainerRefused(TrainerError):
     def __init__(self, message: str, *, remedy: str = "", samples: tuple[str, ...] = ()) -> None:
         super().__init__(message, remedy=remedy)
         self.samples = samples
+
+
+def _rebuilt(kind: type[RollartError], args: tuple[Any, ...], state: dict[str, Any]) -> RollartError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
