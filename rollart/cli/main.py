@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ from rollart.cli.specs import schema, validate
 from rollart.errors import RollartError, UsageError
 
 __all__ = ["cli", "main"]
+
+EXIT_S = 10.0
+"""Seconds for what is registered to run at exit."""
 
 EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
 
@@ -74,7 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    atexit._run_exitfuncs()  # process pools give their semaphores back there
+    # Process pools give their semaphores back there; what an environment registered may never return.
+    ending = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    ending.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        ending.join(EXIT_S)
     os._exit(code)
 
 

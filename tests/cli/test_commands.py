@@ -370,3 +370,17 @@ def test_following_shows_lines_once_they_are_whole(tmp_path: Path) -> None:
     assert list(_new(path, seen)) == []
     path.write_text("one\ntwo\n")
     assert list(_new(path, seen)) == ["two"]
+
+
+@pytest.mark.slow  # a process
+def test_an_exit_function_that_never_returns_holds_no_command() -> None:
+    """An environment in the controller may have registered it."""
+    code = (
+        "import atexit, threading\n"
+        "from rollart.cli import main\n"
+        "atexit.register(threading.Event().wait)\n"
+        "main.EXIT_S = 0.2\n"
+        "main.main(['--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "Usage:" in done.stdout) == (0, True)
