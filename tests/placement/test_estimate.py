@@ -25,7 +25,7 @@ def observed(draw: st.DrawFn) -> Observed:
         t=draw(st.floats(0.0, 1e4)),
         turns=turns,
         first_tokens=draw(numbers),
-        new_tokens=draw(st.floats(0.0, 1e6)) if turns > 1 else 0.0,
+        new_tokens=draw(st.just(0.0) | numbers) if turns > 1 else 0.0,
         output_tokens=draw(st.floats(turns, 1e6)),
         wait_s=draw(st.floats(0.0, 100.0)),
         reward_s=draw(st.none() | st.floats(0.0, 10.0)),
