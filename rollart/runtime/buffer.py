@@ -214,6 +214,12 @@ class SampleBuffer:
             except TimeoutError:
                 late = True
 
+    @property
+    def in_one_piece(self) -> bool:
+        """True if `grow` gives a batch whole, or not at all."""
+        paced_shares = self.pace is not None and self._shares is not None
+        return self._token_budget is not None or self._due is not None or paced_shares
+
     async def grow(self, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
         """Groups for the batch that `taken` began, for training from `version`: all that are there and fit, at least
         one; none once it is whole.
@@ -223,11 +229,7 @@ class SampleBuffer:
         the version does not change before the batch is trained. With a token budget or a deadline, which are matters of
         the whole batch, it comes in one piece; so it does where shares of domains are paced.
         """
-        if (
-            self._token_budget is not None
-            or self._due is not None
-            or (self.pace is not None and self._shares is not None)
-        ):
+        if self.in_one_piece:
             return () if taken else await self.take(version)
         if self._shares is not None:
             return await self._grow_fairly(self._shares, version, taken)

@@ -236,11 +236,11 @@ class Training:
         with self._leases.note("training", f"groups for step {step}"):
             async with self._unless_broken():
                 more = await self._buffer.grow(version, state.groups)
-        state.whole = not more
+        state.whole = not more or self._buffer.in_one_piece
         if more:
             state.groups += more
             state.since = asyncio.get_running_loop().time()
-        else:
+        if state.whole:
             self._taken(state.groups)
 
     async def _feed(self, state: _Streamed, version: int, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.pacing import Member, lacking, may_join
@@ -39,6 +39,7 @@ def test_nothing_begun_is_lost_for_its_length(world: SimulatedRun, fuzz: int) ->
     st.booleans(),
     st.integers(0, 2**32),
 )
+@example(alpha=0, kind="deadline", faults=True, fuzz=33)  # streamed: a prompt started while the batch was given
 def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, faults: bool, fuzz: int) -> None:
     world = make(
         quotas={"a": (6, 2), "b": (2, 1)}, alpha=alpha, steps=5, schedule="paced", seed=fuzz % 1000,
