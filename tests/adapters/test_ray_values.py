@@ -147,9 +147,13 @@ def test_a_connection_that_ray_never_ends_is_given_up(monkeypatch: pytest.Monkey
     ended = threading.Event()
     monkeypatch.setattr(ray_link, "connect", lambda address: ended.wait())
 
+    async def main() -> None:
+        async with asyncio.timeout(30.0):
+            await ray_link.connected("127.0.0.1:6379")
+
     try:
         with pytest.raises(ProviderError, match=r"does not answer Ray's client within 0\.1 s.*runtime\.address"):
-            asyncio.run(ray_link.connected("127.0.0.1:6379"))
+            asyncio.run(main())
     finally:
         ended.set()
 
