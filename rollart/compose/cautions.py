@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator
 
+from rollart.compose.extras import CPU_INDEX, torch_build
 from rollart.compose.rewards import packed
 from rollart.errors import RollartError
 from rollart.spec.resolve import Resolved, Specs
@@ -31,7 +32,7 @@ ENVIRONMENT = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](
 
 def cautions(specs: Resolved | Specs) -> list[str]:
     """One line each; none of a run that has no use for them."""
-    found = [*_exposed(specs), *_two_versions(specs)]
+    found = [*_exposed(specs), *_two_versions(specs), *_unused_cuda(specs)]
     with contextlib.suppress(RollartError):  # what cannot be packed is refused elsewhere
         for package in packed(specs, {}):
             found += (f"function '{package.spec.name}': {text}" for text in _function(package, specs))
@@ -53,6 +54,15 @@ def _two_versions(specs: Resolved | Specs) -> Iterator[str]:
             f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
             "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
             "versions out of the run's directory weights as it goes, or train in several runs"
+        )
+
+
+def _unused_cuda(specs: Resolved | Specs) -> Iterator[str]:
+    cores = all(pool.device == "cpu" for pool in specs.cluster.pools)
+    if cores and specs.cluster.runtime.backend == "local" and torch_build() == "cuda":
+        yield (
+            "torch is installed with gigabytes of CUDA packages, and the cluster has CPU cores alone: pip install "
+            f"--index-url {CPU_INDEX} torch, and uninstall the nvidia packages"
         )
 
 

@@ -16,13 +16,13 @@ from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.clusters.reach import Reached
 from rollart.compose.actors import attached, hosts, nodes, part_room, resource, selector, trainer_shares
 from rollart.compose.elastic import present
-from rollart.errors import SpecError, UsageError
+from rollart.errors import PartDied, SpecError, UsageError
 from rollart.fleet import Bundle, BundleGroup
 from rollart.ports import ActorSpec, Handle, Node, RunEvent, Runtime
 from rollart.spec.fleet import pool_labels
 from rollart.spec.resolve import Resolved
 
-__all__ = ["gang", "joining", "opened", "placed", "tell"]
+__all__ = ["ended", "gang", "joining", "opened", "placed", "tell"]
 
 LOOK_S = 0.25
 """Seconds between two looks whether the nodes of the plan have joined."""
@@ -107,6 +107,14 @@ async def placed(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handl
             f"{spec.name} did not start within {limit:g} s where {dict(spec.resources)} is reserved for it",
             remedy="see whether the cluster's nodes still answer, or raise runtime.wait_s",
         ) from None
+
+
+async def ended(program: Handle) -> str:
+    """The cause, in words, once a `Program` actor's program ended."""
+    try:
+        return str(await program.call("wait"))
+    except PartDied as error:  # not the program alone, but the actor that held it, or its node
+        return error.message
 
 
 async def tell(runtime: Runtime, say: Callable[..., None]) -> None:

@@ -18,9 +18,8 @@ from rollart.adapters.envs.host import TOKEN
 from rollart.adapters.envs.hosts import HostConnection
 from rollart.adapters.envs.worked import WORKED
 from rollart.compose.actors import part_room, pool_of_cores, selector
-from rollart.compose.clusters import placed
+from rollart.compose.clusters import ended, placed
 from rollart.compose.elastic import present_devices
-from rollart.compose.parts import ended
 from rollart.compose.routing import SERVING
 from rollart.compose.weights import nodes_patience_s
 from rollart.errors import SpecError

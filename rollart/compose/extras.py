@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from rollart.errors import SpecError
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import HarnessSpec
 
-__all__ = ["Need", "needs", "refuse_missing", "refuse_without_cuda", "torch_build"]
+__all__ = ["CPU_INDEX", "Need", "needs", "refuse_missing", "refuse_without_cuda", "torch_build"]
 
 ENVIRONMENTS = {
     "rollart.adapters.envs.frozen_lake": "gymnasium",
@@ -20,6 +21,9 @@ ENVIRONMENTS = {
     "rollart.adapters.envs.reasoning_gym": "reasoning_gym",
 }
 """Modules that our own environments import when they are made."""
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Has torch without CUDA, which PyPI has not for Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class Need:
 
     @property
     def remedy(self) -> str:
-        return f"pip install 'rollart[{self.extra}]'"
+        cpu = f" (--extra-index-url {CPU_INDEX} where there is no GPU)" if self.module == "torch" else ""
+        return f"pip install 'rollart[{self.extra}]'{cpu}"
 
 
 def needs(resolved: Resolved | Specs) -> Iterator[Need]:
@@ -74,12 +79,15 @@ def refuse_missing(resolved: Resolved | Specs) -> None:
 
 
 def torch_build() -> str:
-    """What the installed torch was built for, as its version says after a `+`: `cpu`, `cu128`; '' where it says
-    nothing, or torch is not here. torch is not imported."""
+    """What the installed torch was built for: `cpu`, `cuda`, or '' where neither its version nor its requirements say,
+    or torch is not here. torch is not imported."""
     try:
-        return importlib.metadata.version("torch").partition("+")[2]
+        build = importlib.metadata.version("torch").partition("+")[2]
+        required = importlib.metadata.requires("torch") or []
     except importlib.metadata.PackageNotFoundError:
         return ""
+    cuda = build.startswith("cu") or any(re.match(r"nvidia-|cuda-", one) for one in required)
+    return "cuda" if cuda else "cpu" if build == "cpu" else ""
 
 
 def refuse_without_cuda(part: str) -> None:

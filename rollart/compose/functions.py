@@ -12,8 +12,7 @@ from pathlib import Path
 from placement.types import Assignment, Role
 from rollart.adapters.rewards.hosts import HostedWorkers
 from rollart.compose.actors import part_room, pool_of_cores, resource, selector
-from rollart.compose.clusters import placed
-from rollart.compose.parts import ended
+from rollart.compose.clusters import ended, placed
 from rollart.compose.weights import nodes_patience_s
 from rollart.hosted import FunctionHost
 from rollart.ledger.clock import ResourceClock

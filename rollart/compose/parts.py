@@ -15,6 +15,7 @@ from rollart.adapters.trainers.http import HttpTrainer
 from rollart.adapters.weights.buckets import failing_once
 from rollart.compose.agreement import note_agreement, said
 from rollart.compose.broadcasts import Broadcasts
+from rollart.compose.clusters import ended
 from rollart.compose.starts import Starting
 from rollart.compose.trainer_hosts import TrainerHosts
 from rollart.errors import LeaseExpired, PartDied, TrainerError, TrainerRefused
@@ -26,7 +27,7 @@ from rollart.ports import Engine, Handle, Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.cluster import EnginesSpec
 
-__all__ = ["STARTS", "AttachedEngine", "EngineProgram", "TrainerProgram", "client_of", "ended"]
+__all__ = ["STARTS", "AttachedEngine", "EngineProgram", "TrainerProgram", "client_of"]
 
 
 T = TypeVar("T")
@@ -41,14 +42,6 @@ BACK_S = 1.0
 def client_of(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
     """What speaks with a program that serves: (id, url, version) -> Engine."""
     return functools.partial(VllmEngine, tolerance=tolerance) if engines.kind == "vllm" else HttpEngine
-
-
-async def ended(program: Handle) -> str:
-    """The cause, in words, once a `Program` actor's program ended."""
-    try:
-        return str(await program.call("wait"))
-    except PartDied as error:  # not the program alone, but the actor that held it, or its node
-        return error.message
 
 
 class EngineProgram:

@@ -11,11 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placement.types import Role
 from rollart.adapters.envs.worked import METHOD
-from rollart.adapters.proxy.harness import Harnesses
 from rollart.adapters.rewards.offload import DomainRewards, Pays, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.compose.actors import torch_device, trainer_ranks
@@ -33,6 +32,9 @@ from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved, Specs
 from rollart.spec.run_parts import DomainSpec, ModelSpec
 from rollart.spec.work import initial_config
+
+if TYPE_CHECKING:
+    from rollart.adapters.proxy.harness import Harnesses  # its server is not needed to check a spec
 
 __all__ = [
     "domains",

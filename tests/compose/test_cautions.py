@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,28 @@ def test_a_long_run_that_keeps_two_versions(
     cluster.write_text(yaml.safe_dump(CLUSTER))
     assert rollart(["validate", str(run), str(cluster)]) == 0
     assert (f"of {steps} versions the last two are kept" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("version", "required", "warned"),
+    [
+        ("2.13.0", ["nvidia-cublas-cu12==12.8"], True),
+        ("2.13.0+cu128", [], True),
+        ("2.13.0+cpu", [], False),
+        ("2.13.0", [], False),
+    ],
+)
+def test_cuda_packages_that_no_part_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str,
+    required: list[str], warned: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    run.write_text(yaml.safe_dump(tiny()))
+    cluster.write_text(yaml.safe_dump(CLUSTER))
+    assert rollart(["validate", str(run), str(cluster)]) == 0
+    assert ("torch is installed with gigabytes of CUDA packages" in capsys.readouterr().err) == warned
 
 
 def test_completion_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
