@@ -19,6 +19,7 @@ RollartError                      exit code
     │       └── ForeignWeights    1   it computes with weights that were not published
     └── TrainerError              1
         └── TrainerRefused        1   it will not train what it was given: a restart would not help
+            └── VersionDamaged    1   a version is not what was published: an older one may be
 
 A message states what happened with the value, and `remedy` says what to do. Both are one line.
 """
@@ -46,6 +47,7 @@ __all__ = [
     "TrainerError",
     "TrainerRefused",
     "UsageError",
+    "VersionDamaged",
     "WrongAnswer",
     "one_line",
 ]
@@ -178,6 +180,10 @@ class TrainerRefused(TrainerError):
     def __init__(self, message: str, *, remedy: str = "", samples: tuple[str, ...] = ()) -> None:
         super().__init__(message, remedy=remedy)
         self.samples = samples
+
+
+class VersionDamaged(TrainerRefused):
+    """What lies in a version's directory is not what was published. A file that merely cannot be read is no damage."""
 
 
 def _rebuilt(kind: type[RollartError], args: tuple[Any, ...], state: dict[str, Any]) -> RollartError:

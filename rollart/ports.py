@@ -280,6 +280,8 @@ class Recovered:
     clock: float
     consumed: Mapping[str, int] = field(default_factory=dict)
     """Groups trained so far, by domain."""
+    stamps: Mapping[int, str] = field(default_factory=dict)
+    """Of the content of committed versions, as it was published."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Groups that were dropped since a finished sample of theirs cannot be read, and why."""
 
@@ -297,8 +299,11 @@ class Journal(Protocol):
 
     async def drop(self, group: str, reason: str) -> None: ...
 
-    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
-        """The batch was trained into `version`, which is published: consume its samples in one transaction."""
+    async def commit(
+        self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float], stamp: str = ""
+    ) -> None:
+        """The batch was trained into `version`, which is published: consume its samples in one transaction. `stamp` of
+        its content: see `WeightsRef`."""
 
     async def recover(self) -> Recovered | None:
         """None for a run that never committed a version."""

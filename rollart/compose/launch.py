@@ -30,7 +30,7 @@ from rollart.errors import (
     RollartError,
     RunFailed,
     StorageFailed,
-    TrainerRefused,
+    VersionDamaged,
 )
 from rollart.ledger.intervals import State
 from rollart.model import AbortReason, WeightsRef
@@ -197,9 +197,12 @@ async def _restored(directory: Path, parts: Parts, recovered: Recovered) -> tupl
         if not parts.weights.complete(version):
             damage = damage or f"{path} is not complete on disk"
             continue
+        if recovered.stamps.get(version, weights.stamp) != weights.stamp:
+            damage = damage or f"{path} holds other weights than those that were published as v{version}"
+            continue
         try:
             await parts.trainer.resume(weights)
-        except TrainerRefused as error:
+        except VersionDamaged as error:
             damage = damage or error.message
         else:
             return weights, damage
@@ -235,7 +238,7 @@ async def _first_version(resolved: Resolved, parts: Parts) -> WeightsRef:
     parts.trainer_clock.enter(State.SYNC)
     async with parts.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
         weights = await parts.trainer.publish(0)
-        await parts.ledger.commit(version=0, step=0, consumed=[], metrics={})
+        await parts.ledger.commit(version=0, step=0, consumed=[], metrics={}, stamp=weights.stamp)
     parts.trainer_clock.enter(State.IDLE)
     return weights
 

@@ -333,18 +333,9 @@ class TrainerProgram:
             await self._live().restore(weights)
 
     async def resume(self, weights: WeightsRef) -> None:
-        """The restore that a run begins with. A trainer that dies or hangs in it is restarted, `STARTS` tries in all;
-        `TrainerRefused` with the cause where it answers that it cannot restore this version."""
-
-        async def restored() -> None:
-            try:
-                await self.restore(weights)
-            except TrainerError as error:
-                if self._client is not None and await self._client.healthy():
-                    raise TrainerRefused(error.message, remedy=error.remedy) from None
-                raise
-
-        await self.supervised(restored)
+        """The restore that a run begins with. A trainer that dies, hangs or cannot read in it is restarted, `STARTS`
+        tries in all; `VersionDamaged` where the version is not what was published."""
+        await self.supervised(functools.partial(self.restore, weights))
 
     async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
         """Work of the trainer before training begins. One that dies, hangs or fails in it is restarted and does it

@@ -1,7 +1,9 @@
-"""Training samples as bytes, exactly: numbers per token as packed arrays inside msgpack."""
+"""Training samples as bytes, exactly: numbers per token as packed arrays inside msgpack, behind a checksum."""
 
 from __future__ import annotations
 
+import struct
+import zlib
 from array import array
 from typing import Any
 
@@ -12,6 +14,10 @@ from rollart.model import GroupId, TrainSample, TrajectoryId
 __all__ = ["decode_sample", "encode_sample"]
 
 FORMAT = 1
+
+_HEAD = struct.Struct("<cI")
+_CHECKED = b"\xc1"
+"""The first byte of bytes with a checksum, which no msgpack begins with; older ledgers hold samples without one."""
 
 
 def encode_sample(sample: TrainSample) -> bytes:
@@ -34,11 +40,15 @@ def encode_sample(sample: TrainSample) -> bytes:
             sample.allowed,
         )
     )
-    return packed
+    return _HEAD.pack(_CHECKED, zlib.crc32(packed)) + packed
 
 
 def decode_sample(data: bytes) -> TrainSample:
-    """The sample again. ValueError for bytes that are none."""
+    """The sample again. ValueError for bytes that are none, or not those that were encoded."""
+    if data.startswith(_CHECKED):
+        head, data = data[: _HEAD.size], data[_HEAD.size :]
+        if head != _HEAD.pack(_CHECKED, zlib.crc32(data)):
+            raise ValueError("a sample is damaged: its checksum is not the one that was written")
     try:
         form, id_, group, domain, v0, tokens, mask, logprobs, versions, turn, rewards, score, success, allowed = (
             msgpack.unpackb(data, use_list=False)

@@ -15,8 +15,19 @@ from rollart.ledger.clock import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.codec import decode_sample
 from rollart.ledger.intervals import State
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.segments import Segments
-from rollart.ledger.tables import CONSUMED, DROPPED, LIVE, SCHEMA, SCHEMA_VERSION, UPGRADES, Rows, insert
+from rollart.ledger.segments import PayloadDamaged, Segments
+from rollart.ledger.tables import (
+    CONSUMED,
+    DROPPED,
+    LIVE,
+    SCHEMA,
+    SCHEMA_VERSION,
+    UPGRADES,
+    Rows,
+    forget,
+    insert,
+    stamps,
+)
 from rollart.model import AbortReason, TrainSample
 from rollart.ports import Recovered
 from serverless.meter import WorkerState
@@ -132,7 +143,7 @@ class Database:
         for group, *payload in rows:
             try:
                 samples.append(self._sample(*payload))
-            except StorageFailed as error:
+            except PayloadDamaged as error:
                 damaged.setdefault(group, error.message)
         for group in damaged:
             self._drop_group(group)
@@ -149,6 +160,7 @@ class Database:
             seeds_drawn=dict(drawn.fetchall()),
             clock=self.clock,
             consumed=dict(consumed.fetchall()),
+            stamps=stamps(self.connection),
             damaged=damaged,
         )
 
@@ -169,7 +181,7 @@ class Database:
             self._drop_group(group)
         self.connection.execute(f"UPDATE groups SET version = NULL WHERE state = {DROPPED}")
         self.connection.execute(f"UPDATE samples SET version = NULL WHERE state = {DROPPED}")
-        self.connection.execute("DELETE FROM versions WHERE version > ?", (version,))
+        forget(self.connection, version)
         return samples
 
     def _drop_group(self, group: str) -> None:
@@ -334,6 +346,6 @@ class Database:
         try:
             return decode_sample(payload or b"")
         except ValueError as error:
-            raise StorageFailed(
+            raise PayloadDamaged(
                 f"{self.directory / FILE}: {error}", remedy="restore the run directory from a backup"
             ) from None

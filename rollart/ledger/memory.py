@@ -33,6 +33,7 @@ class MemoryRecorder:
     savings: list[Saving] = field(default_factory=list)
     spans: list[WorkerSpan] = field(default_factory=list)
     versions: list[tuple[int, int, Mapping[str, float]]] = field(default_factory=list)
+    stamps: dict[int, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     _groups: dict[str, _GroupState] = field(default_factory=dict)
     _samples: dict[str, TrainSample] = field(default_factory=dict)
@@ -92,7 +93,9 @@ class MemoryRecorder:
                 self._gone[sample.id] = "dropped"
                 del self._samples[sample.id]
 
-    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    async def commit(
+        self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float], stamp: str = ""
+    ) -> None:
         if self.versions and version <= self.versions[-1][0]:
             raise RunFailed(f"version {version} is committed after version {self.versions[-1][0]}")
         ids = [sample.id for group in consumed for sample in group.samples]
@@ -111,6 +114,8 @@ class MemoryRecorder:
         for group in groups:
             self._groups[group].state = "consumed"
         self.versions.append((version, step, dict(metrics)))
+        if stamp:
+            self.stamps[version] = stamp
 
     async def recover(self) -> Recovered | None:
         if not self.versions:
@@ -128,4 +133,5 @@ class MemoryRecorder:
             seeds_drawn=drawn,
             clock=max(times, default=0.0),
             consumed=Counter(g.domain for g in self._groups.values() if g.state == "consumed"),
+            stamps=dict(self.stamps),
         )

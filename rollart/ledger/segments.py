@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from rollart.errors import StorageFailed
 
-__all__ = ["INLINE_LIMIT", "Segments"]
+__all__ = ["INLINE_LIMIT", "PayloadDamaged", "Segments"]
 
 INLINE_LIMIT = 64 * 1024
 """Payloads above it leave the database: SQLite's own overflow pages are slower than a file from here on."""
@@ -24,6 +24,10 @@ ROLL_BYTES = 64 * 1024 * 1024
 """A file past this is closed, so that whole files can be deleted once their samples are consumed."""
 
 _HEAD = struct.Struct("<II")
+
+
+class PayloadDamaged(StorageFailed):
+    """A payload is not what was written, or not there. One that merely cannot be read is a StorageFailed."""
 
 
 class Segments:
@@ -55,7 +59,7 @@ class Segments:
             self._dirty = False
 
     def read(self, segment: int, offset: int) -> bytes:
-        """A payload again. StorageFailed if its checksum does not match."""
+        """A payload again. PayloadDamaged if its checksum does not match, StorageFailed if it cannot be read."""
         path = self._path(segment)
         try:
             with path.open("rb") as file:
@@ -63,10 +67,15 @@ class Segments:
                 head = file.read(_HEAD.size)
                 length, crc = _HEAD.unpack(head)
                 payload = file.read(length)
-        except (OSError, struct.error) as error:
-            raise StorageFailed(f"{path}: payload at {offset} cannot be read: {error}") from None
-        if len(payload) != length or zlib.crc32(payload) != crc:
+        except (FileNotFoundError, struct.error) as error:
+            raise PayloadDamaged(f"{path}: payload at {offset} is not there: {error}") from None
+        except OSError as error:
             raise StorageFailed(
+                f"{path}: payload at {offset} cannot be read: {error.strerror or error}",
+                remedy="look at the disk and at the limit of open files, then continue with --resume",
+            ) from None
+        if len(payload) != length or zlib.crc32(payload) != crc:
+            raise PayloadDamaged(
                 f"{path}: payload at {offset} is damaged", remedy="restore the run directory from a backup"
             )
         return payload

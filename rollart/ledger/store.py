@@ -132,9 +132,11 @@ class Ledger:
     async def drop(self, group: str, reason: str) -> None:
         await self._writer.run(lambda db: tables.drop(db.connection, group, reason))
 
-    async def commit(self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float]) -> None:
+    async def commit(
+        self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float], stamp: str = ""
+    ) -> None:
         def committed(db: Database) -> None:
-            tables.commit(db.connection, version, step, consumed, metrics, self._measure)
+            tables.commit(db.connection, version, step, consumed, metrics, self._measure, stamp=stamp)
             db.published = True
 
         await self._writer.run(committed)

@@ -17,7 +17,7 @@ from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
 __all__ = ["OLDER", "SCHEMA", "SCHEMA_VERSION", "UPGRADES", "Measure", "Rows", "admit", "commit", "drop", "finish",
-           "insert", "outdate"]  # fmt: skip
+           "forget", "insert", "outdate", "stamps"]  # fmt: skip
 
 SCHEMA_VERSION = 4
 
@@ -26,6 +26,9 @@ LIVE, CONSUMED, DROPPED = 0, 1, 2
 
 Measure = Callable[[Sequence[int]], int]
 """How many tokens ids stand for."""
+
+STAMP = "stamp:"
+"""Before a version's number: the key of its stamp."""
 
 MINUTE_S = 60.0
 """Worker time is kept by the minute: a row per function and state, however many calls there are."""
@@ -216,7 +219,7 @@ def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:
 
 def commit(
     connection: sqlite3.Connection, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float],
-    measure: Measure = len,
+    measure: Measure = len, *, stamp: str = "",
 ) -> None:  # fmt: skip
     """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is old."""
     last = connection.execute("SELECT max(version) FROM versions").fetchone()[0]
@@ -235,6 +238,21 @@ def commit(
         (version, step, len(consumed), len(samples), sum(_with_loss(s, measure) for s in samples),
          json.dumps(dict(metrics))),
     )  # fmt: skip
+    if stamp:
+        connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{STAMP}{version}", stamp))
+
+
+def stamps(connection: sqlite3.Connection) -> dict[int, str]:
+    """Stamps of the content of committed versions; ledgers of older releases have none."""
+    rows = connection.execute("SELECT key, value FROM meta WHERE key GLOB ?", (f"{STAMP}*",))
+    return {int(key.removeprefix(STAMP)): stamp for key, stamp in rows}
+
+
+def forget(connection: sqlite3.Connection, version: int) -> None:
+    """Versions after this one were never committed."""
+    connection.execute("DELETE FROM versions WHERE version > ?", (version,))
+    later = [(f"{STAMP}{known}",) for known in stamps(connection) if known > version]
+    connection.executemany("DELETE FROM meta WHERE key = ?", later)
 
 
 def _with_loss(sample: TrainSample, measure: Measure) -> int:

@@ -80,7 +80,9 @@ class Publisher:
             weights = await self._trainer.publish(version)
         try:
             async with self._leases.hold("publish", "the journal's commit", self._publish_s, Expiry.FAIL_RUN):
-                await self._journal.commit(version=version, step=step, consumed=consumed, metrics=metrics)
+                await self._journal.commit(
+                    version=version, step=step, consumed=consumed, metrics=metrics, stamp=weights.stamp
+                )
         except LeaseExpired as error:
             raise StorageFailed(str(error), remedy="look at the disk of the run directory, then --resume") from None
         if self._drained is not None:

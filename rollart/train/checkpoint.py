@@ -31,7 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rollart.errors import TrainerError, UsageError
+from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.train import lora
 from rollart.train.learner import Counters, Learner
 from rollart.train.pieces import Pieces, save
@@ -167,23 +167,33 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
         found, files = int(marker["version"]), dict(marker["files"])
     except FileNotFoundError as error:
         message = f"{path} has no {MARKER} marker: it is not a whole version"
-        raise TrainerError(message, remedy="choose another") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrainerError(f"{path / MARKER} is damaged: {error}") from error
+        raise VersionDamaged(message, remedy="choose another") from error
+    except OSError as error:
+        raise _unreadable(path / MARKER, error) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise VersionDamaged(f"{path / MARKER} is damaged: {error}") from error
     if found != version:
-        raise TrainerError(f"{path} holds version {found}, not {version}")
+        raise VersionDamaged(f"{path} holds version {found}, not {version}")
     for name in (MODEL, OPTIMIZER, STATE):
         if not _like(name, files):
-            raise TrainerError(f"{path} cannot be continued from: it has no {name}")
+            raise VersionDamaged(f"{path} cannot be continued from: it has no {name}")
     for number, (name, digest) in enumerate(sorted(files.items())):
         if number % size != rank:
             continue
         try:
             if _digest(path / name, False) != digest:
-                raise TrainerError(f"{path / name} is damaged: its sha256 is not the one that was published")
+                raise VersionDamaged(f"{path / name} is damaged: its sha256 is not the one that was published")
+        except FileNotFoundError as error:
+            raise VersionDamaged(f"{path / name} is not there") from error
         except OSError as error:
-            raise TrainerError(f"{path / name} cannot be read: {error.strerror}") from error
+            raise _unreadable(path / name, error) from error
     return list(files)
+
+
+def _unreadable(path: Path, error: OSError) -> TrainerError:
+    """Of a disk or a process at fault: the file may be whole."""
+    remedy = "look at the disk and at the limit of open files, then rollart launch --resume"
+    return TrainerError(f"{path} cannot be read: {error.strerror or error}", remedy=remedy)
 
 
 _Weights = list[tuple[Tensor, Tensor]]
@@ -214,8 +224,10 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             if name not in parameters:
                 raise another
             moments.append((which, name, key, _rows(learner, state, full, parameters[name])))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise TrainerError(f"{path} cannot be read as a version: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise VersionDamaged(f"{path} cannot be read as a version: {error}") from error
     model.close()
     state.close()
     return pairs, moments, counters

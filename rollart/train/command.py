@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import msgpack
 import torch
 
-from rollart.errors import RollartError, TrainerError
+from rollart.errors import RollartError, TrainerError, VersionDamaged
 from rollart.train.batch import RefusedSamples
 from rollart.train.ranks import Channel
 
@@ -22,6 +22,9 @@ __all__ = ["Answer", "Outcome", "Work", "call", "follow", "lead"]
 Answer: TypeAlias = dict[str, Any]
 Work: TypeAlias = Callable[[Answer], Answer]
 
+
+DAMAGED = 422
+"""Status of the answer to a restore from a version that is not what was published."""
 
 LIGHTER = (
     "lower training.max_tokens_per_microbatch, set trainer.activation_checkpointing, or give the trainer more GPUs"
@@ -54,6 +57,8 @@ def call(work: Work, body: bytes) -> Outcome:
         if not isinstance(message, dict):
             raise ValueError("the body is not a msgpack map")
         return Outcome(200, msgpack.packb(work(message)))
+    except VersionDamaged as error:
+        return Outcome.failed(DAMAGED, error.message, error.remedy)
     except RollartError as error:
         return Outcome.failed(500, error.message, error.remedy)
     except KeyError as error:

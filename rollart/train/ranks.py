@@ -78,12 +78,13 @@ class Channel:
 
     def agree(self, problem: TrainerError | None) -> None:
         """Raise on every rank if any rank has a problem: the own one, else the first with its rank named."""
-        said = self.exchange(None if problem is None else (problem.message, problem.remedy))
+        said = self.exchange(None if problem is None else (type(problem), problem.message, problem.remedy))
         if problem is not None:
             raise problem
         for rank, other in enumerate(said):
             if other is not None:
-                raise TrainerError(f"rank {rank}: {other[0]}", remedy=other[1])
+                kind, line, remedy = other
+                raise kind(f"rank {rank}: {line}", remedy=remedy)
 
 
 ALONE = Channel()

@@ -12,7 +12,7 @@
     GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
 
 `samples` is the wire form of `batch.py`. An error is {"error": one line, "remedy": one line}: 400 for what the caller
-sent, 500 for what went wrong here.
+sent, 422 for a version that is not what was published, 500 for what went wrong here.
 """
 
 from __future__ import annotations

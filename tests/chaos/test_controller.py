@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.chaos.test_foreign_weights import of_another_run
 from tests.e2e.harness import BATCH, GROUP_SIZE, Home, Launched, Spec, held, ledger, sound, tiny, waiting_samples
 
 pytestmark = pytest.mark.slow  # real processes, started at least twice per test: about 14 s
@@ -86,7 +88,7 @@ def test_kill_before_there_is_a_ledger(home: Home) -> None:
     home.resume().failed(1, "ledger", "v4 of its weights is there", "start a new run")
 
 
-def test_the_newest_version_is_damaged(home: Home) -> None:
+def test_the_newest_version_is_replaced(home: Home) -> None:
     """The run goes back to the version before it, and trains each later step once, on other groups."""
     run = home.launch(tiny(**slow(home)))
     run.until(lambda: run.step() >= 2 and bool(waiting_samples(run.directory)), "samples wait for step 3")
@@ -95,7 +97,10 @@ def test_the_newest_version_is_damaged(home: Home) -> None:
     reached = run.step()
     with ledger(home.directory) as db:
         lost = {g for (g,) in db.execute("SELECT id FROM groups WHERE version = ?", (reached,))}
-    os.truncate(home.directory / "weights" / f"v{reached:06d}" / "model.safetensors", 100)
+    newest = home.directory / "weights" / f"v{reached:06d}"
+    foreign = of_another_run(newest, home.path / "foreign")
+    shutil.rmtree(newest)
+    foreign.rename(newest)
     home.open()
     resumed = home.resume(FAST)
     resumed.finished()

@@ -10,17 +10,20 @@ import msgpack
 import pytest
 
 from rollart.compose.parts import TrainerProgram
-from rollart.errors import PartDied, TrainerRefused
+from rollart.errors import PartDied, TrainerError, VersionDamaged
 from rollart.ledger.clock import ResourceClock
 from rollart.ledger.memory import MemoryRecorder
 from rollart.model import WeightsRef
 from rollart.runtime.leases import Leases
 
 DAMAGED: bytes = msgpack.packb({"error": "v3 is damaged"})
+UNREADABLE: bytes = msgpack.packb({"error": "v3 cannot be read: Input/output error"})
 
 V3 = WeightsRef(3, "weights/v000003")
 
-DIES, HANGS, REFUSES, RESTORES, NO_START = "dies", "hangs", "refuses", "restores", "no start"
+DIES, HANGS, REFUSES, RESTORES, NO_START, BLIND = "dies", "hangs", "refuses", "restores", "no start", "blind"
+
+ANSWERS = {REFUSES: ("422 Damaged", DAMAGED), BLIND: ("500 Wrong", UNREADABLE)}
 
 
 class Programs:
@@ -40,7 +43,7 @@ class Programs:
             status, body = "200 OK", json.dumps({"status": "ok"}).encode()
             if route == b"/restore":
                 gone.set() if life in (DIES, HANGS) else None
-                status, body = ("500 Wrong", DAMAGED) if life == REFUSES else ("200 OK", b"\x80")
+                status, body = ANSWERS.get(life, ("200 OK", b"\x80"))
             if not gone.is_set():
                 head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                 writer.write(head.encode() + body)
@@ -86,5 +89,13 @@ def test_a_trainer_that_hangs_in_the_restore_of_a_resume_is_restarted() -> None:
 
 
 def test_a_version_that_the_trainer_cannot_restore_is_no_death_of_it() -> None:
-    with pytest.raises(TrainerRefused, match="v3 is damaged"):
+    with pytest.raises(VersionDamaged, match="v3 is damaged"):
         resumed(REFUSES)
+
+
+def test_a_version_that_cannot_be_read_is_not_taken_for_damaged() -> None:
+    """It may be whole: a trainer with fresh files reads it, or the resume ends with the cause."""
+    assert resumed(BLIND, RESTORES) == [1]
+    with pytest.raises(TrainerError, match="Input/output error") as caught:
+        resumed(BLIND, BLIND, BLIND)
+    assert not isinstance(caught.value, VersionDamaged)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,7 +290,42 @@ def test_a_damaged_payload_costs_its_group_alone(tmp_path: Path, sample: MakeSam
         path.write_bytes(data)
     else:
         with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as db, db:
-            db.execute("UPDATE samples SET payload = X'9301' WHERE id = 'a.0'")
+            (payload,) = db.execute("SELECT payload FROM samples WHERE id = 'a.0'").fetchone()
+            assert decode_sample(payload) == decode_sample(payload[5:]) == a, "older ledgers have no checksum there"
+            at = payload.index(struct.pack("<d", a.logprobs[-1]))
+            changed = payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :]
+            assert decode_sample(changed[5:]).logprobs != a.logprobs, "a bit of a number, which nothing else sees"
+            db.execute("UPDATE samples SET payload = ? WHERE id = 'a.0'", (changed,))
+    asyncio.run(resume())
+
+
+def test_a_payload_that_cannot_be_read_costs_nothing(tmp_path: Path, sample: MakeSample) -> None:
+    """The disk is at fault, or a limit of open files: the resume ends with the cause, and the next one has it all."""
+    fields = ("token_ids", "loss_mask", "logprobs", "versions", "turn", "rewards")
+    large = sample("a.0", "a")
+    large = dataclasses.replace(large, **{f: (getattr(large, f) * 40_000)[:40_000] for f in fields}, allowed=())
+    path = tmp_path / "segments" / "000001.seg"
+
+    async def begin() -> None:
+        with Ledger(tmp_path, clock=zero) as ledger:
+            await ledger.commit(version=0, step=0, consumed=[], metrics={})
+            await ledger.admit("a", "lake", 1)
+            await finish(ledger, large)
+
+    async def resume() -> None:
+        aside = path.rename(tmp_path / "aside")
+        path.symlink_to(path.name)
+        unreadable = pytest.raises(StorageFailed, match="cannot be read: Too many levels of symbolic links")
+        with Ledger(tmp_path, clock=zero) as ledger, unreadable:
+            await ledger.recover()
+        path.unlink()
+        aside.rename(path)
+        with Ledger(tmp_path, clock=zero) as ledger:
+            found = await ledger.recover()
+        assert found is not None
+        assert ([s.id for s in found.samples], found.damaged) == (["a.0"], {})
+
+    asyncio.run(begin())
     asyncio.run(resume())
 
 
@@ -383,14 +419,15 @@ def test_a_run_goes_back_to_an_older_version(tmp_path: Path, sample: MakeSample,
             for name, one in of.items():
                 await ledger.admit(name, "lake", 0)
                 await finish(ledger, one)
-            await ledger.commit(version=1, step=1, consumed=[group("a", of["a"])], metrics={})
-            await ledger.commit(version=2, step=2, consumed=[group("b", of["b"])], metrics={})
+            await ledger.commit(version=1, step=1, consumed=[group("a", of["a"])], metrics={}, stamp="one")
+            await ledger.commit(version=2, step=2, consumed=[group("b", of["b"])], metrics={}, stamp="two")
             with pytest.raises(RunFailed, match="version 7 was never committed"):
                 await ledger.roll_back(7)
             assert await ledger.roll_back(1) == 2
             found = await ledger.recover()
             assert found is not None
             assert (found.version, found.step, found.samples) == (1, 1, (of["c"],))
+            assert found.stamps == {1: "one"}
             assert (found.pending, found.consumed) == ((("c", "lake", 0),), {"lake": 1})
             await ledger.commit(version=2, step=2, consumed=[group("c", of["c"])], metrics={})
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollart.adapters.weights import directory
-from rollart.errors import TrainerError, UsageError
+from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.train import checkpoint
 from rollart.train.learner import Learner
 from tests.train.trainkit import batch, config, sample
@@ -152,14 +152,21 @@ def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(
     marker = json.loads((inference / "COMPLETE").read_text())
     del marker["files"]["trainer/optimizer.safetensors"]
     (inference / "COMPLETE").write_text(json.dumps(marker))
+    unreadable = damaged("unreadable")
+    (unreadable / "model.safetensors").unlink()
+    (unreadable / "model.safetensors").symlink_to("model.safetensors")
+    gone = damaged("gone")
+    (gone / "model.safetensors").unlink()
     for path, version, message in (
         (torn, 1, "has no COMPLETE marker"), (cut, 1, "model.safetensors is damaged"),
         (empty, 1, "COMPLETE is damaged"), (inference, 1, "has no trainer/optimizer.safetensors"),
         (good, 2, "holds version 1, not 2"),
-        (tmp_path / "v000009", 9, "has no COMPLETE marker"),
+        (tmp_path / "v000009", 9, "has no COMPLETE marker"), (gone, 1, "model.safetensors is not there"),
+        (unreadable, 1, "model.safetensors cannot be read: Too many levels of symbolic links"),
     ):  # fmt: skip
-        with pytest.raises(TrainerError, match=message):
+        with pytest.raises(TrainerError, match=message) as caught:
             checkpoint.restore(learner, path, version)
+        assert isinstance(caught.value, VersionDamaged) == (path != unreadable), "an error of the disk is no damage"
     assert same(state(learner), before)
 
 

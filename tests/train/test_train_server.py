@@ -22,7 +22,7 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.errors import TrainerError, TrainerRefused
+from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
 from rollart.model import TrainReport, WeightsRef
 from rollart.train import checkpoint
 from rollart.train import command as commands
@@ -69,7 +69,7 @@ async def test_refusals_reach_the_caller_as_one_line(tmp_path: Path) -> None:
     async with serving(config(tmp_path)) as (trainer, service):
         with pytest.raises(TrainerError, match=r"^train: domain 'z' is not configured, the trainer knows a, b$"):
             await trainer.train([sample("x", domain="z")], 0)
-        with pytest.raises(TrainerError, match=r"^restore: .* has no COMPLETE marker"):
+        with pytest.raises(VersionDamaged, match=r"^restore: .* has no COMPLETE marker"):
             await trainer.restore(WeightsRef(1, str(tmp_path)))
         with pytest.raises(TrainerError, match="none of the 0 samples"):
             await trainer.imitate([], 1)

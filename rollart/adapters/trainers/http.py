@@ -16,7 +16,7 @@ import aiohttp
 import msgpack
 
 from rollart.architecture import stamp_of
-from rollart.errors import TrainerError, TrainerRefused
+from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
 from rollart.model import TrainReport, TrainSample, WeightsRef
 
 __all__ = ["HttpTrainer", "Sent", "encode_samples"]
@@ -146,7 +146,7 @@ class HttpTrainer:
             remedy = str(detail.get("remedy", ""))
             if status == 400:
                 raise TrainerRefused(f"{route}: {cause}", remedy=remedy, samples=_names(detail.get("samples")))
-            raise TrainerError(f"{route}: {cause}", remedy=remedy)
+            raise (VersionDamaged if status == 422 else TrainerError)(f"{route}: {cause}", remedy=remedy)
         return answer
 
     def _open(self) -> aiohttp.ClientSession:
