@@ -23,6 +23,7 @@ __all__ = [
     "refuse_truncated",
     "refuse_unsupported",
     "stamp_of",
+    "vocab_of",
     "weight_files",
 ]
 
@@ -130,6 +131,16 @@ def refuse_truncated(file: Path) -> None:
         raise UsageError(f"{file} is no safetensors file: its header cannot be read", remedy=AGAIN) from None
     if size < wanted:
         raise UsageError(f"{file} ends after {size} of {wanted} bytes", remedy=AGAIN)
+
+
+def vocab_of(directory: str | Path) -> int | None:
+    """Token ids of the model in a directory, as its config.json says; None if it does not."""
+    try:
+        config = json.loads((Path(directory) / "config.json").read_text())
+        size = config.get("text_config", config)["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
 
 
 def stamp_of(directory: str | Path) -> str:

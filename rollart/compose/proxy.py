@@ -17,6 +17,7 @@ from rollart.adapters.proxy.pool import EnginePool
 from rollart.adapters.proxy.record import Recording
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.shelf import Limits
+from rollart.architecture import vocab_of
 from rollart.errors import SpecError, UsageError
 from rollart.model import EngineId
 from rollart.spec.resolve import Resolved
@@ -54,7 +55,8 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
         [
             HttpEngine(EngineId(f"engine-{i}"), url, keepalive_s=KEEPALIVE_S)  # which may be vLLM
             for i, url in enumerate(settings.engines)
-        ]
+        ],
+        vocab=vocab_of(settings.tokenizer),
     )
     recording = Recording(settings.record)
     proxy = Proxy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from aiohttp import web
@@ -21,8 +21,9 @@ from rollart.model import EngineId, GenerateRequest, Sampling
 ASKED = GenerateRequest("r", "s", (1, 2), Sampling(max_tokens=1))
 
 
-def body(logprob: float = -0.5) -> str:
-    choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": logprob}]}, "finish_reason": "length"}
+def body(logprob: float = -0.5, ids: Sequence[int] = (1,)) -> str:
+    content = [{"logprob": logprob} for _ in ids]
+    choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length"}
     return json.dumps({"choices": [choice], "usage": {"prompt_tokens": 2}})
 
 
@@ -68,10 +69,15 @@ async def test_garbage_on_the_stream_ends_the_requests_that_wait_on_it(garbage: 
 
 
 @pytest.mark.asyncio
-async def test_a_proxy_of_its_own_asks_another_engine() -> None:
-    async with server(body(math.inf)) as bad, server(body()) as good:
+@pytest.mark.parametrize(
+    ("wrong", "vocab"),
+    [(body(math.inf), None), (body(ids=[1, 1]), None), (body(ids=[-1]), None), (body(ids=[9]), 9)],
+    ids=["log-probability", "more than asked for", "no id", "not in the vocabulary"],
+)
+async def test_a_proxy_of_its_own_asks_another_engine(wrong: str, vocab: int | None) -> None:
+    async with server(wrong) as bad, server(body()) as good:
         engines = [HttpEngine(EngineId(f"e{i}"), str(site.make_url(""))) for i, site in enumerate((bad, good))]
-        pool = EnginePool(engines)
+        pool = EnginePool(engines, vocab=vocab)
         session = pool.session("s")
         ask: Callable[..., Awaitable[object]] = session.generate
         assert session.engine is engines[0]

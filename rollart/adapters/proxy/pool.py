@@ -20,10 +20,18 @@ INTERRUPTIONS = 8
 engine goes on."""
 
 
-class EnginePool:
-    """Gives every session an engine, the one with the fewest; `open` once, then any number of sessions."""
+ANY_VOCAB = 1 << 31
+"""More than any vocabulary has."""
 
-    def __init__(self, engines: Sequence[HttpEngine]) -> None:
+
+class EnginePool:
+    """Gives every session an engine, the one with the fewest; `open` once, then any number of sessions.
+
+    `vocab`: size of the model's vocabulary, above which no token id of an answer is; None: it is not known. Which
+    versions were published is not known here."""
+
+    def __init__(self, engines: Sequence[HttpEngine], *, vocab: int | None = None) -> None:
+        self.vocab = ANY_VOCAB if vocab is None else vocab
         self._engines = tuple(engines)
         self._sessions = {e.id: 0 for e in self._engines}
         self.context = 0
@@ -129,7 +137,7 @@ class PooledSession:
         engine = self._engine
 
         def tell(piece: Piece) -> None:
-            if wrong := wrong_tokens(piece.token_ids, piece.logprobs, None):
+            if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self._pool.vocab):
                 raise WrongAnswer(f"{engine.id}: {wrong}")
             pieces.append(piece)
             if told is not None:
@@ -137,7 +145,7 @@ class PooledSession:
 
         request = GenerateRequest(f"{self._name}-{self._requests}", self._name, token_ids, sampling)
         answer = await engine.generate(request if told is None else replace(request, told=tell))
-        if wrong := wrong_answer(answer, sampling):
+        if wrong := wrong_answer(answer, sampling, vocab=self._pool.vocab):
             raise WrongAnswer(f"{engine.id}: {wrong}")
         return answer
 

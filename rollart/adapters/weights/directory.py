@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollart.architecture import vocab_of
 from rollart.errors import StorageFailed
 
 __all__ = ["MARKER", "DirectoryWeightStore"]
@@ -31,13 +31,8 @@ class DirectoryWeightStore:
         return (Path(self.path(version)) / MARKER).is_file()
 
     def vocab(self, version: int) -> int | None:
-        """Token ids of its model, as its config.json says; None if it does not."""
-        try:
-            config = json.loads((Path(self.path(version)) / "config.json").read_text())
-            size = config.get("text_config", config)["vocab_size"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return size if isinstance(size, int) else None
+        """See `vocab_of`."""
+        return vocab_of(self.path(version))
 
     def versions(self) -> list[int]:
         try:
