@@ -22,8 +22,9 @@ UNREADABLE: bytes = msgpack.packb({"error": "v3 cannot be read: Input/output err
 V3 = WeightsRef(3, "weights/v000003")
 
 DIES, HANGS, REFUSES, RESTORES, NO_START, BLIND = "dies", "hangs", "refuses", "restores", "no start", "blind"
+GARBLED = "garbled"
 
-ANSWERS = {REFUSES: ("422 Damaged", DAMAGED), BLIND: ("500 Wrong", UNREADABLE)}
+ANSWERS = {REFUSES: ("422 Damaged", DAMAGED), BLIND: ("500 Wrong", UNREADABLE), GARBLED: ("500 Wrong", b"\xc1garbage")}
 
 
 class Programs:
@@ -99,3 +100,10 @@ def test_a_version_that_cannot_be_read_is_not_taken_for_damaged() -> None:
     with pytest.raises(TrainerError, match="Input/output error") as caught:
         resumed(BLIND, BLIND, BLIND)
     assert not isinstance(caught.value, VersionDamaged)
+
+
+def test_an_answer_that_is_no_trainers_names_where_to_look() -> None:
+    assert resumed(GARBLED, RESTORES) == [1]
+    with pytest.raises(TrainerError, match="unreadable answer, status 500") as caught:
+        resumed(GARBLED, GARBLED, GARBLED)
+    assert "rollart logs" in caught.value.remedy
