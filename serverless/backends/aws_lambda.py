@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serverless.backends.aws_answers import Report, function_fault, report, service_fault
@@ -20,7 +20,7 @@ from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, Pin
 from serverless.deploy.aws_session import library, translation
 from serverless.deploy.aws_settings import AwsSettings
 from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, ServerlessError, UnknownFunction
+from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
 from serverless.meter import MeterSink, NullMeter, billed_seconds
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
@@ -300,8 +300,11 @@ class AwsLambdaBackend:
         if moved:
             try:
                 await self._pin_again(gate, pin)
-            except ServerlessError as error:
+            except (CredentialsMissing, UnknownFunction) as error:
                 return error
+            except ServerlessError as error:  # the next call tries again
+                assert fault is not None
+                fault = replace(fault, detail=f"{fault.detail}, which failed: {error.message}"[:500])
         return Reply(body if fault is None else None, fault, bill)
 
     def _bill(

@@ -333,8 +333,11 @@ class AwsDeployer:
             holders = [one for one in same if control.warm(name, one)]
             if holders and alias not in holders:
                 qualifier = holders[0] if warm else alias
-            elif not existing or not holders:
+            elif not existing:
                 control.set_warm(name, warm, alias)
+            elif not holders:  # calls wait for the alias, and can do without warm environments
+                with contextlib.suppress(ServerlessError):
+                    control.set_warm(name, warm, alias, wait=False)
         return _pinned(package.spec.name, alias, qualifier, version)
 
     def _published(

@@ -326,8 +326,8 @@ class Control:
             except self._lambda.exceptions.ProvisionedConcurrencyConfigNotFoundException:
                 return 0
 
-    def set_warm(self, name: str, count: int, alias: str = ALIAS) -> None:
-        """Keep so many environments ready, and wait until they are; 0 gives them back."""
+    def set_warm(self, name: str, count: int, alias: str = ALIAS, *, wait: bool = True) -> None:
+        """Keep so many environments ready, and `wait` until they are; 0 gives them back."""
         chosen = {"FunctionName": name, "Qualifier": alias}
         if not count and not self.warm(name, alias):
             return
@@ -336,14 +336,15 @@ class Control:
                 self._lambda.delete_provisioned_concurrency_config(**chosen)
                 return
             self._lambda.put_provisioned_concurrency_config(**chosen, ProvisionedConcurrentExecutions=count)
-            for _ in range(_WAIT_POLLS):
+            for _ in range(_WAIT_POLLS if wait else 0):
                 state = self._lambda.get_provisioned_concurrency_config(**chosen)
                 if state["Status"] == "READY":
                     return
                 if state["Status"] == "FAILED":
                     raise BackendFailed(f"{name}: {count} warm environments: {state.get('StatusReason', 'refused')}")
                 self._pause(_POLL_S)
-        raise BackendFailed(f"{name}: {count} warm environments are not ready in {_WAIT_POLLS * _POLL_S:.0f} s")
+        if wait:
+            raise BackendFailed(f"{name}: {count} warm environments are not ready in {_WAIT_POLLS * _POLL_S:.0f} s")
 
     def reserved(self, name: str) -> int:
         """Reserved concurrency, 0 if none."""

@@ -228,6 +228,32 @@ def test_warm_environments_are_those_of_the_runs_alias(plane: Plane, tmp_path: p
     assert warm("run-a") == 0
 
 
+def test_an_alias_that_cannot_be_set_anew_at_once_costs_calls_and_not_the_run(
+    plane: Plane, tmp_path: pathlib.Path
+) -> None:
+    """As where the run ends whose alias had the warm environments, while AWS refuses requests."""
+    from tests.serverless.aws.plane import refusal
+
+    path = "/2015-03-31/functions/rollart-same/aliases"
+    warm = "/2019-09-30/functions/rollart-same/provisioned-concurrency"
+
+    async def main() -> Any:
+        async with AwsLambdaBackend(settings(plane), run="a") as a:
+            await a.deploy(constant(tmp_path, 1.0, warm=1))
+            client(plane).delete_provisioned_concurrency_config(FunctionName="rollart-same", Qualifier="run-a")
+            client(plane).delete_alias(FunctionName="rollart-same", Name="run-a")
+            plane.refusals[f"GET {path}"] = [refusal(400, "InvalidRequestContentException", "not now")]
+            plane.refusals[f"PUT {warm}"] = [refusal(400, "InvalidRequestContentException", "no capacity")]
+            return [await score(a) for _ in range(3)]
+
+    refused, gone, again = asyncio.run(main())
+    assert isinstance(refused, InfraFault)
+    assert refused.retryable
+    assert "not now" in refused.detail
+    assert isinstance(gone, InfraFault)
+    assert again == 1.0
+
+
 def test_the_alias_of_a_dead_run_goes_when_its_lease_has_ended(plane: Plane, tmp_path: pathlib.Path) -> None:
     ours, theirs = constant(tmp_path, 1.0), constant(tmp_path, -7.0)
     lambdas = client(plane)
