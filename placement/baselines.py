@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from placement.problem import Problem, Restriction
 from placement.solve import solve
-from placement.types import Infeasible, Objective, Placement
+from placement.types import Infeasible, Placement
 
 __all__ = ["Baseline", "baselines", "best", "gain", "single_types"]
 
@@ -59,7 +59,7 @@ def single_types(problem: Problem) -> tuple[str, ...]:
 def gain(placement: Placement, baseline: Placement) -> float:
     """How much better a plan is than another by its own objective: 1.1 is ten per cent more rate (before
     some of it was given up for dollars) or rate per dollar, or as much for a cost that is lower by a factor of 1.1."""
-    ours, theirs = _worth(placement), _worth(baseline)
+    ours, theirs = placement.worth, baseline.worth
     if theirs <= 0:
         return 1.0 if ours <= 0 else float("inf")
     return ours / theirs
@@ -68,17 +68,4 @@ def gain(placement: Placement, baseline: Placement) -> float:
 def best(found: Iterable[Baseline]) -> Baseline | None:
     """The best of those that have a plan (ties: the first)."""
     feasible = [b for b in found if b.placement is not None]
-    return max(feasible, key=lambda b: _worth(b.placement), default=None)
-
-
-def _worth(placement: Placement | None) -> float:
-    """More is better, by the plan's objective."""
-    if placement is None:
-        return 0.0
-    if placement.objective is Objective.MAX_THROUGHPUT:
-        return placement.best_rate
-    if placement.usd_per_hour <= 0:
-        return float("inf")
-    if placement.objective is Objective.MIN_COST:
-        return 1.0 / placement.usd_per_hour
-    return placement.rate / placement.usd_per_hour
+    return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placement import phases
-from placement.baselines import gain
+from placement import binding, phases
 from placement.performance import InstanceModel
 from placement.problem import Problem
-from placement.publish import LOADING, Publishing, Transport
-from placement.solve import solve
-from placement.tableau import channels
-from placement.types import Device, Infeasible, Link, Objective, Placement, Pool, Role
+from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
+from placement.solve import best_worth
+from placement.tableau import ROLLOUT, channels
+from placement.types import Device, Link, Objective, Placement, Pool, Role
 
 __all__ = ["Affinity", "Explanation", "Marginal", "affinities", "explain", "marginals"]
 
@@ -30,11 +29,11 @@ DEVICES = "devices"
 NO_PREFERENCE = 1.05
 """Device types whose cost of a phase differs by less than this factor are called equal."""
 
-HOST = 8
-"""Devices of a host whose type does not say how many it has."""
-
 NOTHING = 5e-4
 """Relative gains below this are written as nothing: it is what the solver's gap leaves open."""
+
+UNSURE = 2e-3
+"""The same for plans that are solved again: searches for the trainer's size end within 0.15 % of each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +98,13 @@ class Explanation:
 
 
 def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> Explanation:
-    """The plan in words. `resolve`: solve again with one instance's worth more of each pool that is worth something,
-    which takes as long as solving did, once per such pool."""
+    """The plan in words. `resolve`: solve again with more of each pool that serves, and what binds says what that
+    found: up to three first stages of a solution per pool."""
+    found = marginals(problem, placement, resolve=resolve)
     return Explanation(
         summary=_summary(placement),
-        marginals=marginals(problem, placement, resolve=resolve),
-        binds=placement.binds,
+        marginals=found,
+        binds=_binds(problem, placement, found),
         affinities=affinities(problem, placement),
         rewards=_rewards(placement),
         notes=placement.notes,
@@ -114,39 +114,60 @@ def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> 
 def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -> tuple[Marginal, ...]:
     """What more would buy, most valuable first (ties: by name). At the margin: one device of each pool, a tenth more
     trajectories in flight, a tenth more of each link that binds; for the objective of the most throughput only, since
-    dual prices are of the rate (one of 0 is left out for devices that serve: it says nothing of whole instances). Then,
-    with `resolve`, solved again: more devices of each such pool, and no affinities where some were given."""
+    dual prices are of the rate (one of 0 is left out for devices that serve: it says nothing of whole instances). With
+    `resolve`, devices that serve are solved again instead, and so are no affinities where some were given."""
+    again = resolve and problem.fixed is None
+    serving = _computing(problem)
     found: list[Marginal] = []
     if placement.objective is Objective.MAX_THROUGHPUT and placement.rate > 0:
-        serving = {pool.name for pool in _computing(problem)}
-        priced = [_device(placement, pool) for pool in problem.pools]
-        found += [m for m in priced if m.gain >= NOTHING or m.what not in serving]
+        for pool in problem.pools:
+            one = _device(placement, pool)
+            if pool not in serving or (one.gain >= NOTHING and not again):
+                found.append(one)
         found += _shares(problem, placement)
         found.sort(key=lambda m: (-m.gain, m.what))
-    if not resolve or problem.fixed is not None:
+    if not again:
         return tuple(found)
-    again = [_more_of(problem, placement, pool) for pool in _computing(problem)]
+    solved = [_more_of(problem, placement, pool) for pool in serving]
     if problem.affinity:
-        worth = _resolved(replace(problem, affinity={}), placement)
         more = _More("affinity", 0, "", "without the affinities given")
-        again.append(_marginal(placement, more, worth, solved=True))
-    again += _publish(problem, placement)
-    return (*found, *sorted(again, key=lambda m: (-m.gain, m.what)))
+        solved.append(_marginal(placement, more, _resolved(replace(problem, affinity={}), placement), solved=True))
+    solved += _publish(problem, placement)
+    return (*found, *sorted(solved, key=lambda m: (-m.gain, m.what)))
 
 
 def _more_of(problem: Problem, placement: Placement, pool: Pool) -> Marginal:
     """The least of one instance's devices, a host's and two hosts' that buys something; where none does, the most.
 
-    A dual price of 0 says nothing about whole instances: training's size is fixed where prices are taken, and one more
-    device may be too few for one more instance."""
-    used = (d.tp for d in placement.deployments if d.pool == pool.name and _serves(d.role))
-    widest, host = max(used, default=1), pool.device.devices_per_host or HOST
-    for devices in sorted({widest, max(widest, host), 2 * max(widest, host)}):
+    A dual price of 0 says little about whole instances: training's size is fixed where prices are taken, and one more
+    device may be too few for one more instance. But then the most is tried first, since it mostly buys nothing."""
+    used = (d.tp for d in placement.deployments if d.pool == pool.name and d.role in ROLLOUT)
+    widest, host = max(used, default=1), pool.device.devices_per_host or DEVICES_PER_HOST
+    *fewer, most = sorted({widest, max(widest, host), 2 * max(widest, host)})
+
+    def bought(devices: int) -> Marginal:
         pools = tuple(replace(p, count=p.count + devices) if p is pool else p for p in problem.pools)
         worth = _resolved(replace(problem, pools=pools), placement)
-        if worth >= NOTHING:
-            break
-    return _marginal(placement, _devices(pool, devices), worth, solved=True)
+        return _marginal(placement, _devices(pool, devices), worth, solved=True)
+
+    last = bought(most) if _device(placement, pool).gain < NOTHING else None
+    if last is None or last.gain > 0:
+        for devices in fewer:
+            found = bought(devices)
+            if found.gain > 0:
+                return found
+    return last or bought(most)
+
+
+def _binds(problem: Problem, placement: Placement, found: tuple[Marginal, ...]) -> tuple[str, ...]:
+    """The plan's own, but for devices that were solved again: those of which more buys something are named, and no
+    others."""
+    gains = {m.pool: m.gain for m in found if m.solved and m.pool is not None}
+    used = {g: sum(d.devices for d in placement.deployments if d.pool == g) for g in gains}
+    words = {p.name: binding.devices(p, used[p.name]) for p in problem.pools if p.name in gains}
+    kept = tuple(text for text in placement.binds if all(text != words[g] or gains[g] > 0 for g in words))
+    more = sorted((g for g in words if gains[g] > 0 and words[g] not in kept), key=lambda g: (-gains[g], g))
+    return (*kept, *(words[g] for g in more))
 
 
 def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Affinity, ...]:
@@ -192,10 +213,6 @@ def _summary(placement: Placement) -> tuple[str, ...]:
     if idle > 0.005:
         lines.append(f"${idle:,.2f}/h more is paid for devices that the plan leaves idle")
     return tuple(lines)
-
-
-def _serves(role: Role) -> bool:
-    return role in (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 def _computing(problem: Problem) -> list[Pool]:
@@ -244,14 +261,17 @@ def _publish(problem: Problem, placement: Placement) -> Iterator[Marginal]:
     window, trainer = problem.window, next(iter(placement.of(Role.TRAINER)), None)
     if window is None or window.publish is None or trainer is None:
         return
-    path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if _serves(d.role)})
+    path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if d.role in ROLLOUT})
     assert path is not None, "there is a publish"
 
     def solved(more: _More, publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> Marginal:
         asked = replace(problem, links=links, window=replace(window, publish=publish))
         return _marginal(placement, more, _resolved(asked, placement), solved=True)
 
-    yield solved(_More("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
+    none = solved(_More("publish", path.seconds, "s", f"no publish ({path.seconds:.3g} s)"), None)
+    yield none
+    if not none.gain:
+        return  # nor does a shorter one buy anything
     faster = window.publish.faster(path, problem.links, 2.0)
     if faster is not None:
         leg = path.slower
@@ -286,9 +306,10 @@ def _percent(share: float, *, sign: bool = False) -> str:
 
 
 def _resolved(asked: Problem, placement: Placement) -> float:
-    """Gain of the plan for a problem that allows more. More cannot hurt: a worse answer would only be the gap."""
-    answer = solve(asked)
-    return 0.0 if isinstance(answer, Infeasible) else max(0.0, gain(answer, placement) - 1.0)
+    """Gain of the plan for a problem that allows more; 0 where it is too small to tell from where searches end. More
+    cannot hurt: a worse answer would only be the gap."""
+    more = best_worth(asked) / placement.worth - 1.0 if 0 < placement.worth < math.inf else 0.0
+    return more if UNSURE <= more < math.inf else 0.0
 
 
 def _options(
@@ -296,7 +317,7 @@ def _options(
 ) -> Iterator[tuple[int, InstanceModel]]:
     """The tps at which a device type can serve the model and hold the longest turn; those the plan uses, if any."""
     pools = {p.name for p in problem.pools if p.device.name == device.name}
-    used = () if placement is None else {d.tp for d in placement.deployments if d.pool in pools and _serves(d.role)}
+    used = () if placement is None else {d.tp for d in placement.deployments if d.pool in pools and d.role in ROLLOUT}
     for tp in sorted(used or set(problem.tensor_parallel)):
         if problem.performance.shape.allows_tp(tp) is None:
             model = problem.performance.instance(device, tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,8 +37,11 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
     if p.problem.objective is Objective.MIN_COST and p.problem.rate is not None:
         rate = p.problem.rate  # reached, but for the solver's tolerance
     cost = float(p.vector(p.cost()) @ x)
+    if first is not None and (first.rate <= rate or math.isclose(first.usd_per_hour, cost, rel_tol=1e-3)):
+        # A window is held at the plan's own seconds by now: a first stage of the same cost was worth no more.
+        first = FirstStage(rate, cost)
     value = {
-        Objective.MAX_THROUGHPUT: rate if first is None else max(rate, first.rate),
+        Objective.MAX_THROUGHPUT: rate if first is None else first.rate,
         Objective.MIN_COST: cost,
         Objective.MAX_THROUGHPUT_PER_DOLLAR: rate / cost if cost > 0 else 0.0,
     }[p.problem.objective]
@@ -72,7 +76,7 @@ def placement(p: Program, x: Floats, bound: float, first: FirstStage | None = No
             )
         ),
         band=max((m.band for m in models), default=0.0),
-        first=first if first is None or first.rate > rate else FirstStage(rate, cost),
+        first=first,
     )
 
 

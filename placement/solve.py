@@ -16,9 +16,9 @@ from placement.milp import Answer, Floats
 from placement.problem import Problem
 from placement.program import Program, program
 from placement.tableau import Tableau, tableau
-from placement.types import FirstStage, Infeasible, Objective, Placement
+from placement.types import FirstStage, Infeasible, Objective, Placement, worth
 
-__all__ = ["solve"]
+__all__ = ["best_worth", "solve"]
 
 SLACK = 1e-6
 """Relative loss of the first objective that the second may cause: what HiGHS' tolerances need."""
@@ -45,18 +45,39 @@ def solve(problem: Problem) -> Placement | Infeasible:
     missing = diagnose.without_path(problem, table)
     if missing is not None:
         return missing
-    p = _scaled(problem, table)
-    found = _best(p)
-    if found is not None and not windowed.kept_as_is(p, found[0]):
-        kept = windowed.within(_scaled(problem, table), _best, _worth, seconds=holding.seconds_of(p, found[0]))
-        p, found = (p, None) if kept is None else (kept.p, (kept.x, kept.bound))
+    found = _within_window(problem, table, _best)
     if found is None:
         return diagnose.infeasible(problem, table, solve)
+    p, x, bound = found
     if problem.objective is not Objective.MAX_THROUGHPUT:
-        return result.placement(p, *found)
-    x, bound = found
+        return result.placement(p, x, bound)
     first = FirstStage(float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x))
     return result.placement(p, _economical(p, x), bound, first)
+
+
+def best_worth(problem: Problem) -> float:
+    """What the best plan is worth, as `baselines.worth` has it of a plan; 0 if there is none. Only the first stage is
+    solved, which takes a third of the time of `solve`."""
+    table = tableau(problem)
+    found = None if diagnose.without_path(problem, table) else _within_window(problem, table, _first)
+    if found is None:
+        return 0.0
+    p, x, _ = found
+    if problem.objective is Objective.MAX_THROUGHPUT:
+        # A window is held at the plan's own seconds by now, and was searched at those of the one before.
+        again = columns.relaxed(p, {p.rate: 1.0}, fix={j: float(round(x[j])) for j in p.integers()})
+        x = x if again is None else again.x
+    return worth(problem.objective, float(x[p.rate]) * p.scale, float(p.vector(p.cost()) @ x))
+
+
+def _within_window(problem: Problem, table: Tableau, best: windowed.Solve) -> tuple[Program, Floats, float] | None:
+    """The best plan, its program, and what any could have; None if there is none."""
+    p = _scaled(problem, table)
+    found = best(p)
+    if found is None or windowed.kept_as_is(p, found[0]):
+        return None if found is None else (p, *found)
+    kept = windowed.within(_scaled(problem, table), best, _worth, seconds=holding.seconds_of(p, found[0]))
+    return None if kept is None else (kept.p, kept.x, kept.bound)
 
 
 def _economical(p: Program, x: Floats) -> Floats:
@@ -81,11 +102,16 @@ def _worth_of(objective: Mapping[int, float], x: Floats) -> float:
     return sum(v * float(x[j]) for j, v in objective.items())
 
 
-def _best(p: Program) -> tuple[Floats, float] | None:
-    """By the problem's objective: the plan, and the best that any could have."""
+def _best(p: Program, *, tied: bool = True) -> tuple[Floats, float] | None:
+    """By the problem's objective: the plan, and the best that any could have. `tied`: of the plans that are worth as
+    much, the cheapest."""
     if p.problem.objective is Objective.MAX_THROUGHPUT:
-        return _throughput(p)
-    return _least_cost(p) if p.problem.objective is Objective.MIN_COST else _per_dollar(p)
+        return _throughput(p, tied=tied)
+    return _least_cost(p, tied=tied) if p.problem.objective is Objective.MIN_COST else _per_dollar(p)
+
+
+def _first(p: Program) -> tuple[Floats, float] | None:
+    return _best(p, tied=False)
 
 
 def _worth(p: Program) -> tuple[float, Floats | None]:
@@ -127,20 +153,23 @@ def _scaled(problem: Problem, table: Tableau) -> Program:
     return p
 
 
-def _throughput(p: Program) -> tuple[Floats, float] | None:
+def _throughput(p: Program, *, tied: bool) -> tuple[Floats, float] | None:
     p.relaxed = columns.relaxed(p, {p.rate: 1.0}, near=p.problem.gap)
     charge = _charge(p)
     first = search.best(p, {p.rate: 1.0, **charge}, relaxed=None if charge else p.relaxed)
     if first is None or first.x[p.rate] <= NOTHING:
         return None
     charged = first.x[p.rate] - first.value
+    bound = float(first.bound + charged) * p.scale
+    if not tied:
+        return first.x, bound
     least = float(first.value) - SLACK * abs(float(first.value))
     p.matrix.row(("reached",), [(p.rate, 1.0), *charge.items()], low=least)
     second = search.fewer(p, _cheapest(p, sunk=True), first, gap=_tie(p))
-    return second.x, float(first.bound + charged) * p.scale
+    return second.x, bound
 
 
-def _least_cost(p: Program) -> tuple[Floats, float] | None:
+def _least_cost(p: Program, *, tied: bool) -> tuple[Floats, float] | None:
     asked = (p.problem.rate or 0.0) / p.scale
     p.matrix.high[p.rate] = asked
     most = columns.relaxed(p, {p.rate: 1.0})
@@ -150,6 +179,8 @@ def _least_cost(p: Program) -> tuple[Floats, float] | None:
     first = search.best(p, {j: -v for j, v in p.cost().items()})
     if first is None:
         return None
+    if not tied:
+        return first.x, max(0.0, -first.bound)
     p.matrix.row(("cost",), p.cost().items(), high=-first.value * (1 + SLACK) + 1e-9)
     second = search.fewer(p, _cheapest(p), first, gap=_tie(p))
     return second.x, max(0.0, -first.bound)

@@ -29,6 +29,7 @@ __all__ = [
     "RewardChoice",
     "Role",
     "Shortage",
+    "worth",
 ]
 
 
@@ -57,6 +58,13 @@ class Objective(enum.StrEnum):
     MAX_THROUGHPUT = "max_throughput"
     MIN_COST = "min_cost"
     MAX_THROUGHPUT_PER_DOLLAR = "max_throughput_per_dollar"
+
+
+def worth(objective: Objective, rate: float, usd_per_hour: float) -> float:
+    """What a plan is worth by an objective, more being better: trajectories/s, hours per dollar, or their product."""
+    if objective is Objective.MAX_THROUGHPUT:
+        return rate
+    return (1.0 if objective is Objective.MIN_COST else rate) / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +289,11 @@ class Placement:
     def best_rate(self) -> float:
         """The rate to compare plans by: before any of it was given up for dollars."""
         return self.rate if self.first is None else self.first.rate
+
+    @property
+    def worth(self) -> float:
+        """What to compare plans of one objective by."""
+        return worth(self.objective, self.best_rate, self.usd_per_hour)
 
     @property
     def usd_per_thousand(self) -> float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from placement.problem import Problem, Window
 from placement.types import Placement, Role
+from placement.units import ROLLOUT
 from placement.workload import DomainProfile, log_normal
 
 __all__ = ["Held", "Slopes", "longest_of", "slopes", "spans", "step_between", "windows"]
@@ -57,9 +58,6 @@ class Slopes:
     started: float = 1.0
 
 
-SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
-
-
 def windows(found: Placement, problem: Problem, window: Window) -> tuple[Held, ...]:
     """Every domain's places under a plan; none without training or a bound. What waits for other domains' parts of the
     batch is not counted."""
@@ -69,7 +67,7 @@ def windows(found: Placement, problem: Problem, window: Window) -> tuple[Held, .
     if train is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
         return ()
     train_s = trainer.utilisation * train.batch / found.rate
-    publish_s = problem.publish_s(trainer.pool, {d.pool for d in found.deployments if d.role in SERVING})
+    publish_s = problem.publish_s(trainer.pool, {d.pool for d in found.deployments if d.role in ROLLOUT})
     total = sum(d.weight for d in problem.domains)
     held = []
     for domain in problem.domains:

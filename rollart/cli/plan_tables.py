@@ -37,7 +37,7 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         tables.insert(0, _parts(resolved))
         notes.append(f"binds: {resolved.plan.binds}")
     else:
-        held = sustained(resolved)
+        held, binds = sustained(resolved), found.binds
         tables = [
             _totals(found),
             *_stages(found),
@@ -55,12 +55,14 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
             others = () if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
             why = explain(problem, found, resolve=not fast and problem.fixed is None)
+            binds = why.binds
             tables += _reasons(why, problem, found)
             notes += _cost_of_publishing(why, found)
             away += [f"{o.name}: {o.answer.message}" for o in others if isinstance(o.answer, Infeasible)]
         tables += _rewards(found)
         tables.append(_parts(resolved))
-        notes += [f"binds: {'; '.join(found.binds)}", *found.notes, *away]
+        notes += [f"binds: {'; '.join(binds)}"] if binds else []
+        notes += [*found.notes, *away]
     tables += extra
     tables.append(_batch(resolved))
     return Report("plan", resolved.run.name, tuple(tables), (*notes, *resolved.notes))

@@ -74,6 +74,7 @@ def test_devices_move_from_training_to_rollout() -> None:
     blind, aware = plan(problem(window=None)), plan(problem())
     assert sustained(problem(), blind) < 0.95 * aware.rate
     assert aware.rate < blind.rate, "what is out of reach is not promised"
+    assert {"the trainer", "publishing: 5 s"} < set(aware.binds), "places are held for as long as both take"
     assert any(note.startswith("training chosen with the window") for note in aware.notes)
 
 
