@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from rollart.errors import one_line
-from rollart.foreign import HeldTooLong, contain, in_users_code, leave_behind
+from rollart.foreign import HeldTooLong, contain, guard_of, in_users_code, leave_behind
 
 __all__ = ["ControllerLoop", "LoopWatch", "run", "running_s"]
 
@@ -185,6 +185,9 @@ class LoopWatch:
         self._turn: float | None = None
         self._looks = 0
         """Since the loop's present turn began."""
+        self._call: FrameType | None = None
+        """The guard of the call that blocked the loop at the last look."""
+        self._call_looks, self._patience, self._interruptions = 0, limit_s, 0
         self._all_looks = self._ticked_at = self._starved = 0
         self._answers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -227,11 +230,11 @@ class LoopWatch:
         self._all_looks += 1
         since = self._loop.busy_since
         if since is None or since != self._turn:
-            self._turn, self._looks = since, 0
+            self._turn, self._looks, self._call, self._call_looks, self._interruptions = since, 0, None, 0, 0
             self._loop.call_soon_threadsafe(self._take_signals)
             return
         self._looks += 1
-        self._blocked(self._looks)
+        self._blocked()
 
     def _ticked(self, number: int, frame: FrameType | None) -> None:
         """Two ticks without a look of the thread's: it cannot run."""
@@ -246,17 +249,23 @@ class LoopWatch:
             if signal.getsignal(number) != answer:
                 signal.signal(number, answer)
 
-    def _blocked(self, looks: int) -> None:
-        """The loop has been in one turn for so many looks."""
+    def _blocked(self) -> None:
+        """The loop is in the same turn as at the last look."""
         frame = sys._current_frames().get(self._main)
-        holder = self._holder(frame)
-        if looks == NAMED_S:
-            self._say(holder, looks * LOOK_S)
-        if looks >= self.limit_s or (self._stopping and looks > 1):
-            self._held = f"it held the controller for {looks * LOOK_S:.0f} s in {holder}"
+        holder, call = self._holder(frame), guard_of(frame)
+        if call is not self._call or not self._call_looks:
+            # One that follows an interrupted call in the same turn has less time: there may be hundreds.
+            self._call, self._call_looks = call, 0
+            self._patience = min(self.limit_s, NAMED_S) if self._interruptions else self.limit_s
+        self._call_looks += 1
+        seconds = self._call_looks * LOOK_S
+        if self._looks == NAMED_S:
+            self._say(holder, self._looks * LOOK_S)
+        if self._call_looks >= self._patience or (self._stopping and self._looks > 1):
+            self._held = f"it held the controller for {seconds:.0f} s in {holder}"
             signal.pthread_kill(self._main, INTERRUPT)
-        if looks >= self.limit_s + LAST_S and in_users_code(frame):
-            self._end(f"{holder} has held the controller for {looks * LOOK_S:.0f} s, and swallows interruptions", False)
+        if self._call_looks >= self._patience + LAST_S and in_users_code(frame):
+            self._end(f"{holder} has held the controller for {seconds:.0f} s, and swallows interruptions", False)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self._stopping:
@@ -270,6 +279,7 @@ class LoopWatch:
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self._held and in_users_code(frame):
             held, self._held = self._held, ""
+            self._interruptions += 1
             raise HeldTooLong(held)
 
     def _holder(self, frame: FrameType | None) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "foreign",
     "give_up",
     "guard",
+    "guard_of",
     "in_users_code",
     "leave_behind",
 ]
@@ -118,15 +119,20 @@ def guard(function: F) -> F:
     return function
 
 
+def guard_of(frame: FrameType | None) -> FrameType | None:
+    """The innermost guard below a frame on the stack: one per call of users' code."""
+    outer = None if frame is None else frame.f_back
+    while outer is not None and outer.f_code not in _GUARDS:
+        outer = outer.f_back
+    return outer
+
+
 def in_users_code(frame: FrameType | None) -> bool:
     """True if the frame runs on behalf of a guarded call, and is not the guard itself, or in a callback that users'
     code gave to the loop."""
     if _INSIDE.get():
         return True
-    outer = None if frame is None else frame.f_back
-    while outer is not None and outer.f_code not in _GUARDS:
-        outer = outer.f_back
-    return outer is not None and frame is not None and frame.f_code not in _GUARDS
+    return frame is not None and frame.f_code not in _GUARDS and guard_of(frame) is not None
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:

@@ -84,6 +84,25 @@ def test_a_callback_that_blocks_the_loop_is_interrupted(capsys: pytest.CaptureFi
     assert "a callback of users' code ended: HeldTooLong: it held the controller" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # the watch looks once a second
+def test_calls_that_block_one_turn_are_each_held_to_their_own_time() -> None:
+    def busy() -> None:
+        while True:
+            pass
+
+    async def main() -> list[object]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ControllerLoop)
+        watch = LoopWatch(loop, stop=lambda: None, say=lambda *_: None, end=lambda *_: None, limit_s=2.0)
+        with watch.watching():
+            steps = [in_process(lambda: World(busy))().step("a") for _ in range(3)]
+            return list(await asyncio.gather(*steps, return_exceptions=True))
+
+    assert [str(error).partition(" in ")[0] for error in controller_loop.run(main())] == [
+        "it held the controller for 2 s"
+    ] * 3
+
+
 @pytest.mark.slow  # the same by CPU time, 3 s
 def test_a_call_that_holds_the_interpreter_is_interrupted() -> None:
     """The watch's thread cannot run meanwhile."""
