@@ -56,6 +56,8 @@ class Window:
     """None: publishing takes no time."""
     aborts: bool = True
     """Whether trajectories that are too old are aborted, so that others take their places."""
+    waits: bool = False
+    """Whether a batch waits for the groups that would be too old for the next one, so that none is aborted."""
 
     def __post_init__(self) -> None:
         if not self.context > 0 or any(members < 1 for members in self.groups.values()):

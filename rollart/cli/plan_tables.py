@@ -14,15 +14,17 @@ from placement.solve import solve
 from placement.training import layout, mfu
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import Held
-from rollart.compose.window import in_time, publish_paths, sustained
+from rollart.compose.window import in_time, publish_paths, recommended, sustained
 from rollart.report.rows import Cell, Column, Report, Table
 from rollart.spec.fleet import pools_of
 from rollart.spec.resolve import Resolved
-from rollart.spec.run import MAX_STALENESS
 
 __all__ = ["compared", "described"]
 
 Row = tuple[Cell, ...]
+
+KEPT = 0.99
+"""Of a domain's groups; what is left is about one group in a batch."""
 
 REACHED = 0.01
 """A plan that its window sustains but for so much is taken to be sustained: slopes are those near it."""
@@ -50,7 +52,7 @@ def described(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] 
         if problem is not None:
             tables += _training(problem, found)
             notes += _trainer_options(resolved, problem, found)
-        notes += _out_of_reach(held, found) + _guessed(resolved) + _tail(resolved)
+        notes += _out_of_reach(held, found) + _guessed(resolved) + _tail(resolved, fast=fast)
         if problem is not None:
             others = () if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
@@ -132,14 +134,19 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _tail(resolved: Resolved) -> list[str]:
-    """Which staleness bound the lengths of each domain ask for."""
-    bound, notes = resolved.run.staleness, []
-    for one in in_time(resolved):
-        asked = str(one.staleness) if one.staleness <= MAX_STALENESS else f"no bound up to {MAX_STALENESS}"
-        left = "" if one.staleness <= bound else " (paced waits for the others, rollart drops them)"
+def _tail(resolved: Resolved, *, fast: bool) -> list[str]:
+    """What the staleness bound keeps of the lengths of each domain, and which bound they ask for."""
+    bound = resolved.run.staleness
+    notes = [
+        f"staleness: at this rate {bound} keeps {one.share:.0%} of {one.domain}'s groups "
+        "(paced waits for the others, rollart drops them)"
+        for one in in_time(resolved)
+        if one.share < KEPT
+    ]
+    if not fast and (asked := recommended(resolved)) is not None:
         notes.append(
-            f"staleness: at this rate {asked} keeps 99 % of {one.domain}'s groups, {bound} keeps {one.share:.0%}{left}"
+            f"staleness: {asked.staleness} is recommended: the least at which a plan for `paced` keeps 99 % of every "
+            f"domain's groups at 90 % of the best rate, {asked.rate:.3g} of {asked.best:.3g} trajectories/s"
         )
     return notes
 

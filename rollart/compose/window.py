@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
 
 from placement.architecture import Shape
 from placement.publish import PublishPath
-from placement.types import Role
+from placement.solve import solve
+from placement.types import Infeasible, Role
 from placement.window import Held, spans, windows
 from rollart.compose.routing import SERVING
 from rollart.spec.planning import publishing_of, window_of
 from rollart.spec.resolve import Resolved
-from rollart.spec.run import LAG
+from rollart.spec.run import LAG, MAX_STALENESS
 
-__all__ = ["InTime", "in_time", "publish_paths", "sustained"]
+__all__ = ["InTime", "Recommended", "in_time", "publish_paths", "recommended", "sustained"]
 
-TAIL = 0.99
-"""Share of a domain's groups that is to end within the staleness bound: what is left is about one group in a batch."""
+TOLERANCE = 0.01
+"""A plan is within its window up to so much."""
+ENOUGH = 0.9
+"""Share of the best rate at any staleness that a recommended one reaches: each version of lag costs samples to learn
+from (docs/training.md), so that the last tenth of the rate is not worth several of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class InTime:
-    """`share` of a domain's groups ends within the run's staleness bound, `TAIL` of them within `staleness`."""
+    """`share` of a domain's groups ends within the run's staleness bound, at the rate of the plan."""
 
     domain: str
     share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recommended:
+    """The least `staleness` at which a plan whose batches wait for their longest groups yields `rate` trajectories/s,
+    `ENOUGH` of the `best` at any staleness. The run's own staleness has no part in it."""
+
     staleness: int
+    rate: float
+    best: float
 
 
 def sustained(resolved: Resolved) -> tuple[Held, ...]:
@@ -49,13 +64,37 @@ def in_time(resolved: Resolved) -> tuple[InTime, ...]:
     step = problem.train.batch / resolved.plan.placement.rate if resolved.plan.placement.rate else math.inf
     profiles = {d.name: d for d in problem.domains}
     for held in sustained(resolved):
-        members = run.domain(held.domain).group_size
-        lengths = [held.seconds * x for x in spans(profiles[held.domain], members, float(run.model.context))]
-        rest, tail = held.train_s + held.publish_s, lengths[math.ceil(TAIL * len(lengths)) - 1]
-        limit = (run.staleness + 1) * step - rest
-        share = sum(length <= limit for length in lengths) / len(lengths)
-        found.append(InTime(held.domain, share, max(math.ceil((tail + rest) / step - 1), 0)))
+        lengths = spans(profiles[held.domain], run.domain(held.domain).group_size, float(run.model.context))
+        limit = ((run.staleness + 1) * step * (1 + TOLERANCE) - held.train_s - held.publish_s) / held.seconds
+        found.append(InTime(held.domain, bisect_right(lengths, limit) / len(lengths)))
     return tuple(found)
+
+
+def recommended(resolved: Resolved) -> Recommended | None:
+    """The staleness that the lengths of the domains ask for; None where no window of groups is planned.
+
+    Each staleness is judged by the plan that is made for it: a plan for a longer window has slower engines, whose
+    groups take longer. So no plan asks for another staleness than the one that it was made for."""
+    problem, run = resolved.problem, resolved.run
+    if run.schedule in LAG or not sustained(resolved):
+        return None
+    assert problem is not None
+    assert problem.train is not None
+    assert isinstance(problem.performance.shape, Shape)
+    train, window = problem.train, window_of(run, resolved.cluster, problem.performance.shape)
+    window = replace(window, aborts=False, waits=True)
+
+    @functools.cache
+    def rate(staleness: int) -> float:
+        asked = replace(problem, train=replace(train, staleness=staleness))
+        found = solve(asked if problem.fixed is not None else replace(asked, window=window))
+        if isinstance(found, Infeasible):
+            return 0.0
+        return min([found.rate, *(held.rate for held in windows(found, asked, window))])
+
+    best = rate(MAX_STALENESS)
+    least = bisect_left(range(MAX_STALENESS), True, key=lambda staleness: rate(staleness) >= ENOUGH * best)
+    return Recommended(least, rate(least), best)
 
 
 def publish_paths(resolved: Resolved) -> dict[str, PublishPath]:

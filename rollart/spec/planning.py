@@ -231,7 +231,8 @@ def window_of(run: RunSpec, cluster: ClusterSpec, shape: Shape) -> Window:
         {d.name: d.group_size for d in run.domains},
         float(run.model.context),
         publish=publishing_of(run, cluster, shape),
-        aborts=run.schedule != "areal",
+        aborts=run.schedule not in ("areal", "paced"),
+        waits=run.schedule == "paced",
     )
 
 

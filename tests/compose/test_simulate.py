@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rollart.cli.main import cli
 from rollart.compose.simulate import shape_of, simulate
 from rollart.compose.simulations import Task, found_in, simulate_all
-from rollart.compose.window import in_time
+from rollart.compose.window import in_time, recommended
 from rollart.errors import FaultRateExceeded, RunFailed, SpecError
 from rollart.ledger.reader import Reader
 from rollart.policy.schedules import SCHEDULES
@@ -191,12 +191,27 @@ def test_an_unknown_schedule_is_a_usage_error(tmp_path: Path) -> None:
     assert run(["simulate", "--policies", "sync,laminar"]) == 2
 
 
-def test_the_plan_names_the_staleness_that_long_groups_ask_for(made: Make) -> None:
-    tail = "domains.chat.profile.output_tokens={mean: 200, p50: 20, p90: 500}"
-    (short,) = in_time(made("schedule=paced", "staleness=0"))
-    (long,) = in_time(made("schedule=paced", "staleness=0", tail))
+TAIL = "domains.chat.profile.output_tokens={mean: 200, p50: 20, p90: 500}"
+LARGE = ("batch.trajectories=16384", "placement.prefill_decode=off", "cluster.engines.device=H800")
+
+
+@pytest.mark.slow  # some twenty plans: about two seconds
+def test_the_recommended_staleness_follows_from_the_tail_and_not_from_the_specs_own(made: Make) -> None:
+    short, long = recommended(made("schedule=paced", *LARGE)), recommended(made("schedule=paced", *LARGE, TAIL))
+    assert short is not None
+    assert long is not None
     assert long.staleness > short.staleness > 0
-    assert long.share < short.share < 0.99
+    for stated in ("schedule=rollart", f"staleness={long.staleness}"), ("schedule=paced", "staleness=8"):
+        asked = recommended(made(*stated, *LARGE, TAIL))
+        assert asked is not None
+        assert asked.staleness == long.staleness
+    assert recommended(made("schedule=sync")) is None
+
+
+def test_a_plan_for_batches_that_wait_leaves_long_groups_their_time(made: Make) -> None:
+    (waits,) = in_time(made("schedule=paced", "staleness=0", TAIL))
+    (aborts,) = in_time(made("schedule=rollart", "staleness=0", TAIL))
+    assert waits.share >= 0.99 > aborts.share
     assert in_time(made("schedule=sync")) == ()
 
 

@@ -204,6 +204,22 @@ def test_groups_that_are_all_alike_are_trained_as_fast_as_places_allow(rest: flo
         assert started == pytest.approx(1.0)
 
 
+@given(st.integers(0, 4), st.floats(0.0, 3.0))
+def test_batches_that_wait_leave_their_longest_groups_the_time_that_they_take(staleness: int, rest: float) -> None:
+    """A group that starts at a publish has alpha + 1 steps, less training and publish."""
+    lengths = spans(LONG, 8, 32768.0)
+    free, waiting = (
+        step_between(
+            lengths, rest, staleness=staleness, places=staleness + 1.0, aborts=False, waits=waits, groups=32.0
+        )[0]
+        for waits in (False, True)
+    )  # fmt: skip
+    assert waiting >= free - 1e-5
+    tail = lengths[int(0.99 * len(lengths))]
+    assert (staleness + 1) * waiting - rest == pytest.approx(tail, rel=0.02) or waiting == pytest.approx(free, rel=1e-3)
+    assert (staleness + 1) * waiting - rest >= tail * 0.98
+
+
 @given(st.integers(1, 3), st.floats(0.1, 3.0), st.booleans())
 def test_longer_training_never_gives_more_batches(staleness: int, rest: float, aborts: bool) -> None:
     lengths = spans(LONG, 8, 32768.0)
