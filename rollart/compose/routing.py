@@ -17,7 +17,6 @@ from rollart.policy.pricing import rule
 from rollart.policy.routing import Router
 from rollart.runtime.entrance import ConcurrencySettings
 from rollart.spec.fleet import device_name
-from rollart.spec.planning import kv_block
 from rollart.spec.resolve import Resolved
 
 __all__ = ["SERVING", "PlannedTurns", "concurrency", "kind_of", "router", "routes_of", "seat", "seats"]
@@ -43,7 +42,7 @@ def router(resolved: Resolved) -> Router:
     """The run's router. Without a placement it has no prices: load, affinity and the rule's thresholds decide."""
     found, problem = resolved.plan.placement, resolved.problem
     routes = Routes() if found is None or problem is None else routes_of(problem, found)
-    return Router(routes, _affinity(resolved), rule(resolved.run.placement.router), block=kv_block(resolved.cluster))
+    return Router(routes, _affinity(resolved), rule(resolved.run.placement.router))
 
 
 def routes_of(problem: Problem, found: Placement) -> Routes:

@@ -93,7 +93,7 @@ class HandoffCounts:
             self.told = True
             tell(
                 EMPTY_HANDOFFS, f"v{version}", count=self.seen,
-                remedy="prompts shorter than a KV block are never handed over: use engines.count in place of "
-                "engines.prefill and engines.decode, or a smaller engines.vllm.block_size",
+                remedy="see the KV connector in the engines' logs, or use engines.count in place of engines.prefill "
+                "and engines.decode",
             )  # fmt: skip
         self.decoded = self.failed = self.empty = 0

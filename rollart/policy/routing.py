@@ -90,8 +90,6 @@ class Router:
     routes: Routes = field(default_factory=Routes)
     affinity: Affinity = field(default_factory=Affinity)
     rule: Rule = RULES["priced"]
-    block: int = 1
-    """Tokens of the engines' KV blocks: only whole ones are handed over."""
     tariff: Tariff | None = field(init=False, compare=False)
     """None where nobody set prices."""
 
@@ -143,9 +141,6 @@ def route(
     local = None if tariff is None else tariff.local(home.load, turn.tokens, turn.output)
     if not prefills:
         return Path(home.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
-    if turn.tokens // router.block * router.block <= home.cached:
-        why = "no whole KV block to hand over"
-        return Path(home.id, None, why, preferred, None if local is None else local.seconds)
     prefill, price, seconds = _prefill(prefills, home, turn, tariff)
     offer = Offer(
         tokens=turn.tokens,

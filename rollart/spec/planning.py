@@ -112,7 +112,7 @@ def question_of(
         )
     except ValueError as error:
         raise SpecError(f"the plan's problem: {error}") from None
-    return Question(problem, (*_assumptions(run, domains), *short_prompts(cluster, domains), *fallbacks))
+    return Question(problem, (*_assumptions(run, domains), *fallbacks))
 
 
 def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
@@ -325,26 +325,6 @@ def _train_place(
         key = "placement.train.pool" if spec.pool else "trainer.device"
         raise SpecError(f"{key} is '{wanted}' (rule: a pool or a device type{did_you_mean(wanted, names)})")
     return max(named, key=lambda p: p.count).name, spec.devices
-
-
-def kv_block(cluster: ClusterSpec) -> int:
-    """Tokens of the engines' KV blocks, the least that one engine hands to another. vLLM's own are 16 tokens on GPUs
-    and 128 on cores; the embedded engine hands over single tokens."""
-    engines = cluster.engines
-    if engines.kind != "vllm":
-        return 1
-    return engines.vllm.block_size or (128 if all(device_name(p.device) == "cpu" for p in cluster.pools) else 16)
-
-
-def short_prompts(cluster: ClusterSpec, domains: Sequence[DomainProfile]) -> tuple[str, ...]:
-    """A warning for each domain whose prompts fill no KV block, where prefill and decode are apart."""
-    block, apart = kv_block(cluster), bool(cluster.engines.prefill)
-    return tuple(
-        f"warning: the longest prompts of {d.name} have about {longest:.0f} tokens, less than a KV block of {block}: "
-        "they are never handed over, and prefill engines do nothing for them (engines.vllm.block_size)"
-        for d in domains
-        if apart and (longest := d.total_tokens - d.output_tokens.mean) < block
-    )
 
 
 def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, ...]:

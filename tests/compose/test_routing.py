@@ -74,19 +74,6 @@ def test_every_engine_has_a_seat_and_without_a_plan_there_are_no_prices(resolve:
     assert rebalance_settings(resolved).baseline == {}
 
 
-@pytest.mark.parametrize(
-    ("engines", "block"),
-    [
-        ("{kind: vllm, prefill: 1, decode: 1}", 128),
-        ("{kind: vllm, prefill: 1, decode: 1, vllm: {block_size: 32}}", 32),
-        ("{prefill: 1, decode: 1}", 1),
-    ],
-)
-def test_the_router_knows_the_engines_kv_block(resolve: Resolve, engines: str, block: int) -> None:
-    cluster = f"name: l\npools: [{{name: here, device: cpu, count: 3}}]\nengines: {engines}\n"
-    assert router(resolve("domains.chat.profile=", cluster=cluster)).block == block
-
-
 def test_affinity_is_what_this_cluster_has(resolve: Resolve) -> None:
     for wanted, found in (("wide", "wide"), ("H20", "H20"), ("H100", None)):
         made = router(resolve(f"hw_affinity={{default: {wanted}}}", "domains.chat.profile="))

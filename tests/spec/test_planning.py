@@ -325,13 +325,3 @@ def test_given_engines_without_profiles_load_neither_scipy_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(("block", "warned"), [(512, True), (16, False), (None, False)])
-def test_prompts_that_fill_no_block_of_a_split_are_warned_of(specs: Make, block: int | None, warned: bool) -> None:
-    size = "" if block is None else f", vllm: {{block_size: {block}}}"
-    made = specs(
-        "domains.chat.profile={turns: 1, first_tokens: 100, new_tokens: 0, output_tokens: 50}",
-        cluster=CLUSTER + f"engines: {{kind: vllm, prefill: 1, decode: 1{size}}}\n",
-    )
-    assert any("less than a KV block of 512" in note for note in forecast(made).notes) is warned

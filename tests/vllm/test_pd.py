@@ -89,10 +89,15 @@ def test_prefill_here_and_decode_there_is_one_engine(urls: tuple[str, str], root
                 turn = request("a", PROMPT, max_tokens=12, temperature=0.0, salt=f"v{version}")
                 two = await handed_over(p, turn)
                 check(two, [version])
+                assert two.cached_tokens == len(PROMPT) - 1
                 assert (await p.decode.stats()).cached_tokens - before.cached_tokens >= len(PROMPT) - 1
                 assert two.token_ids == greedy(root / f"v{version}", PROMPT, 12)
                 alone = await p.prefill.generate(dataclasses.replace(turn, request_id="b", cache_salt="alone"))
                 assert two.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+            part = PROMPT[50:]  # of a block
+            two = await handed_over(p, request("c", part, max_tokens=4, temperature=0.0, salt="part"))
+            assert two.cached_tokens == len(part) - 1, "prompts shorter than a block are pulled, too"
+            assert two.token_ids == greedy(root / "v1", part, 4)
 
     asyncio.run(body())
 

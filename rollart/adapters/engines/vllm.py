@@ -99,6 +99,10 @@ class VllmEngine(HttpEngine):
             await self._the_same()
             answer = await super().generate(request)
             self._heard = asyncio.get_running_loop().time()
+            if _pulls(request.kv_transfer) and _offers(request.kv_transfer):
+                # All of the prompt came, part of a block too, and the last token is computed again. vLLM's usage has
+                # the prefix hits of the prefill engine in that place (measured on 0.32).
+                answer = dataclasses.replace(answer, cached_tokens=max(answer.prompt_tokens - 1, 0))
             if any(span.version == NOT_OURS for span in answer.spans):
                 raise self._anew("none of the run")
             if answer.kv_transfer and answer.spans:
@@ -324,3 +328,9 @@ class VllmEngine(HttpEngine):
 
 def _pulls(kv_transfer: Mapping[str, object] | None) -> bool:
     return bool(kv_transfer and kv_transfer.get("do_remote_prefill"))
+
+
+def _offers(kv_transfer: Mapping[str, object] | None) -> bool:
+    """True if the prefill engine named blocks, of any of its groups of layers."""
+    blocks = (kv_transfer or {}).get("remote_block_ids")
+    return isinstance(blocks, list | tuple) and any(blocks)
