@@ -12,8 +12,11 @@ import pytest
 
 from rollart import controller_loop
 from rollart.controller_loop import ControllerLoop, LoopWatch
+from rollart.ledger.memory import MemoryRecorder
 from rollart.model import Observation, Step
+from rollart.policy.lease import Expiry
 from rollart.runtime.in_process import in_process
+from rollart.runtime.leases import Leases
 
 
 class World:
@@ -72,6 +75,39 @@ def test_a_background_task_that_fails_is_a_line(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().err
     assert "rollart: task 'mine' of users' code ended: ValueError: no (test_controller_loop.py:" in told
     assert "Traceback" not in told
+
+
+class Jumping(ControllerLoop):
+    """A loop whose process was stopped: its clock goes on by `ahead_s` in the middle of a turn."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+    def jump(self, seconds: float) -> None:
+        self.ahead_s += seconds
+
+
+def test_a_pause_moves_timers_and_deadlines() -> None:
+    loop, rung = Jumping(), list[str]()
+    leases = Leases(MemoryRecorder())
+    loop.on_pause = leases.moved
+
+    async def main() -> None:
+        loop.call_later(5.0, rung.append, "before the pause")
+        with leases.hold("lake-1", "a step of its environment", 5.0, Expiry.GAP_FILL) as lease:
+            due = lease.deadline
+            loop.call_soon(loop.jump, 1000.0)
+            await asyncio.sleep(0.01)
+            assert lease.deadline == pytest.approx(due + 1000.0, abs=1.0)
+        loop.call_later(0.01, rung.append, "after it")
+        await asyncio.sleep(0.02)
+
+    loop.run_until_complete(main())
+    loop.close()
+    assert rung == ["after it"]
+    assert loop.paused_s == pytest.approx(1000.0, abs=1.0)
 
 
 @pytest.mark.slow  # the watch looks once a second
