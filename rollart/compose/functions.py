@@ -13,6 +13,7 @@ from placement.types import Assignment, Role
 from rollart.adapters.rewards.hosts import HostedWorkers
 from rollart.compose.actors import part_room, pool_of_cores, resource, selector
 from rollart.compose.clusters import ended, placed
+from rollart.compose.stored import run_id
 from rollart.compose.weights import nodes_patience_s
 from rollart.hosted import FunctionHost
 from rollart.ledger.clock import ResourceClock
@@ -174,11 +175,7 @@ def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = 
 
 def provider_run(directory: Path) -> str:
     """The run's id at providers of functions: its name, and what no other run of the account has. A resume keeps it."""
-    named = directory / "functions" / "run"
-    if not named.exists():
-        named.parent.mkdir(parents=True, exist_ok=True)
-        named.write_text(f"{directory.name}-{secrets.token_hex(4)}")
-    return named.read_text().strip()
+    return run_id(directory, directory / "functions" / "run")
 
 
 def _given(resolved: Resolved) -> list[Assignment]:

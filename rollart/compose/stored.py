@@ -20,10 +20,22 @@ from rollart.ports import Recorder, RunEvent
 from rollart.runtime.leases import Leases
 from rollart.spec.resolve import Resolved
 
-__all__ = ["StoredWeights", "place_of", "weight_store"]
+__all__ = ["StoredWeights", "place_of", "run_id", "weight_store"]
 
 NAMED = "weight-store"
 """In the run's directory: its name in a store that other runs use as well, whatever their directories are called."""
+
+
+def run_id(directory: Path, file: Path) -> str:
+    """The run's id among others that share a provider's account or a store, kept in `file`. It is written whole or not
+    at all: an empty one would be the id of every run that was killed at that moment."""
+    known = file.read_text().strip() if file.exists() else ""
+    if not known:
+        known, fresh = f"{directory.name}-{secrets.token_hex(4)}", file.with_name(f"{file.name}.new")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(known)
+        fresh.replace(file)
+    return known
 
 
 def place_of(resolved: Resolved, directory: Path) -> Place | None:
@@ -31,10 +43,7 @@ def place_of(resolved: Resolved, directory: Path) -> Place | None:
     spec = resolved.run.weights.store
     if spec is None:
         return None
-    named = directory / NAMED
-    if not named.exists():
-        named.write_text(f"{directory.name}-{secrets.token_hex(4)}")
-    name = named.read_text().strip()
+    name = run_id(directory, directory / NAMED)
     url = spec.url if spec.kind == "s3" else str((Path(resolved.base) / spec.url).resolve())
     root = directory / "pulled" if spec.local is None else Path(spec.local) / name
     return Place(spec.kind, f"{url.rstrip('/')}/{name}", str(root), spec.in_flight)

@@ -11,7 +11,7 @@ import pytest
 from placement.types import Assignment, Role
 from rollart.compose.clusters import gang
 from rollart.compose.dry import commands
-from rollart.compose.functions import function_actor, function_hosts, host_names, in_their_place
+from rollart.compose.functions import function_actor, function_hosts, host_names, in_their_place, provider_run
 from rollart.errors import SpecError
 from rollart.spec.resolve import Resolved, resolve_files
 
@@ -102,3 +102,12 @@ def test_an_unknown_pool_is_said_with_its_place(tmp_path: Path) -> None:
         resolve_files(None, file, [])
     assert "functions.local.pool is 'corse' (rule: a pool of the cluster" in caught.value.message
     assert f"{file}:" in caught.value.message
+
+
+def test_a_run_has_an_id_of_its_own_though_it_was_killed_while_that_was_written(tmp_path: Path) -> None:
+    kept = tmp_path / "functions" / "run"
+    kept.parent.mkdir()
+    kept.write_text("")
+    run = provider_run(tmp_path)
+    assert run.startswith(f"{tmp_path.name}-")
+    assert provider_run(tmp_path) == run == kept.read_text()
