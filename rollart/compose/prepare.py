@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,9 +93,13 @@ def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
     if model.tokenizer is not None and ":" in model.tokenizer:
         directory = run_dir / "tokenizer"
         if not (directory / "tokenizer.json").exists():
-            _write_tokenizer(model.tokenizer, directory)
-        if not (directory / "tokenizer.json").exists():
-            raise SpecError(f"model.tokenizer '{model.tokenizer}' wrote no tokenizer.json into its directory")
+            fresh = directory.with_name("tokenizer.new")  # of a producer that is killed, nothing is taken for whole
+            shutil.rmtree(fresh, ignore_errors=True)
+            _write_tokenizer(model.tokenizer, fresh)
+            if not (fresh / "tokenizer.json").exists():
+                raise SpecError(f"model.tokenizer '{model.tokenizer}' wrote no tokenizer.json into its directory")
+            shutil.rmtree(directory, ignore_errors=True)
+            fresh.rename(directory)
         return directory
     named = model.tokenizer or model.path
     assert named is not None

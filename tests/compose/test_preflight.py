@@ -211,6 +211,30 @@ def test_a_tokenizer_whose_function_fails_is_a_spec_error(tmp_path: Path) -> Non
         prepare_tokenizer(resolve_files(run, cluster, []), tmp_path / "run")
 
 
+def test_a_tokenizer_that_was_not_written_whole_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cluster = written(tmp_path, "worlds:Whole", {"size": 4})
+    (tmp_path / "half.py").write_text(
+        "broken = [OSError('No space left on device')]\n"
+        "def write(directory):\n"
+        "    directory.mkdir(parents=True)\n"
+        "    (directory / 'tokenizer.json').write_text('half' if broken else 'whole')\n"
+        "    for error in broken[:]:\n"
+        "        broken.clear()\n"
+        "        raise error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = yaml.safe_load(run.read_text())
+    spec["model"]["tokenizer"] = "half:write"
+    run.write_text(yaml.safe_dump(spec, sort_keys=False))
+    resolved = resolve_files(run, cluster, [])
+    with pytest.raises(SpecError, match="No space left on device"):
+        prepare_tokenizer(resolved, tmp_path / "run")
+    for _ in range(2):
+        assert (prepare_tokenizer(resolved, tmp_path / "run") / "tokenizer.json").read_text() == "whole"
+
+
 def test_other_machines_look_for_themselves(tmp_path: Path) -> None:
     run, cluster = written(tmp_path, "no_such_worlds:Whole", {}, workers=1)
     cluster.write_text(cluster.read_text() + "runtime: {backend: ray, address: 'head:6379'}\n")
