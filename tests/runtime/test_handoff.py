@@ -14,16 +14,31 @@ from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.fleet import EngineRole, RoutePrices, Routes, Seat
 from rollart.ledger.clock import EngineShares, ResourceClock
 from rollart.ledger.memory import MemoryRecorder
-from rollart.model import Completion, EngineId, GenerateRequest, Sampling, WeightsRef
+from rollart.model import (
+    Completion,
+    EngineId,
+    GenerateRequest,
+    GroupId,
+    Observation,
+    Purpose,
+    Sampling,
+    Step,
+    TrajectoryId,
+    WeightsRef,
+)
 from rollart.policy.affinity import Affinity
 from rollart.policy.breaker import Breaker
 from rollart.policy.handing import HandoffCounts
 from rollart.policy.pricing import rule
 from rollart.policy.routing import Router
+from rollart.runtime.barrier import FreeRunning
+from rollart.runtime.domain import Domain
 from rollart.runtime.gateway import Gateway, GatewayLimits
 from rollart.runtime.leases import Leases
+from rollart.runtime.trajectory import Live, TrajectoryRunner, WaitLimits
 from rollart.sim import loop
 from rollart.sim.handoff import Fabric, HandoffEngine, Pace
+from rollart.sim.world import WordTokenizer
 from tests.policy.models import LinearModel
 
 SAMPLING = Sampling(max_tokens=8)
@@ -618,3 +633,38 @@ async def _ignored(turn: Coroutine[Any, Any, Completion]) -> None:
         await turn
     except (EngineError, LeaseExpired):
         return
+
+
+class Endless:
+    """An environment that never ends an episode."""
+
+    async def reset(self, seed: int) -> Observation:
+        return Observation("a b c d")
+
+    async def step(self, action: str) -> Step:
+        return Step(Observation("e f"), 0.0)
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_prefill_of_the_last_turn_that_there_can_be_says_so() -> None:
+    """Its engine then keeps no KV beyond the hand-over."""
+
+    async def main() -> None:
+        bench = Bench()
+        runner = TrajectoryRunner(
+            bench.gateway,
+            WordTokenizer(),
+            bench.leases,
+            limits=WaitLimits(),
+            stale=lambda _: False,
+            barrier=FreeRunning(),
+        )
+        domain = Domain("a", Endless, quota=1, group_size=1, max_turns=3, max_tokens=4)
+        await runner.run(Live(TrajectoryId("a-0.0"), GroupId("a-0"), domain, 0, Purpose.TRAIN, 0, 0.0))
+        asked = [(r.kv_transfer or {}).get("session_ends", False) for r in bench.requests("p")]
+        assert asked == [False, False, True]
+        assert [(r.kv_transfer or {}).get("return_kv", True) for r in bench.requests("d")] == [True, True, False]
+
+    virtual(main)
