@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -220,18 +221,28 @@ class Database:
     def _open(self, config: Mapping[str, Any] | None, synchronous: str) -> sqlite3.Connection:
         path = self.directory / FILE
         try:
+            if not path.exists():
+                self._create(path, config)
             connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA synchronous = {synchronous}")
-            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
-                connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
-                connection.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
             self._upgrade(connection, path)
             if config is not None:
                 self._configure(connection, json.dumps(dict(config)))
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise self._failed(error) from None
         return connection
+
+    def _create(self, path: Path, config: Mapping[str, Any] | None) -> None:
+        """The file appears with its tables and what the run is started with: a kill leaves all of it, or none."""
+        fresh = path.with_name(f"{path.name}.new")
+        fresh.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as connection:
+            connection.executescript(f"BEGIN;{SCHEMA}COMMIT;")
+            connection.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
+            if config is not None:
+                self._configure(connection, json.dumps(dict(config)))
+        fresh.rename(path)
 
     def _configure(self, connection: sqlite3.Connection, config: str) -> None:
         """Record what the run is started with; what an earlier life was started with stays, as `config.0`, …"""

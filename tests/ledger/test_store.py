@@ -436,6 +436,17 @@ def test_a_run_goes_back_to_an_older_version(tmp_path: Path, sample: MakeSample,
         assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {"trained": 2, "infra_fault": 2}
 
 
+def test_a_ledger_that_is_not_whole_is_none(tmp_path: Path) -> None:
+    """Killed while it is made, a run begins again."""
+    with pytest.raises(TypeError):
+        Ledger(tmp_path, clock=zero, config={"seed": object()})
+    assert not (tmp_path / FILE).exists()
+    with Ledger(tmp_path, clock=zero, config={"seed": 1}):
+        pass
+    with Reader(tmp_path) as reader:
+        assert reader.config() == {"seed": 1}
+
+
 def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> None:
     now = [1000.0]
 
