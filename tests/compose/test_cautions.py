@@ -33,6 +33,7 @@ def rule(sample) -> float:
                 "it reads the environment variable MODEL",
             ],
         ),
+        ("aws_lambda", ["torch is larger than the 250 MB that AWS Lambda unpacks"]),
         ("local", []),
     ],
 )
@@ -52,6 +53,24 @@ def test_a_function_that_will_not_work_at_its_provider(
         assert f"{run}: warning: function 'rule': {text}" in warned
         assert f"# warning: function 'rule': {text}" in shown
     assert wanted or "reads the environment variable" not in warned
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"runtime": {"backend": "ray", "address": "head:6379"}}, True),
+        ({"engines": {"kind": "vllm", "count": 1, "attach": ["http://gpu:8000"]}}, True),
+        ({}, False),
+    ],
+)
+def test_ports_without_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], warned: bool
+) -> None:
+    run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    run.write_text(yaml.safe_dump(tiny()))
+    cluster.write_text(yaml.safe_dump(CLUSTER | changes))
+    assert rollart(["validate", str(run), str(cluster)]) == 0
+    assert ("answer HTTP without a token" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(199, False), (200, True)])
