@@ -9,6 +9,7 @@ and what only they can answer is asked by the launch alone: `unasked` names it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,6 +73,9 @@ SHIPPED = "rollart."
 
 WATCHED = "rollart.adapters.clusters.pdeathsig"
 """Runs a module that ends with this process."""
+
+FREE_S, LOOK_S = 5.0, 0.25
+"""Seconds that a port in use is waited for, and between two tries: parts end within 3 s of their controller."""
 
 INSTALL = "install what it needs where environments live: see docs/environments.md"
 
@@ -162,13 +167,18 @@ def _refuse_programs(resolved: Resolved) -> None:
 
 
 def _refuse_listening(address: str, key: str) -> None:
-    """SpecError for an address of this machine that a server cannot have."""
-    try:
-        with socket.create_server(host_and_port(address)):
-            pass
-    except OSError as error:
-        why = f"{key}: no server can listen on {address}: {error.strerror or error}"
-        raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
+    """SpecError for an address of this machine that a server cannot have. A port in use is waited for: the part of a
+    controller that was killed holds it until it ends as well."""
+    for left in reversed(range(round(FREE_S / LOOK_S))):
+        try:
+            with socket.create_server(host_and_port(address)):
+                return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and left:
+                threading.Event().wait(LOOK_S)
+                continue
+            why = f"{key}: no server can listen on {address}: {error.strerror or error}"
+            raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
 
 
 def for_plans(specs: Resolved | Specs) -> bool:
