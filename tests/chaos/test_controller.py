@@ -40,23 +40,36 @@ def step_line(run: Launched) -> None:
     run.until_said("step   2/4")
 
 
-def publish(run: Launched) -> None:
-    """While version 2 is written, or just after: before its commit or behind it, as it comes."""
-    run.until(lambda: any((run.directory / "weights").glob("*v000002")), "version 2 is written")
+def publish(run: Launched, version: int = 2) -> None:
+    """While the version is written, or just after: before its commit or behind it, as it comes."""
+    run.until(lambda: any((run.directory / "weights").glob(f"*v{version:06d}")), f"version {version} is written")
 
 
-@pytest.mark.parametrize("moment", [trainer_starts, engine_starts, rollout, step_line, publish])
-def test_kill_and_resume(home: Home, moment: Callable[[Launched], None]) -> None:
+def later_publish(run: Launched) -> None:
+    publish(run, 3)
+
+
+def test_kill_and_resume_again_and_again(home: Home) -> None:
+    """Each life is killed at another moment, and the next one goes on from there; the last one ends the run."""
     run = home.launch(tiny(**slow(home)))
-    moment(run)
-    run.kill()
-    assert run.end() == -9  # and every process it started has ended too
-    reached = run.step()
-    kept = _kept(home) if reached >= 0 else {}
-    home.open()
-    resumed = home.resume(FAST)
-    resumed.finished()
-    assert reached < 0 or f"resumed at step {reached}, v{reached}" in resumed.said
+    for moment, more in (
+        (trainer_starts, 0),
+        (engine_starts, BATCH + 2 * GROUP_SIZE),
+        (rollout, BATCH),
+        (step_line, BATCH),
+        (later_publish, 0),
+    ):
+        moment(run)
+        run.kill()
+        assert run.end() == -9  # and every process it started has ended too
+        reached = run.step()
+        kept = _kept(home) if reached >= 0 else {}
+        if moment is later_publish:
+            home.open()
+        run = home.resume(f"domains.coin.environment_args.free={more}", *([FAST] if moment is later_publish else []))
+        if reached >= 0:
+            run.until_said(f"resumed at step {reached}, v{reached}")
+    run.finished()
     sound(home.directory)
     _used(home, kept)
 
@@ -124,24 +137,6 @@ def test_every_version_is_damaged(home: Home) -> None:
     (home.directory / "weights" / f"v{reached:06d}" / "COMPLETE").unlink()
     home.resume().failed(1, "can be restored", f"v{reached:06d} is not complete on disk", "backup")
     assert run.step() == reached, "the ledger is as it was"
-
-
-def test_kill_twice(home: Home) -> None:
-    """The second life is killed as soon as it has committed something of its own."""
-    run = home.launch(tiny(**slow(home)))
-    rollout(run)
-    run.kill()
-    run.end()
-    first = run.step()
-    second = home.resume(f"domains.coin.environment_args.free={BATCH}")
-    second.until(lambda: second.step() > first, "the second life has trained a step")
-    second.kill()
-    second.end()
-    kept = _kept(home)
-    home.open()
-    home.resume(FAST).finished()
-    sound(home.directory)
-    _used(home, kept)
 
 
 def test_sync_schedule(home: Home) -> None:

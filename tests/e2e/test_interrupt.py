@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable
 
 import pytest
 
@@ -42,27 +41,32 @@ def rollout(run: Launched) -> None:
 
 
 def publish(run: Launched) -> None:
-    run.until(lambda: any((run.directory / "weights").glob("*v000002")), "version 2 is written")
+    run.until_said("resumed at")
+    new = run.step() + 1
+    run.until(lambda: any((run.directory / "weights").glob(f"*v{new:06d}")), f"version {new} is written")
 
 
 def last_evaluation(run: Launched) -> None:
-    run.until_step(4)
+    run.until_said("resumed at")
+    run.until_step(STEPS)
 
 
-@pytest.mark.parametrize("moment", [trainer_starts, engine_starts, rollout, publish, last_evaluation])
-def test_ctrl_c(home: Home, moment: Callable[[Launched], None]) -> None:
-    free = STEPS * BATCH + 3 * BATCH if moment is last_evaluation else STEPS * BATCH - BATCH
-    spec = tiny(**held(home, free, turn_s=0.2), evaluation={"episodes": 64, "at": ["end"]})
-    run = home.launch(spec)
-    moment(run)
-    run.kill(signal.SIGINT)
-    run.failed(130, "interrupted", "rollart launch --resume", limit_s=SHUTDOWN_S)
-    home.open()
-    resumed = home.resume("domains.coin.environment_args.turn_s=0.01")
-    resumed.finished()
+def test_ctrl_c_again_and_again(home: Home) -> None:
+    """Each life ends at another moment, and the next one goes on from there."""
+    free = STEPS * BATCH + 3 * BATCH  # the evaluation's last episodes wait
+    run = home.launch(tiny(**held(home, free, turn_s=0.2), evaluation={"episodes": 64, "at": ["end"]}))
+    seconds = 0.0
+    for moment in (trainer_starts, engine_starts, rollout, publish, last_evaluation):
+        moment(run)
+        run.kill(signal.SIGINT)
+        run.failed(130, "interrupted", "rollart launch --resume", limit_s=SHUTDOWN_S)
+        seconds += run.seconds
+        if moment is last_evaluation:
+            home.open()
+        run = home.resume(*(["domains.coin.environment_args.turn_s=0.01"] if moment is last_evaluation else []))
+    run.finished()
     sound(home.directory)
-    if moment is rollout:
-        paid(home, run.seconds + resumed.seconds)
+    paid(home, seconds + run.seconds)
 
 
 def paid(home: Home, seconds: float) -> None:
