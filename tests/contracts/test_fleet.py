@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -99,11 +101,32 @@ TWO_POOLS = {
 """The engine and the trainer go where most is free."""
 
 
-@pytest.mark.slow  # starts a trainer and up to three engines per test: about 6 s
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[WeightsRef]:
+    """As many as a scenario publishes, from one trainer: a second is as slow to start as three engines."""
+    directory = tmp_path_factory.mktemp("versions")
+
+    async def main() -> list[WeightsRef]:
+        async with _wired(directory) as parts:
+            await parts.trainer.start()
+            return [await parts.trainer.publish(version) for version in range(3)]
+
+    return asyncio.run(main())
+
+
+def _wired(directory: Path) -> contextlib.AbstractAsyncContextManager[Parts]:
+    run, cluster = directory / "run.yaml", directory / "cluster.yaml"
+    run.write_text(yaml.safe_dump(tiny()))
+    cluster.write_text(yaml.safe_dump(TWO_POOLS))
+    began = asyncio.get_running_loop().time()
+    return wire(Start(resolve_files(run, cluster)), directory / "run", lambda _: None, began=began)
+
+
+@pytest.mark.slow  # starts up to three engines per test: about 4 s
 class TestLocal(FleetContract):
     @pytest.fixture(autouse=True)
-    def _prepare(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory, self.events = tmp_path, []
+    def _prepare(self, tmp_path: Path, versions: list[WeightsRef], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory, self.versions, self.events = tmp_path, versions, []
         kept: list[RunEvent] = self.events
 
         class Kept(Ledger):
@@ -114,15 +137,9 @@ class TestLocal(FleetContract):
         monkeypatch.setattr("rollart.compose.wiring.Ledger", Kept)
 
     def run(self, scenario: Scenario) -> None:
-        run, cluster = self.directory / "run.yaml", self.directory / "cluster.yaml"
-        run.write_text(yaml.safe_dump(tiny()))
-        cluster.write_text(yaml.safe_dump(TWO_POOLS))
-        resolved = resolve_files(run, cluster)
-
         async def main() -> None:
-            async with asyncio.timeout(300.0), wire(Start(resolved), self.directory / "run", lambda _: None) as parts:
-                await parts.trainer.start()
-                parts.begin(await parts.trainer.publish(0))
+            async with asyncio.timeout(300.0), _wired(self.directory) as parts:
+                parts.begin(self.version(0))
                 await parts.supervisor.start(parts.site.parts[0])
                 async with asyncio.TaskGroup() as tasks:
                     watch = tasks.create_task(parts.supervisor.run(parts.site.parts))
@@ -132,11 +149,16 @@ class TestLocal(FleetContract):
         asyncio.run(main())
         assert processes(self.directory) == []
 
+    def version(self, number: int) -> WeightsRef:
+        """In the test's own directory, which its engines' commands name."""
+        here = shutil.copytree(self.versions[number].path, self.directory / f"v{number}")
+        return dataclasses.replace(self.versions[number], path=str(here))
+
     def subject(self, parts: Parts) -> FleetSubject:
         gateway = parts.control.gateway
 
         async def publish(told: Callable[[], None]) -> None:
-            weights = await parts.trainer.publish(gateway.version + 1)
+            weights = self.version(gateway.version + 1)
 
             def moved(version: int) -> None:
                 parts.current = weights
