@@ -162,20 +162,6 @@ class Schedule:
         """True if no batch may hold a group past its bound (I3): every schedule but AReaL's."""
         return self.judged is not Judged.AT_START
 
-    def window(self, batch: int) -> int:
-        """Samples that may wait, run or be in training at once: (alpha + 1) batches under every schedule."""
-        return (self.alpha + 1) * batch
-
-    def admits(self, *, running: int, waiting: int, training: int, batch: int) -> int:
-        """How many more samples may start now, given those that run, wait complete, and are in training.
-
-        A group that was dropped is replaced: its place in the batch, or in the window, is free again.
-        """
-        if self.admission is Admission.NEXT_BATCH:
-            training = 0
-        ahead = self.window(batch) if self.admission is Admission.WINDOW else batch
-        return max(ahead - running - waiting - training, 0)
-
     def may_publish(self, *, running: int) -> bool:
         """Whether a finished training step may update the engines now."""
         return self.in_flight is not InFlight.DRAINED or running == 0

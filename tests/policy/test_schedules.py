@@ -70,12 +70,11 @@ class Model:
 
     def step(self) -> None:
         s = self.schedule
-        may = s.admits(
-            running=len(self.running), waiting=len(self.waiting), training=len(self.training), batch=self.batch
-        )
-        self.running += [self.version] * may
+        training = 0 if s.admission is Admission.NEXT_BATCH else len(self.training)
+        ahead = (s.alpha + 1) * self.batch if s.windowed else self.batch
+        self.running += [self.version] * max(ahead - len(self.running) - len(self.waiting) - training, 0)
         total = len(self.running) + len(self.waiting) + len(self.training)
-        assert total <= s.window(self.batch), "I4"
+        assert total <= (s.alpha + 1) * self.batch, "I4"
         self.overlapped |= bool(self.training and self.running)
         if self.running and self.rng.random() < 0.7:
             self.waiting.append(self.running.pop(self.rng.randrange(len(self.running))))
