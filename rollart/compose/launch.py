@@ -279,7 +279,10 @@ def _first(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseExc
         if isinstance(error, KeyboardInterrupt):
             return _interrupted(directory)
         if isinstance(error, OSError):
-            return StorageFailed(f"{error.strerror or error}: {error.filename or directory}")
+            return StorageFailed(
+                f"{error.strerror or error}: {error.filename or directory}",
+                remedy="look at the disk and at the run's directory, then rollart launch --resume",
+            )
     return leaves[0]
 
 
