@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "TERMINATED", "main", "terminable"]
+__all__ = ["INTERRUPTED", "TERMINATED", "main", "standard_streams", "terminable"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -19,6 +19,7 @@ TERMINATED = 143
 def main() -> None:
     """Run the command line and exit with its code."""
     try:
+        standard_streams()
         terminable()
         from rollart.cli.main import main as command
 
@@ -35,6 +36,18 @@ def main() -> None:
         if error.code != TERMINATED:
             raise
         _end("terminated", TERMINATED)
+
+
+def standard_streams() -> None:
+    """Streams that the command was started without (`>&-`, some daemons) go nowhere from here on. A file that is opened
+    later would have their number otherwise, and be written to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 def terminable() -> None:

@@ -18,7 +18,7 @@ import click
 from rollart.cli.calibrate import calibrate
 from rollart.cli.context import crash_directory, own_process
 from rollart.cli.doctor import doctor
-from rollart.cli.entry import INTERRUPTED, TERMINATED, terminable
+from rollart.cli.entry import INTERRUPTED, TERMINATED, standard_streams, terminable
 from rollart.cli.infra import infra
 from rollart.cli.launch import launch
 from rollart.cli.logs import logs
@@ -70,6 +70,7 @@ for _command in (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    standard_streams()
     terminable()
     own_process.set(True)
     code = run(arguments)

@@ -195,11 +195,17 @@ def _confine(order: dict[str, Any], own_bytes: int) -> None:
     sys.path.insert(0, package)
     # Private writable memory beyond what the zygote already had: shared library code is not the function's.
     memory = own_bytes + int(order["memory_mb"]) * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_SCRATCH_BYTES, _SCRATCH_BYTES))
-    files = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    _limit(resource.RLIMIT_DATA, memory)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, _SCRATCH_BYTES)
+    _limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
+
+
+def _limit(which: int, most: int) -> None:
+    """A lower bound that this machine's user has set already stays: nobody may raise it."""
+    hard = resource.getrlimit(which)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(which, (most, most))
 
 
 def _data_bytes() -> int:

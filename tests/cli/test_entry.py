@@ -42,3 +42,9 @@ def test_it_ends_in_one_line(
     command = [sys.executable, "-c", WHILE, module, str(int(sent)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_it_runs_without_a_standard_stream(closed: str) -> None:
+    command = f'"{sys.executable}" -m rollart.cli.main --version {closed}'
+    assert subprocess.run(["bash", "-c", command], capture_output=True, timeout=60).returncode == 0

@@ -290,6 +290,16 @@ def test_what_was_deployed_before_a_failure_is_told(rollart: Call) -> None:
 
 
 @pytest.mark.slow  # function workers are processes
+def test_a_lower_limit_of_the_user_stays(tmp_path: Path) -> None:
+    """Of the size of files: a worker may not raise it to its own, and works all the same."""
+    (tmp_path / "f.py").write_text("from rollart import reward\n\n@reward\ndef mine(s): return 1.0\n")
+    rollart = f'"{sys.executable}" -m rollart.cli.main'
+    command = f"ulimit -f 1000; exec {rollart} rewards invoke f.py --item '{ITEM_TEXT}'"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow  # function workers are processes
 def test_machines_get_json(rollart: Call) -> None:
     assert json.loads(rollart("rewards", "init", "mine", "--json").out)["files"][0] == "mine/mine.py"
     called = rollart("rewards", "invoke", "mine/mine.py", "--json", "--item", json.dumps(ITEM))
