@@ -55,7 +55,6 @@ def test_the_second_signal_ends_the_run_whatever_a_call_does(home: Home) -> None
     ("world", "words"),
     [
         ("CancelsItsHelper", "CancelledError of its own"),
-        ("Forks", "this is the parent"),
         ("Busy", "held the controller"),
         ("Backtracks", "held the controller"),
     ],

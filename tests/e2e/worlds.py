@@ -173,14 +173,6 @@ class Backtracks(Once):
         re.match(r"(a+)+$", "a" * 60 + "b")
 
 
-class Forks(Once):
-    """Forgets that a child goes on after a fork."""
-
-    async def wrong(self) -> None:
-        if os.fork():
-            raise RuntimeError("this is the parent")
-
-
 class Tools(Coin):
     """Starts a tool in a session of its own, once per process, and leaves its id in `note`."""
 
