@@ -60,4 +60,7 @@ class DirectoryWeightStore:
                 source.rename(target)
                 shutil.rmtree(target)
             except OSError as error:
-                raise StorageFailed(f"cannot remove {source}: {error.strerror}") from error
+                raise StorageFailed(
+                    f"cannot remove {source}: {error.strerror}",
+                    remedy="look at the disk and at the limit of open files, then rollart launch --resume",
+                ) from error
