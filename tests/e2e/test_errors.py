@@ -28,7 +28,7 @@ def test_model_without_a_tokenizer(home: Home) -> None:
     model = home.path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(tiny()["model"]["init"]))
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     home.launch(tiny(model={"path": "model", "context": 16})).failed(2, "tokenizer.json")
 
 
