@@ -280,11 +280,9 @@ CHILD = """
 import asyncio, signal, sys, types
 if BACKGROUND:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-import rollart
 from rollart.ports import RunEvent
-module = types.ModuleType("rollart.compose")
-module.__path__ = [f"{rollart.__path__[0]}/compose"]
-def launch(resolved, *, run_dir, resume, on_progress):
+module = types.ModuleType("rollart.compose.launch")
+def launch(resolved, *, run_dir, resume, on_progress, since_s):
     async def main():
         try:
             on_progress(RunEvent(0.0, "engine_started", "engine-0", {"version": 0}))
@@ -297,7 +295,7 @@ def launch(resolved, *, run_dir, resume, on_progress):
                 threading.Event().wait()
     asyncio.run(main())
 module.launch = launch
-sys.modules["rollart.compose"] = module
+sys.modules["rollart.compose.launch"] = module
 from rollart.cli.main import main
 main(["launch", "run.yaml", "--name", "mine"])
 """

@@ -11,6 +11,9 @@ import yaml
 from rollart.cli.main import run as rollart
 from tests.e2e.harness import CLUSTER, tiny
 
+EXTRA = pytest.mark.slow
+"""Needs an extra, such as Ray, that is installed for the slow tests."""
+
 REWARD = """
 import os
 def rule(sample) -> float:
@@ -23,7 +26,7 @@ def rule(sample) -> float:
 @pytest.mark.parametrize(
     ("backend", "wanted"),
     [
-        (
+        pytest.param(
             "modal",
             [
                 "requirement torch==2.6.0+cpu is a local build",
@@ -32,8 +35,9 @@ def rule(sample) -> float:
                 "it reads the environment variable JUDGE_KEY",
                 "it reads the environment variable MODEL",
             ],
+            marks=EXTRA,
         ),
-        ("aws_lambda", ["torch is larger than the 250 MB that AWS Lambda unpacks"]),
+        pytest.param("aws_lambda", ["torch is larger than the 250 MB that AWS Lambda unpacks"], marks=EXTRA),
         ("local", []),
     ],
 )
@@ -58,7 +62,7 @@ def test_a_function_that_will_not_work_at_its_provider(
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
-        ({"runtime": {"backend": "ray", "address": "head:6379"}}, True),
+        pytest.param({"runtime": {"backend": "ray", "address": "head:6379"}}, True, marks=EXTRA),
         ({"engines": {"kind": "vllm", "count": 1, "attach": ["http://gpu:8000"]}}, True),
         ({}, False),
     ],

@@ -27,6 +27,9 @@ from rollart.spec.resolve import read_specs, resolve_files
 from rollart.spec.where import Where
 from tests.e2e.harness import CLUSTER, ROOT, changed, tiny
 
+EXTRA = pytest.mark.slow
+"""Needs an extra, such as Ray, that is installed for the slow tests."""
+
 WORLDS = """
 import ctypes, subprocess, time
 
@@ -383,7 +386,7 @@ FILES = {
         ({"model__init__num_attention_heads": 3}, {}, "num_attention_heads is 3 and num_key_value_heads 2"),
         ({"model__init__vocab_size": 8}, {}, "vocab_size 8, and the tokenizer"),
         ({"domains__0__stop": ["no-such-token"]}, {}, "'no-such-token' is"),
-        ({"training__lora": {"rank": 2, "targets": ["no_proj"]}}, {}, "targets has 'no_proj'"),
+        pytest.param({"training__lora": {"rank": 2, "targets": ["no_proj"]}}, {}, "targets has 'no_proj'", marks=EXTRA),
         ({"functions__0__requirements": ["nosuchpackage==1.0"]}, {}, "requires nosuchpackage==1.0, which is not"),
         ({"functions__0__preload": ["no_such_module"]}, {}, "preloads no_such_module"),
         ({"functions__0__source": "lazy.py"}, {}, "imports no_such_module, which is neither packed nor installed"),
@@ -399,7 +402,10 @@ FILES = {
         ({}, {"pools__0__device": "NoSuchGPU"}, "'NoSuchGPU' has no price"),
         ({}, {"pools__0__device": "L4"}, "engine-0 on pool 'here' computes on a GPU, and the torch"),
         ({"training__stream": True}, {"trainer__ranks": 1, "trainer__dtype": "bfloat16"}, "training.stream is true"),
-        ({"rollout": {"parallelism": {}}}, {"runtime": {"backend": "ray", "elastic": {}}}, "one of them starts"),
+        pytest.param(
+            {"rollout": {"parallelism": {}}}, {"runtime": {"backend": "ray", "elastic": {}}}, "one of them starts",
+            marks=EXTRA,
+        ),
         ({"weights": {"collective": {"backend": "nccl"}}}, {}, "collective.backend is nccl"),
         ({"schedule": "sync_plus", "staleness": 0, "training__stream": True, "rollout": {"lending": {}}}, {},
          "the embedded trainer takes no other devices"),
@@ -410,7 +416,9 @@ FILES = {
         ({}, {"functions": {"backend": "modal"}}, "modal is not installed"),
         ({}, {"functions": {"backend": "aws_lambda"}}, "boto3 is not installed"),
         ({"training__lora": {"rank": 2}}, {}, "peft is not installed"),
-        ({}, {"runtime": {"backend": "ray", "address": "h:1", "token": "nowhere"}}, "which is no file"),
+        pytest.param(
+            {}, {"runtime": {"backend": "ray", "address": "h:1", "token": "nowhere"}}, "which is no file", marks=EXTRA
+        ),
         ({}, {"engines": {"kind": "vllm", "count": 1}}, "nor is ROLLART_VLLM_PYTHON"),
         ({}, {"engines": {"kind": "vllm", "count": 1, "vllm": {"python": "/nowhere"}}}, "/nowhere cannot be run"),
         ({}, {"trainer__external": "0.0.0.0:0", "trainer__external_token": "env:NO_SUCH"}, "NO_SUCH is not set"),
@@ -464,6 +472,7 @@ def test_nothing_else_refuses_a_run_on_the_way_to_its_first_part() -> None:
         }
 
 
+@EXTRA
 def test_what_only_other_machines_can_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {
         "runtime": {"backend": "ray", "address": "head:6379"},

@@ -18,6 +18,7 @@ from rollart.model import Completion, EngineId, GenerateRequest, PauseMode, Weig
 from tests.contracts.engine_contract import check, prefilled, request
 from tests.e2e.harness import processes
 from tests.engine.models import greedy
+from tests.serverless.support import alive, descendants, until
 from tests.vllm.hosting import TIED, needs_vllm, publish, server
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
@@ -128,9 +129,10 @@ def test_a_prefill_server_that_died_costs_only_the_hand_off(urls: tuple[str, str
         async with pair(urls, root) as p:
             turn = request("a", PROMPT[::-1], max_tokens=4, temperature=0.0, salt="v0")
             _, rest = await prefilled(p.prefill, turn)
-            for process in processes(root):
-                if "prefill.log" in process.command:
-                    process.kill()
+            for process in [p for p in processes(root) if "prefill.log" in p.command]:
+                server = descendants(process.pid)  # its engine outlives it for a moment, and could still be read from
+                process.kill()
+                await until(lambda server=server: not any(map(alive, server)))
             with pytest.raises(HandoffFailed):
                 await p.decode.generate(rest)
             local = await p.decode.generate(dataclasses.replace(rest, request_id="b", kv_transfer=None))

@@ -118,9 +118,13 @@ def test_programs_are_not_one_anothers_chance(boxed: Box) -> None:
 def test_what_a_program_leaves_is_not_there_for_the_next(boxed: Box, leave: str) -> None:
     look = """
     import builtins, json, os, sys
-    places = [p for p in ('.', '/tmp', '/dev/shm') if os.access(p, os.R_OK)]
-    here = {p: sorted(set(os.listdir(p)) - {'job', 'shm'}) for p in places if not os.path.exists('/etc/passwd')}
-    print(os.listdir('.'), [v for v in here.values() if v], hasattr(builtins, 'leak'), hasattr(sys, 'leak'))
+    def names(place):
+        try:
+            return sorted(set(os.listdir(place)) - {'job', 'shm'})
+        except OSError:  # there for what is installed below it
+            return []
+    places = () if os.path.exists('/etc/passwd') else ('.', '/tmp', '/dev/shm')
+    print(os.listdir('.'), [names(p) for p in places], hasattr(builtins, 'leak'), hasattr(sys, 'leak'))
     print(json.loads('1'), 'leak' in os.environ, os.umask(0o77), sys.getrecursionlimit(), os.getcwd()[-3:])
     """
     look = textwrap.dedent(look)
