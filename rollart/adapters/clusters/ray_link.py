@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import logging
 import os
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -284,16 +285,31 @@ def connect(address: str) -> None:
         worker.print_to_stdstream = lambda *_, **__: None
         auto_init_hook.enable_auto_connect = False  # a call after the connection's end must not make a cluster
     if address.startswith(CLIENT):
-        logging.getLogger("ray.util.client").setLevel(logging.CRITICAL)  # our error says what broke it
+        _quieten_client()
     for again in reversed(range(STARTS)):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            if address.startswith(CLIENT):
+                _quieten_client()  # now, since it sets the levels of its own loggers
             return
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             if again and UNSTARTED in str(error):
                 continue
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise ProviderError(f"no Ray cluster at '{address}': {first}", remedy=REMEDY) from None
+
+
+def _quieten_client() -> None:
+    """Our error says what broke the connection."""
+    for name in ("ray.util.client", "ray.util.client.logsclient"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    threading.excepthook = _unless_channel_closed
+
+
+def _unless_channel_closed(args: threading.ExceptHookArgs) -> None:
+    """The thread in which gRPC watches a channel raises when Ray's client closes the channel to connect again."""
+    if not (args.exc_type is ValueError and "Channel closed" in str(args.exc_value)):
+        threading.__excepthook__(args)
 
 
 def _actor(kind: type, options: Mapping[str, Any]) -> Any:
