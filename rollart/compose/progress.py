@@ -62,7 +62,7 @@ SHOWN = frozenset(
     {
         "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
         "no_engine_left",
-        "engine_down", "engine_starting", "handoffs_pull_nothing",
+        "engine_down", "engine_starting", "handoffs_pull_nothing", "prefill_unused",
         "filter_exhausted", "function_scaling_failed", "group_dropped", "host_draining", "host_given_up", "host_lost",
         "host_quarantined", "host_started", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed",
         "rebalance_measured", "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",

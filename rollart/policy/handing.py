@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rollart.policy.pipeline import handoff_depth
 
-__all__ = ["EMPTY_HANDOFFS", "HANDOFFS", "MOST_HANDED", "HandoffCounts", "HandoffDepth"]
+__all__ = ["EMPTY_HANDOFFS", "HANDOFFS", "MOST_HANDED", "UNUSED_PREFILL", "HandoffCounts", "HandoffDepth"]
 
 HANDOFFS = "handoffs"
 """Event at each publish: hand-offs since the last one that were decoded, `failed`, or pulled nothing (`empty`)."""
@@ -17,8 +17,14 @@ HANDOFFS = "handoffs"
 EMPTY_HANDOFFS = "handoffs_pull_nothing"
 """Event, once: prefill engines work, and no decode engine pulled a token of what they computed."""
 
+UNUSED_PREFILL = "prefill_unused"
+"""Event, once: prefill engines serve, and the router gave them no turn."""
+
 ENOUGH = 20
 """Hand-offs that have to have pulled nothing before the run says so."""
+
+MANY = 200
+"""Turns that have to have been prefilled where they are decoded before the run says that all of them were."""
 
 MOST_HANDED = 64
 """Hand-offs that the rule lets wait for one engine: each keeps the KV of its context on a prefill engine meanwhile."""
@@ -85,8 +91,9 @@ class HandoffCounts:
         self.empty += pulled <= 0
         self.pulled = self.pulled or pulled > 0
 
-    def report(self, version: int, tell: Callable[..., None]) -> None:
-        """Nothing where nothing was handed over."""
+    def report(self, version: int, tell: Callable[..., None], ways: Mapping[str, int]) -> None:
+        """`ways`: how many turns were routed for each reason (`policy.routing.Path.why`). Nothing where nothing was
+        handed over and no prefill engine stood by."""
         if self.decoded or self.failed:
             tell(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)
         if self.seen >= ENOUGH and not self.pulled and not self.told:
@@ -95,5 +102,12 @@ class HandoffCounts:
                 EMPTY_HANDOFFS, f"v{version}", count=self.seen,
                 remedy="see the KV connector in the engines' logs, or use engines.count in place of engines.prefill "
                 "and engines.decode",
+            )  # fmt: skip
+        local = ways.get("local", 0)
+        if local >= MANY and not ways.get("remote") and not self.told:
+            self.told = True
+            tell(
+                UNUSED_PREFILL, f"v{version}", count=local,
+                remedy="use engines.count in place of engines.prefill and engines.decode, or another placement.router",
             )  # fmt: skip
         self.decoded = self.failed = self.empty = 0

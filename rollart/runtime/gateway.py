@@ -320,7 +320,7 @@ class Gateway:
                 await self._update(weights, on_version)
             else:
                 self.updates.publish(weights, on_version)
-                self._turns.handed.report(weights.version, self._event)
+                self._turns.handed.report(weights.version, self._event, self.paths)
                 if self.entrance is not None:
                     self.entrance.report(weights.version)
 
@@ -352,7 +352,7 @@ class Gateway:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
             self._turns.version = weights.version
             on_version(weights.version)
-            self._turns.handed.report(weights.version, self._event)
+            self._turns.handed.report(weights.version, self._event, self.paths)
             if self.entrance is not None:
                 self.entrance.report(weights.version)
             async with asyncio.TaskGroup() as group:

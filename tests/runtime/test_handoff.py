@@ -397,10 +397,23 @@ def test_a_split_that_pulls_nothing_is_an_alarm_once() -> None:
     counts = HandoffCounts()
     for _ in range(20):
         counts.ended(pulled=0)
-    counts.report(1, lambda kind, subject, **fields: told.append((kind, fields)))
-    counts.report(2, lambda kind, subject, **fields: told.append((kind, fields)))
+    counts.report(1, lambda kind, subject, **fields: told.append((kind, fields)), {"remote": 20})
+    counts.report(2, lambda kind, subject, **fields: told.append((kind, fields)), {"remote": 20})
     assert [kind for kind, _ in told] == ["handoffs", "handoffs_pull_nothing"]
     assert told[0][1] == {"decoded": 20, "failed": 0, "empty": 20}
+
+
+@pytest.mark.parametrize(("turns", "rule", "told"), [(199, "local", 0), (200, "local", 1), (200, "remote", 0)])
+def test_a_prefill_engine_that_no_turn_goes_to_is_an_alarm_once(turns: int, rule: str, told: int) -> None:
+    async def main() -> None:
+        bench = Bench(rule_name=rule)
+        for _ in range(turns):
+            await bench.ask()
+        for version in (1, 2):
+            await bench.gateway.update(WeightsRef(version, "w"), lambda version: None)
+        assert len(bench.events("prefill_unused")) == told
+
+    virtual(main)
 
 
 def test_a_prefill_as_long_as_predicted_is_no_failure() -> None:
