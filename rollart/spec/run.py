@@ -39,8 +39,8 @@ class RunSpec(Entry):
     seed: int = Field(default=0, ge=0, description="Seed of every random stream, each derived by (seed, id).")
     model: ModelSpec = Field(description="The policy.")
     schedule: Literal["sync", "sync_plus", "one_off", "areal", "rollart", "paced", "roll_flash", "async"] = Field(
-        # Not `paced`: on the quickstart `sync_plus` learns sooner than any schedule with a lag, in 42 to 47 s where
-        # `paced` takes 68 to 73 s (docs/schedules.md).
+        # Not `paced`: on the quickstart `sync_plus` reaches the same success in 20 s, `paced` in 29 s as `rollart` does
+        # (means of five seeds, docs/schedules.md).
         default="async",
         description="When rollout, training and weight updates overlap, and what is done to what is too old "
         "(docs/schedules.md). async: rollart.",
