@@ -43,10 +43,16 @@ def init(mb: float) -> dict[str, Any]:
     """A decoder of about so many MB in float32; the vocabulary makes up what the blocks lack."""
     blocks = BLOCKS * HIDDEN * HIDDEN * (4 + 3 * 4)
     return {
-        "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": BLOCKS, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 64, "tie_word_embeddings": True,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
         "vocab_size": max(64, round((mb * MB / 4 - blocks) / HIDDEN)),
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
@@ -54,9 +60,12 @@ def program(log: Path, *arguments: str) -> Iterator[str]:
     """The address of a program of ours, once it serves."""
     with log.open("wb") as said:
         started = subprocess.Popen(
-            [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=said, text=True,
+            [sys.executable, "-m", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
     try:
         assert started.stdout is not None
         word, _, url = started.stdout.readline().strip().partition(" ")

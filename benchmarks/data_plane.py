@@ -142,9 +142,12 @@ def main() -> None:
         "puts_per_s": float(max(puts(samples) for _ in range(args.rounds))),
         "backlog_rows_per_s": float(max(backlog(samples) for _ in range(args.rounds))),
         "backlog_tenth_rows_per_s": float(max(backlog(small) for _ in range(args.rounds))),
-        "lpt_rows_per_s": lpt, "lpt_load": lpt_load, "kk_rows_per_s": kk, "kk_load": kk_load,
+        "lpt_rows_per_s": lpt,
+        "lpt_load": lpt_load,
+        "kk_rows_per_s": kk,
+        "kk_load": kk_load,
         "bytes_per_row": memory(samples),
-    }  # fmt: skip
+    }
     if args.json:
         print(json.dumps({"load": os.getloadavg()[0], **results}, indent=2))
         return

@@ -55,10 +55,18 @@ def main() -> int:
         print("benchmarks/gpu.py: torch sees no CUDA device (--device cpu runs a tiny model)", file=sys.stderr)
         return 2
     report: dict[str, Any] = {
-        "schema_version": 1, "device": _device(arguments.device), "model": arguments.model, "dtype": arguments.dtype,
-        "torch": torch.__version__, "limit_s": arguments.limit, "began": time.monotonic(),
-        "file": str(arguments.json or ""), "phases": {}, "failed": {}, "seconds": {},
-    }  # fmt: skip
+        "schema_version": 1,
+        "device": _device(arguments.device),
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "torch": torch.__version__,
+        "limit_s": arguments.limit,
+        "began": time.monotonic(),
+        "file": str(arguments.json or ""),
+        "phases": {},
+        "failed": {},
+        "seconds": {},
+    }
     if cuda:
         major = torch.cuda.get_device_capability()[0]
         known = known_device(
@@ -152,9 +160,12 @@ def _device(name: str) -> dict[str, Any]:
         return {"kind": "cpu", "name": f"CPU, {platform.machine()}", "cores": os.cpu_count()}
     about = torch.cuda.get_device_properties(0)
     return {
-        "kind": "cuda", "name": about.name, "memory_gb": about.total_memory / 1e9, "cuda": torch.version.cuda,
+        "kind": "cuda",
+        "name": about.name,
+        "memory_gb": about.total_memory / 1e9,
+        "cuda": torch.version.cuda,
         "multiprocessors": about.multi_processor_count,
-    }  # fmt: skip
+    }
 
 
 def _arguments() -> argparse.Namespace:

@@ -51,9 +51,14 @@ class Size:
 
 def _size(layers: int, hidden: int, intermediate: int, *, heads: int = 16, kv_heads: int = 8) -> Size:
     config = {
-        "vocab_size": 151_936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128,
-    }  # fmt: skip
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+    }
     decode = tuple((b, c) for c in (256, 1024, 2048) for b in (1, 8, 32, 64, 128))
     return Size(config, 128, 2304, decode, (128, 512, 1024, 2048), (32, 1024, 4096), (16, 4, 128, 128))
 
@@ -62,11 +67,23 @@ SIZES = {
     "0.6b": _size(28, 1024, 3072),
     "1.4b": _size(22, 2048, 6144),
     "tiny": Size(
-        {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-        8, 160, ((1, 32), (4, 32), (8, 32), (1, 96), (4, 96), (8, 96)), (16, 32, 64, 128), (8, 32, 128), (2, 4, 12, 6),
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        8,
+        160,
+        ((1, 32), (4, 32), (8, 32), (1, 96), (4, 96), (8, 96)),
+        (16, 32, 64, 128),
+        (8, 32, 128),
+        (2, 4, 12, 6),
     ),
-}  # fmt: skip
+}
 """By name; `0.6b` is Qwen3-0.6B, `1.4b` Qwen3-1.7B without six of its layers."""
 
 
@@ -86,9 +103,14 @@ class Bench:
     def config(self) -> dict[str, Any]:
         """Of Hugging Face."""
         return {
-            **self.size.config, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True, "max_position_embeddings": 4096, "rope_theta": 1e6,
-        }  # fmt: skip
+            **self.size.config,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 4096,
+            "rope_theta": 1e6,
+        }
 
     @property
     def shape(self) -> Shape:
@@ -137,11 +159,22 @@ def serving(bench: Bench) -> Runner:
     """An engine of random weights in this process."""
     c = bench.size.config
     architecture = Architecture(
-        family="Qwen3ForCausalLM", layers=c["num_hidden_layers"], hidden=c["hidden_size"],
-        heads=c["num_attention_heads"], kv_heads=c["num_key_value_heads"], head_dim=c["head_dim"],
-        intermediate=c["intermediate_size"], vocab=c["vocab_size"], norm_eps=1e-6, tied=True, qk_norm=True,
-        attention_bias=False, rope_theta=1e6, rope_scaling=None, eos=(),
-    )  # fmt: skip
+        family="Qwen3ForCausalLM",
+        layers=c["num_hidden_layers"],
+        hidden=c["hidden_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        intermediate=c["intermediate_size"],
+        vocab=c["vocab_size"],
+        norm_eps=1e-6,
+        tied=True,
+        qk_norm=True,
+        attention_bias=False,
+        rope_theta=1e6,
+        rope_scaling=None,
+        eos=(),
+    )
     dtype = getattr(torch, bench.dtype)
     network = Network(architecture, context=bench.size.context, device=bench.device, dtype=dtype)
     g = torch.Generator(bench.device).manual_seed(0)
@@ -162,10 +195,15 @@ def decode(bench: Bench) -> dict[str, Any]:
     decoder = runner.decoder
     settings: list[dict[str, Any]] = []
     found = bench.report["phases"]["decode"] = {
-        "best_share": None, "best_tokens_per_s": None, "aim": AIM,
-        "operations": type(decoder.operations).__name__ if decoder else "packed", "why": "no GPU", "graphs": 0,
-        "settings": settings, "kernels": [],
-    }  # fmt: skip
+        "best_share": None,
+        "best_tokens_per_s": None,
+        "aim": AIM,
+        "operations": type(decoder.operations).__name__ if decoder else "packed",
+        "why": "no GPU",
+        "graphs": 0,
+        "settings": settings,
+        "kernels": [],
+    }
     for batch, context in bench.size.decode:
         settings.append(decoding(bench, runner, batch, context))
         found["best_share"] = max((s["share"] or 0.0) for s in settings)
@@ -196,11 +234,15 @@ def decoding(bench: Bench, runner: Runner, batch: int, context: int) -> dict[str
     measured = bench.report["phases"].get("ceilings", {}).get("copy_tb_per_s")
     bandwidth = bench.known.memory_tb_per_s or measured
     found = {
-        "batch": batch, "context": mean, "step_ms": 1e3 * seconds, "device_ms": 1e3 * alone if alone else None,
-        "tokens_per_s": batch / seconds, "gb": moved / 1e9,
+        "batch": batch,
+        "context": mean,
+        "step_ms": 1e3 * seconds,
+        "device_ms": 1e3 * alone if alone else None,
+        "tokens_per_s": batch / seconds,
+        "gb": moved / 1e9,
         "share": moved / seconds / 1e12 / bandwidth if bandwidth else None,
         "share_of_copy": moved / seconds / 1e12 / measured if measured else None,
-    }  # fmt: skip
+    }
     bench.rows.append(Row("decode", seconds, bench.known.name, batch=batch, context=mean))
     on_device = f" ({1e3 * alone:.3f} of it the device)" if alone else ""
     say(
@@ -263,9 +305,12 @@ def prefill(bench: Bench) -> dict[str, Any]:
         seconds = bench.seconds(work, repeat=5)
         flops = copies * shape.flops(new, 0, 1)
         found = {
-            "prompts": copies, "new": new, "ms": 1e3 * seconds, "tokens_per_s": copies * new / seconds,
+            "prompts": copies,
+            "new": new,
+            "ms": 1e3 * seconds,
+            "tokens_per_s": copies * new / seconds,
             "mfu": flops / seconds / 1e12 / peak if peak else None,
-        }  # fmt: skip
+        }
         settings.append(found)
         if copies == 1:
             bench.rows.append(Row("prefill", seconds, bench.known.name, new=new))
@@ -281,9 +326,15 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
     stated = known.tflops_bf16 is not None and known.memory_tb_per_s is not None
     start = None if stated else Constants(effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0)
     fitted = fit(
-        bench.rows, shape, {known.name: known}, free=FREE if stated else FREE_EFFECTIVE, start=start,
-        engine="rollart.engine", date=time.strftime("%Y-%m-%d"), source="benchmarks/gpu.py",
-    )  # fmt: skip
+        bench.rows,
+        shape,
+        {known.name: known},
+        free=FREE if stated else FREE_EFFECTIVE,
+        start=start,
+        engine="rollart.engine",
+        date=time.strftime("%Y-%m-%d"),
+        source="benchmarks/gpu.py",
+    )
     if out is not None:
         out.write_text(json.dumps(fitted.to_dict(), indent=2) + "\n")
     instance = Roofline(shape, known, 1, fitted.constants, kv_capacity_bytes=1.0)
@@ -294,9 +345,12 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
         pairs.append({"kind": row.kind, "of": what, "measured_ms": 1e3 * row.seconds, "predicted_ms": 1e3 * predicted})
         say(f"  {row.kind:8} {what:26} measured {1e3 * row.seconds:9.3f} ms, predicted {1e3 * predicted:9.3f} ms")
     return {
-        "constants": fitted.constants.to_dict(), "error_held_out": fitted.calibration.error,
-        "error": fitted.train_error, "notes": list(fitted.calibration.notes), "rows": pairs,
-    }  # fmt: skip
+        "constants": fitted.constants.to_dict(),
+        "error_held_out": fitted.calibration.error,
+        "error": fitted.train_error,
+        "notes": list(fitted.calibration.notes),
+        "rows": pairs,
+    }
 
 
 def known_device(name: str, generation: str, memory_gb: float | None) -> Device:

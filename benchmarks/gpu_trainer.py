@@ -31,10 +31,19 @@ def sample(
     score = sum(token % 2 == 0 for token in said) / m
     zeros = (0.0,) * n
     return TrainSample(
-        id=TrajectoryId(f"{number}"), group=GroupId(group), domain="even", v0=version, token_ids=asked + said,
-        loss_mask=(False,) * n + (True,) * m, logprobs=zeros + logprobs, versions=(-1,) * n + (version,) * m,
-        turn=(-1,) * n + (0,) * m, rewards=zeros + (0.0,) * (m - 1) + (score,), score=score, success=None,
-    )  # fmt: skip
+        id=TrajectoryId(f"{number}"),
+        group=GroupId(group),
+        domain="even",
+        v0=version,
+        token_ids=asked + said,
+        loss_mask=(False,) * n + (True,) * m,
+        logprobs=zeros + logprobs,
+        versions=(-1,) * n + (version,) * m,
+        turn=(-1,) * n + (0,) * m,
+        rewards=zeros + (0.0,) * (m - 1) + (score,),
+        score=score,
+        success=None,
+    )
 
 
 def maker(bench: Bench) -> Make:
@@ -54,11 +63,16 @@ def trainer_arguments(bench: Bench) -> list[str]:
     _, _, tokens = bench.size.train
     threads = max(1, (os.cpu_count() or 1) // 2)
     config = {
-        "model": {"init": bench.config}, "weights_root": str(bench.scratch / "weights"), "durable": False,
+        "model": {"init": bench.config},
+        "weights_root": str(bench.scratch / "weights"),
+        "durable": False,
         "domains": {"even": {"advantage": {"level": "trajectory", "baseline": "group"}}},
-        "lr": 1e-5, "max_tokens_per_microbatch": tokens, "threads": threads,
-        "device": bench.device.type, "parallel": {"ranks": 1, "dtype": bench.dtype},
-    }  # fmt: skip
+        "lr": 1e-5,
+        "max_tokens_per_microbatch": tokens,
+        "threads": threads,
+        "device": bench.device.type,
+        "parallel": {"ranks": 1, "dtype": bench.dtype},
+    }
     path = bench.scratch / "trainer.json"
     path.write_text(json.dumps(config))
     return ["--config", str(path)]
@@ -99,10 +113,14 @@ async def training(bench: Bench, trainer: HttpTrainer) -> tuple[dict[str, Any], 
     began = time.perf_counter()
     weights = await trainer.publish(0)
     found = {
-        "seconds": seconds, "first_s": taken[0], "tokens": count * length, "tokens_per_s": count * length / seconds,
+        "seconds": seconds,
+        "first_s": taken[0],
+        "tokens": count * length,
+        "tokens_per_s": count * length / seconds,
         "mfu": flops / seconds / 1e12 / peak if peak else None,
-        "publish_s": time.perf_counter() - began, "published_gb": weights.bytes / 1e9,
-    }  # fmt: skip
+        "publish_s": time.perf_counter() - began,
+        "published_gb": weights.bytes / 1e9,
+    }
     say(f"  {count} x {length} tokens: {seconds:.3f} s, {found['tokens_per_s']:,.0f} tok/s", found["mfu"])
     say(f"  publish of {found['published_gb']:.2f} GB: {found['publish_s']:.2f} s")
     return found, weights
@@ -145,9 +163,12 @@ async def run(bench: Bench, trainer: HttpTrainer, weights: WeightsRef, make: Mak
                 parts = zip(("rollout_s", "train_s", "publish_s", "load_s"), marks, marks[1:], strict=False)
                 steps.append(
                     {name: b - a for name, a, b in parts}
-                    | {"behaviour_gap": report.metrics["behaviour_gap"], "loss": report.metrics["loss"],
-                       "tokens_per_s": groups * answers * said / (marks[1] - marks[0])}
-                )  # fmt: skip
+                    | {
+                        "behaviour_gap": report.metrics["behaviour_gap"],
+                        "loss": report.metrics["loss"],
+                        "tokens_per_s": groups * answers * said / (marks[1] - marks[0]),
+                    }
+                )
                 say("  " + ", ".join(f"{name} {value:.4g}" for name, value in steps[-1].items()))
         finally:
             await engine.close()

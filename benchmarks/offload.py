@@ -93,13 +93,19 @@ async def serve(
     packages = [
         build(
             FunctionSpec(
-                name=name, source="work.py", memory_mb=MEMORY_MB, warm=warm, concurrency=most, keep_alive_s=keep_s,
-                batch=BatchSpec(max_items=1, max_wait_ms=0), deterministic=False,
+                name=name,
+                source="work.py",
+                memory_mb=MEMORY_MB,
+                warm=warm,
+                concurrency=most,
+                keep_alive_s=keep_s,
+                batch=BatchSpec(max_items=1, max_wait_ms=0),
+                deterministic=False,
             ),
             base=directory,
         )
         for name in sorted(set(names.values()))
-    ]  # fmt: skip
+    ]
     latencies: list[float] = []
 
     async def ask(n: int, call: Call, began: float) -> None:
@@ -195,12 +201,16 @@ def main() -> None:
         print(json.dumps({"load": load, "ways": rows, "dedicated_wins_above": alone / even}, indent=2))
     else:
         print(f"load average {load:.1f}; {JOBS} jobs, {ways['functions'].rewards} rewards of {WORK_S * 1e3:.0f} ms")
-        print(f"{'':<12}{'workers':>8}{'worker-s':>10}{'used':>8}{'replay':>8}{'p50 wait':>10}{'p99 wait':>10}"
-              f"{'cold':>6}{'$ / 1k':>10}")  # fmt: skip
+        print(
+            f"{'':<12}{'workers':>8}{'worker-s':>10}{'used':>8}{'replay':>8}{'p50 wait':>10}{'p99 wait':>10}"
+            f"{'cold':>6}{'$ / 1k':>10}"
+        )
         for name, way in ways.items():
-            print(f"{name:<12}{way.workers:>8}{way.worker_s:>10.1f}{way.utilisation:>8.1%}"
-                  f"{model[name].utilisation:>8.1%}{way.p50_s * 1e3:>8.1f}ms{way.p99_s * 1e3:>8.1f}ms"
-                  f"{way.cold_starts:>6}{way.usd_per_thousand:>10.5f}")  # fmt: skip
+            print(
+                f"{name:<12}{way.workers:>8}{way.worker_s:>10.1f}{way.utilisation:>8.1%}"
+                f"{model[name].utilisation:>8.1%}{way.p50_s * 1e3:>8.1f}ms{way.p99_s * 1e3:>8.1f}ms"
+                f"{way.cold_starts:>6}{way.usd_per_thousand:>10.5f}"
+            )
         pooled = ways["dedicated"].worker_s / ways["shared"].worker_s
         elastic_ = ways["shared"].worker_s / ways["functions"].worker_s
         print(f"worker-seconds: pooling ÷ {pooled:.2f}, elasticity ÷ {elastic_:.2f}, both ÷ {pooled * elastic_:.2f}")

@@ -96,25 +96,36 @@ def simulated(policy: str, staleness: int, seed: int, steps: int, plan: str = ""
         ledger.close()
     seconds = done.steps[last - 1].ended - done.steps[first - 1].ended
     row: dict[str, Any] = {
-        "policy": policy, "staleness": staleness, "plan": plan or policy, "seed": seed, "steps": last - first,
+        "policy": policy,
+        "staleness": staleness,
+        "plan": plan or policy,
+        "seed": seed,
+        "steps": last - first,
         "load": os.getloadavg()[0],
         "step_s": seconds / (last - first),
         "samples_per_s": sum(s.trajectories for s in done.steps[first:last]) / seconds,
         "tokens_per_s": sum(s.tokens for s in done.steps[first:last]) / seconds,
-        "groups_dropped": dict(dropped), "attempts_stale": outcomes["stale"] + outcomes["group_dropped"],
-        "waited_s": sum(waits), "most_deferrals": max(deferred.values(), default=0), "domains": {},
-    }  # fmt: skip
+        "groups_dropped": dict(dropped),
+        "attempts_stale": outcomes["stale"] + outcomes["group_dropped"],
+        "waited_s": sum(waits),
+        "most_deferrals": max(deferred.values(), default=0),
+        "domains": {},
+    }
     for domain in resolved.run.domains:
         work = workload(resolved, domain.name, seed, None)
         asked = [
             float(sum(work.script(prompt, member).answers))
-            for name, prompt in groups if name == domain.name for member in range(domain.group_size)
-        ]  # fmt: skip
+            for name, prompt in groups
+            if name == domain.name
+            for member in range(domain.group_size)
+        ]
         got = [float(tokens) for name, v, tokens in trained if name == domain.name and first < v <= last]
         row["domains"][domain.name] = {
-            "drawn": statistics.fmean(asked), "trained": statistics.fmean(got), "ks": ks(asked, got),
+            "drawn": statistics.fmean(asked),
+            "trained": statistics.fmean(got),
+            "ks": ks(asked, got),
             "ks_null": null(asked, len(got) // domain.group_size, domain.group_size),
-        }  # fmt: skip
+        }
         row["generated_per_s"] = row.get("generated_per_s", 0.0) + sum(got) / seconds
     return row
 

@@ -47,10 +47,17 @@ from placement.types import Link, Placement, Pool
 from placement.workload import DomainProfile, EnvironmentCost, Quantity
 
 QWEN3_32B: Mapping[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
-    "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 """`config.json` of Qwen/Qwen3-32B, what of it matters here."""
 
 MIXES = {"agentic": (1, 0), "3:1": (3, 1), "1:1": (1, 1), "1:3": (1, 3), "math": (0, 1)}
@@ -191,9 +198,15 @@ def solving() -> dict[str, object]:
     if not isinstance(plan, Placement):
         raise SystemExit(f"no plan: {plan.message}")
     return {
-        "pools": len(problem.pools), "domains": len(problem.domains), "cpu_s": cpu, "wall_s": wall,
-        "rate": plan.rate, "bound": plan.bound, "gap": plan.gap, "deployments": len(plan.deployments),
-    }  # fmt: skip
+        "pools": len(problem.pools),
+        "domains": len(problem.domains),
+        "cpu_s": cpu,
+        "wall_s": wall,
+        "rate": plan.rate,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "deployments": len(plan.deployments),
+    }
 
 
 CASES = {"command": command, "mixes": mixes, "budget": budget, "solve": solving}

@@ -65,8 +65,9 @@ async def on_ray(token: Path, address: str) -> AsyncIterator[None]:
 
 async def one() -> tuple[float, float]:
     """Wall and CPU milliseconds per trajectory of one run."""
-    run = make(quotas={"noop": (LIVE, 1)}, alpha=0, steps=STEPS, engines=NODES, turns=3, tokens=1,
-               engine_s=lambda _: 0.0)  # fmt: skip
+    run = make(
+        quotas={"noop": (LIVE, 1)}, alpha=0, steps=STEPS, engines=NODES, turns=3, tokens=1, engine_s=lambda _: 0.0
+    )
     wall, cpu = time.perf_counter(), time.process_time()
     await run.run()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -147,8 +148,10 @@ def measure(pairs: int) -> dict[str, Any]:
         found |= {
             f"{name}_ms": median(row[column] for row in without),
             f"{name}_ms_on_ray": median(row[column] for row in with_ray),
-            f"added_{name}_ms": median(added), f"added_{name}_ms_from": low, f"added_{name}_ms_to": high,
-        }  # fmt: skip
+            f"added_{name}_ms": median(added),
+            f"added_{name}_ms_from": low,
+            f"added_{name}_ms_to": high,
+        }
     return found | {"target_ms": TARGET_MS, "met": found["added_wall_ms_to"] < TARGET_MS, "load": os.getloadavg()[0]}
 
 

@@ -116,10 +116,13 @@ async def started(
 ) -> Part:
     arguments = ["--max-slots", "4", "--max-context", "64", "--threads", "1"]
     spec = ActorSpec(
-        name, "rollart.adapters.clusters.ray_host:NodeProgram",
+        name,
+        "rollart.adapters.clusters.ray_host:NodeProgram",
         args=(name, "rollart.engine", arguments, str(directory / f"{name}.log")),
-        resources={"CPU": 1.0}, labels={"pool": pool}, max_concurrency=6,
-    )  # fmt: skip
+        resources={"CPU": 1.0},
+        labels={"pool": pool},
+        max_concurrency=6,
+    )
     handle = OnItsNode(await runtime.spawn(spec))
     store.join(handle)  # type: ignore[arg-type]  # what it calls is there
     local = functools.partial(store.local, handle)  # type: ignore[arg-type]
@@ -181,14 +184,18 @@ async def publish(
             received[event.subject] += int(event.fields["received_bytes"] or 0)
     by_node = {node: sum(received[p.handle.name] for p in parts if p.handle.node == node) for node in nodes}
     return {
-        "version": weights.version, "bytes": size, "bytes_into_store": int(push["sent_bytes"] or 0),
+        "version": weights.version,
+        "bytes": size,
+        "bytes_into_store": int(push["sent_bytes"] or 0),
         "bytes_to_nodes": by_node,
         "engines_that_received": sum(count > 0 for count in received.values()),
         "read_mb_by_nodes": {node: (after[node][0] - before[node][0]) / MB for node in nodes},
         "written_mb_by_nodes": {node: (after[node][1] - before[node][1]) / MB for node in nodes},
-        "push_and_pull_s": pushed_s, "turns_meanwhile": answered, "exposed_s": exposed,
+        "push_and_pull_s": pushed_s,
+        "turns_meanwhile": answered,
+        "exposed_s": exposed,
         "directories": len({part.loaded[-1] for part in parts}),
-    }  # fmt: skip
+    }
 
 
 async def update(part: Part, weights: WeightsRef) -> None:
@@ -202,11 +209,17 @@ def write_version(root: Path, number: int, mb: float) -> WeightsRef:
     path = root / f"v{number}"
     path.mkdir(parents=True)
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN,
-        "num_hidden_layers": BLOCKS if mb >= 80 else 1, "num_attention_heads": 8, "num_key_value_heads": 8,
-        "head_dim": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+        "num_hidden_layers": BLOCKS if mb >= 80 else 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
+    }
     blocks = int(config["num_hidden_layers"]) * HIDDEN * HIDDEN * (4 + 3 * 4)  # type: ignore[call-overload]
     config["vocab_size"] = max(64, round((mb * MB / 4 - blocks) / HIDDEN))
     (path / "config.json").write_text(json.dumps(config))

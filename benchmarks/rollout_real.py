@@ -85,21 +85,30 @@ class Sleeper:
 def spec(rollout: Mapping[str, Any], *, steps: int, scale: float, seed: int = 0) -> dict[str, Any]:
     """The run: the quickstart's policy and tokenizer, `GROUPS` groups of `SIZE` a step."""
     return {
-        "name": "sleepers", "seed": seed, "steps": steps, "schedule": "sync_plus", "staleness": 0,
+        "name": "sleepers",
+        "seed": seed,
+        "steps": steps,
+        "schedule": "sync_plus",
+        "staleness": 0,
         "model": {
             "init": "rollart.quickstart.policy_config:policy_config",
-            "tokenizer": "rollart.quickstart.tokenizer:write_tokenizer", "context": 256,
+            "tokenizer": "rollart.quickstart.tokenizer:write_tokenizer",
+            "context": 256,
         },
         "batch": {"trajectories": GROUPS * SIZE},
         "domains": [
             {
-                "name": "sleeper", "environment": "benchmarks.rollout_real:Sleeper",
-                "environment_args": {"scale": scale}, "group_size": SIZE, "max_turns": 1, "max_tokens": 1,
+                "name": "sleeper",
+                "environment": "benchmarks.rollout_real:Sleeper",
+                "environment_args": {"scale": scale},
+                "group_size": SIZE,
+                "max_turns": 1,
+                "max_tokens": 1,
             }
         ],
         "rollout": dict(rollout),
         "training": {"lr": 1e-4},
-    }  # fmt: skip
+    }
 
 
 CLUSTER: dict[str, Any] = {
@@ -232,11 +241,13 @@ def compare(
         theory, real = sum(predicted(POLICIES[name], steps=steps, scale=scale)), sum(measured(directory))
         without = rows[0] if rows else None
         row = Row(
-            name, theory / steps, real / steps,
+            name,
+            theory / steps,
+            real / steps,
             without.predicted_s * steps / theory if without else 1.0,
             without.measured_s * steps / real if without else 1.0,
             lost(directory, steps),
-        )  # fmt: skip
+        )
         rows.append(row)
         say(
             f"{row.policy:14} rollout {row.predicted_s:6.2f} s predicted, {row.measured_s:6.2f} s measured; shorter "

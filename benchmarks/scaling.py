@@ -114,9 +114,13 @@ class Rollouts:
 def package(directory: Path, keep_s: float) -> Package:
     (directory / "judge.py").write_text("def handler(item):\n    return 1.0\n")
     spec = FunctionSpec(
-        name="judge", source="judge.py", concurrency=BATCH, keep_alive_s=keep_s, deterministic=False,
+        name="judge",
+        source="judge.py",
+        concurrency=BATCH,
+        keep_alive_s=keep_s,
+        deterministic=False,
         batch=BatchSpec(max_items=1, max_wait_ms=0.0),
-    )  # fmt: skip
+    )
     return build(spec, base=directory)
 
 
@@ -126,8 +130,10 @@ async def serve(one: Package, settings: dict[str, Any], steps: int, seed: int = 
     seen = Seen(meter)
     profile = Profile(cold_start_s=COLD_S, call_s=WORK_S, item_s=0.0)
     around = Surroundings(
-        rollouts, Prices(idle=lambda spec, provider: WORKER_USD, waiting=lambda: WAITING_USD), tell=changes.append,
-    )  # fmt: skip
+        rollouts,
+        Prices(idle=lambda spec, provider: WORKER_USD, waiting=lambda: WAITING_USD),
+        tell=changes.append,
+    )
 
     async def trajectory(offload: Offload, key: int, seconds: float) -> None:
         rollouts.begin(key, loop.time())
@@ -157,9 +163,16 @@ async def serve(one: Package, settings: dict[str, Any], steps: int, seed: int = 
 
     starts = usage.worker_s["cold"] / COLD_S  # type: ignore[index]
     return Way(
-        at(0.5), at(0.9), at(0.99), sum(waits) / len(waits), usage.total_worker_s, round(starts), usage.items,
-        len(changes), (usage.total_worker_s * WORKER_USD + sum(waits) * WAITING_USD) / len(waits) * 1000.0,
-    )  # fmt: skip
+        at(0.5),
+        at(0.9),
+        at(0.99),
+        sum(waits) / len(waits),
+        usage.total_worker_s,
+        round(starts),
+        usage.items,
+        len(changes),
+        (usage.total_worker_s * WORKER_USD + sum(waits) * WAITING_USD) / len(waits) * 1000.0,
+    )
 
 
 def ticks(live: int = 20_000, looks: int = 50) -> float:
@@ -254,12 +267,16 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"schema_version": 1, "ways": {name: asdict(way) for name, way in ways.items()}}, indent=2))
     else:
-        print(f"{'':<11}{'p50 wait':>10}{'p90':>8}{'p99':>8}{'mean':>8}{'worker-s':>10}"
-              f"{'starts':>8}{'calls':>7}{'changes':>9}"
-              f"{'$ / 1k':>9}")  # fmt: skip
+        print(
+            f"{'':<11}{'p50 wait':>10}{'p90':>8}{'p99':>8}{'mean':>8}{'worker-s':>10}"
+            f"{'starts':>8}{'calls':>7}{'changes':>9}"
+            f"{'$ / 1k':>9}"
+        )
         for name, w in ways.items():
-            print(f"{name:<11}{w.p50_s:>9.2f}s{w.p90_s:>7.2f}s{w.p99_s:>7.2f}s{w.mean_s:>7.2f}s{w.worker_s:>10.0f}"
-                  f"{w.starts:>8}{w.calls:>7}{w.changes:>9}{w.usd_per_thousand:>9.4f}")  # fmt: skip
+            print(
+                f"{name:<11}{w.p50_s:>9.2f}s{w.p90_s:>7.2f}s{w.p99_s:>7.2f}s{w.mean_s:>7.2f}s{w.worker_s:>10.0f}"
+                f"{w.starts:>8}{w.calls:>7}{w.changes:>9}{w.usd_per_thousand:>9.4f}"
+            )
     demand, reactive, both = ways["on demand"], ways["reactive"], ways["both"]
     better = both.p99_s < reactive.p99_s and both.worker_s <= reactive.worker_s
     sys.exit(0 if better and max(both.mean_s, reactive.mean_s) < demand.mean_s else 1)

@@ -78,9 +78,12 @@ def measured(rows: list[dict[str, list[Any]]], *, packs: bool, data: Path | None
         module.packing = packing
     numbers = sum(len(v) for r in rows for v in r.values())
     return {
-        "bytes_per_number_sent": round(sent[0] / numbers, 2), "mb_sent": round(sent[0] / 1e6, 1),
-        "service_grew_mb": round(held, 1), "cpu_s": round(cpu, 2), "seconds": round(seconds, 2),
-    }  # fmt: skip
+        "bytes_per_number_sent": round(sent[0] / numbers, 2),
+        "mb_sent": round(sent[0] / 1e6, 1),
+        "service_grew_mb": round(held, 1),
+        "cpu_s": round(cpu, 2),
+        "seconds": round(seconds, 2),
+    }
 
 
 @contextmanager

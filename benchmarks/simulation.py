@@ -49,10 +49,16 @@ from rollart.sim.workload import Answers, Generated, Shape
 from rollart.sim.world import SimulatedRewarder
 
 QWEN3_32B = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600,
-    "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 TURNS = 8
 TP = 8
 LIVE_PER_ENGINE = 33
@@ -62,9 +68,13 @@ TARGET_CPU_S, TARGET_MB = 30, 500
 """For 100,000 trajectories of 8 turns on 3,000 GPUs: a bare model on such a loop took 18 s."""
 
 WORK = Shape(
-    turns=Constant(TURNS), first=LogNormal(1_500, 0.4), observation=LogNormal(300, 0.5),
-    answers=Answers(200, 0.6, cap=2_048), reset_s=LogNormal(5.0, 0.8), step_s=LogNormal(1.5, 1.0, high=120.0),
-)  # fmt: skip
+    turns=Constant(TURNS),
+    first=LogNormal(1_500, 0.4),
+    observation=LogNormal(300, 0.5),
+    answers=Answers(200, 0.6, cap=2_048),
+    reset_s=LogNormal(5.0, 0.8),
+    step_s=LogNormal(1.5, 1.0, high=120.0),
+)
 
 
 def measure(gpus: int, trajectories: int) -> dict[str, float | str]:
@@ -101,9 +111,14 @@ def measure(gpus: int, trajectories: int) -> dict[str, float | str]:
         loop = asyncio.get_running_loop()
         with Traced(Path(directory), clock=loop.time, config={}) as ledger:
             run = ModelledRun(
-                [domain], places, trainer, Billed("trainer", "trainer-0", training, 5.28),
-                SimulatedRewarder(0, lambda rng: rng.lognormvariate(-1.0, 0.5)), settings, ledger,
-            )  # fmt: skip
+                [domain],
+                places,
+                trainer,
+                Billed("trainer", "trainer-0", training, 5.28),
+                SimulatedRewarder(0, lambda rng: rng.lognormvariate(-1.0, 0.5)),
+                settings,
+                ledger,
+            )
             await run.run()
             return run.ended, ledger.trace, sum(s.trajectories for s in run.seen)
 

@@ -44,12 +44,20 @@ def group(rng: random.Random, index: int, size: int, tokens: int) -> list[TrainS
         rewards = tuple(float(i == n - 1 and rng.random() < 0.5) for i in range(n))
         out.append(
             TrainSample(
-                id=TrajectoryId(f"g{index}.{member}"), group=GroupId(f"g{index}"), domain="a", v0=0,
-                token_ids=tuple(rng.randrange(VOCAB) for _ in range(n)), loss_mask=mask,
-                logprobs=tuple(-4.8 if m else 0.0 for m in mask), versions=tuple(0 if m else -1 for m in mask),
-                turn=tuple(0 if m else -1 for m in mask), rewards=rewards, score=sum(rewards), success=None,
+                id=TrajectoryId(f"g{index}.{member}"),
+                group=GroupId(f"g{index}"),
+                domain="a",
+                v0=0,
+                token_ids=tuple(rng.randrange(VOCAB) for _ in range(n)),
+                loss_mask=mask,
+                logprobs=tuple(-4.8 if m else 0.0 for m in mask),
+                versions=tuple(0 if m else -1 for m in mask),
+                turn=tuple(0 if m else -1 for m in mask),
+                rewards=rewards,
+                score=sum(rewards),
+                success=None,
             )
-        )  # fmt: skip
+        )
     return out
 
 
@@ -58,14 +66,22 @@ class Program:
 
     def __init__(self, root: Path, *, stream: bool) -> None:
         init = {
-            "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN, "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": HIDDEN // 4,
-        }  # fmt: skip
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 3 * HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": HIDDEN // 4,
+        }
         advantage = {"level": "trajectory", "baseline": "group", "normalize": "batch"}
         config = {
-            "model": {"init": init}, "weights_root": str(root / "weights"), "stream": stream, "durable": False,
+            "model": {"init": init},
+            "weights_root": str(root / "weights"),
+            "stream": stream,
+            "durable": False,
             "domains": {"a": {"advantage": advantage}},
-        }  # fmt: skip
+        }
         root.mkdir()
         path = root / "trainer.json"
         path.write_text(json.dumps(config))

@@ -93,15 +93,25 @@ def train(service: Service, model: Path, work: Path, steps: int) -> list[float]:
         model=AutoModelForCausalLM.from_pretrained(model),
         reward_funcs=reward,
         args=GRPOConfig(
-            output_dir=str(work / "trl"), max_steps=steps, num_generations=GROUP, max_completion_length=ANSWER,
-            per_device_train_batch_size=PROMPTS * GROUP, learning_rate=2e-2, lr_scheduler_type="constant",
-            logging_strategy="no", save_strategy="no", report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+            output_dir=str(work / "trl"),
+            max_steps=steps,
+            num_generations=GROUP,
+            max_completion_length=ANSWER,
+            per_device_train_batch_size=PROMPTS * GROUP,
+            learning_rate=2e-2,
+            lr_scheduler_type="constant",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
         ),
         train_dataset=Dataset.from_dict({"prompt": ["say"] * PROMPTS * steps}),
         processing_class=tokenizer,
         rollout_func=rollout,
         callbacks=[Publish()],
-    )  # fmt: skip
+    )
     trainer.train()
     return rewards
 
@@ -137,9 +147,12 @@ def answer(service: Service, engine: str, row: Experience, version: int) -> None
 def update(engine: str, version: int, path: str) -> None:
     """New weights, as vLLM is given them."""
     for route, body in (
-        ("/pause?mode=keep", {}), ("/start_weight_update", {}), ("/update_weights", {"update_info": {"path": path}}),
-        ("/finish_weight_update", {"weight_version": version}), ("/resume", {}),
-    ):  # fmt: skip
+        ("/pause?mode=keep", {}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"path": path}}),
+        ("/finish_weight_update", {"weight_version": version}),
+        ("/resume", {}),
+    ):
         post(engine, route, body)
 
 
@@ -175,10 +188,19 @@ def make_model(directory: Path) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=False,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     Qwen3ForCausalLM(config).save_pretrained(directory)
     (directory / "COMPLETE").touch()
     return directory

@@ -257,14 +257,30 @@ def shape_of(
     if extra:
         notes.append(f"{extra} layer(s) for predicting further tokens are left out")
     return Shape(
-        name=name or model_type, model_type=model_type, layers=layers, hidden=hidden, vocab=vocab, heads=heads,
-        kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate, parameters=total, expert_parameters=routed,
-        embedding_parameters=vocab * hidden, tied=tied, experts=experts.count if experts else 0,
-        experts_per_token=experts.per_token if experts else 0, expert_layers=experts.layers if experts else 0,
-        expert_intermediate=experts.width if experts else None, window=window, window_layers=window_layers, mla=mla,
-        weight_bytes_per_parameter=weight_bytes_per_parameter, kv_bytes_per_element=kv_bytes_per_element,
+        name=name or model_type,
+        model_type=model_type,
+        layers=layers,
+        hidden=hidden,
+        vocab=vocab,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        parameters=total,
+        expert_parameters=routed,
+        embedding_parameters=vocab * hidden,
+        tied=tied,
+        experts=experts.count if experts else 0,
+        experts_per_token=experts.per_token if experts else 0,
+        expert_layers=experts.layers if experts else 0,
+        expert_intermediate=experts.width if experts else None,
+        window=window,
+        window_layers=window_layers,
+        mla=mla,
+        weight_bytes_per_parameter=weight_bytes_per_parameter,
+        kv_bytes_per_element=kv_bytes_per_element,
         notes=(*notes, *defaulted),
-    )  # fmt: skip
+    )
 
 
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")

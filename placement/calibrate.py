@@ -32,9 +32,14 @@ FREE_EFFECTIVE = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(SHARES, (0.01, 1.0)),
-    "step_s": (1e-7, 10.0), "layer_s": (1e-8, 0.1), "row_s": (1e-8, 1.0), "alpha_s": (1e-8, 1e-2),
-    "request_s": (1e-7, 10.0), "effective_tflops": (1e-7, 1e5), "effective_tb_per_s": (1e-7, 1e3),
-}  # fmt: skip
+    "step_s": (1e-7, 10.0),
+    "layer_s": (1e-8, 0.1),
+    "row_s": (1e-8, 1.0),
+    "alpha_s": (1e-8, 1e-2),
+    "request_s": (1e-7, 10.0),
+    "effective_tflops": (1e-7, 1e5),
+    "effective_tb_per_s": (1e-7, 1e3),
+}
 
 PRIOR_SPREAD = 0.7
 """Standard deviation, in logs, that a prior is believed with: a factor of two either way."""
@@ -183,9 +188,19 @@ def fit(
         for kind in sorted({r.kind for r in chosen})
     }
     calibration = Calibration(
-        constants, "+".join(d.name for d in used), generation, precision, shape.name, error, worst, len(chosen), engine,
-        date, source, tuple(notes),
-    )  # fmt: skip
+        constants,
+        "+".join(d.name for d in used),
+        generation,
+        precision,
+        shape.name,
+        error,
+        worst,
+        len(chosen),
+        engine,
+        date,
+        source,
+        tuple(notes),
+    )
     return Fit(calibration, float(np.mean(every_error)), by_kind, kept)
 
 
@@ -232,9 +247,13 @@ class _Problem:
         for row in rows:
             if (row.device, row.tp) not in instances:
                 instances[row.device, row.tp] = Roofline(
-                    self.shape, self.devices[row.device], row.tp, constants, precision=self.precision,
+                    self.shape,
+                    self.devices[row.device],
+                    row.tp,
+                    constants,
+                    precision=self.precision,
                     kv_capacity_bytes=1.0,  # capacity plays no part here, so the device need not state its memory
-                )  # fmt: skip
+                )
         return [predict(row, instances[row.device, row.tp]) for row in rows]
 
     def started(self, begin: Constants, rows: Sequence[Row]) -> Constants:

@@ -74,9 +74,18 @@ class Observed:
 NUMBERS = tuple(f.name for f in fields(Observed) if f.name not in ("domain", "turns", "reward_s"))
 
 SUMMED = (
-    "turns", "later", "first_tokens", "new_tokens", "output_tokens", "cached_tokens", "wait_s", "core_s", "reset_s",
-    "scored", "reward_s",
-)  # fmt: skip
+    "turns",
+    "later",
+    "first_tokens",
+    "new_tokens",
+    "output_tokens",
+    "cached_tokens",
+    "wait_s",
+    "core_s",
+    "reset_s",
+    "scored",
+    "reward_s",
+)
 
 
 @dataclass(slots=True)

@@ -79,8 +79,12 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(output_bias=False, layer_norms=4),
     "glm4_moe": Family(output_bias=False, head_norms=None, experts=Where.AFTER),
     "gpt_oss": Family(
-        attention_bias=True, window=Where.ALTERNATE, experts=Where.EVERY, expert_width="intermediate_size",
-        expert_bias=True, sinks=True,
+        attention_bias=True,
+        window=Where.ALTERNATE,
+        experts=Where.EVERY,
+        expert_width="intermediate_size",
+        expert_bias=True,
+        sinks=True,
     ),
     "gemma": Family(tied=True),
     "gemma2": Family(layer_norms=4, window=Where.ALTERNATE, tied=True),
@@ -91,14 +95,19 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(wide_norms=True),
     "olmoe": Family(wide_norms=True, experts=Where.EVERY, expert_width="intermediate_size"),
     "phi3": Family(qkv_bias=False, output_bias=False, window=Where.EVERY),
-}  # fmt: skip
+}
 
 _SAME_AS = {
     "gemma3": "gemma3_text",
-    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
-    "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
-}  # fmt: skip
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
 """Language parts of multimodal models that are built as another family."""
 
 _MISSING = object()

@@ -159,9 +159,18 @@ def program(problem: Problem, tableau: Tableau, scale: float | None = None) -> P
     rate = m.column()
     units = [m.column(high=unit.most, whole=True) for unit in tableau.units]
     p = Program(
-        problem=problem, tableau=tableau, matrix=m, scale=scale or _scale(problem, tableau), rate=rate, units=units,
-        trainers=[], rewards=[], reward_units={}, environments={}, path_at=np.zeros(0, dtype=np.int64),
-    )  # fmt: skip
+        problem=problem,
+        tableau=tableau,
+        matrix=m,
+        scale=scale or _scale(problem, tableau),
+        rate=rate,
+        units=units,
+        trainers=[],
+        rewards=[],
+        reward_units={},
+        environments={},
+        path_at=np.zeros(0, dtype=np.int64),
+    )
     _resources(p)
     sides.training(p)
     sides.rewards(p)

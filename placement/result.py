@@ -129,16 +129,14 @@ def _prices(p: Program, best: Answer, relaxed: Answer | None) -> Prices:
     return Prices(
         deployments=deployments,
         kv=kv,
-        links={
-            c.pools: _clean(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels
-        },
+        links={c.pools: _clean(best.duals["link", c.pools] * p.scale / c.gb_per_s) for c in p.tableau.channels},
         in_flight=_clean(seconds),
         places=_clean(places),
-        pools={} if relaxed is None else {
-            name: _clean(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)
-        },
+        pools={}
+        if relaxed is None
+        else {name: _clean(relaxed.duals["pool", g] * p.scale) for g, name in enumerate(names)},
         train=_clean(sum(train)),
-    )  # fmt: skip
+    )
 
 
 def _places(p: Program, best: Answer) -> tuple[float, float]:

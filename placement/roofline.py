@@ -82,9 +82,22 @@ class Roofline:
     """
 
     __slots__ = (
-        "_bytes_per_s", "_comm_s", "_copies", "_decode_flops_per_s", "_expert_s", "_fixed_s", "_flops_per_s",
-        "_kv_capacity", "band", "constants", "device", "notes", "precision", "shape", "tp",
-    )  # fmt: skip
+        "_bytes_per_s",
+        "_comm_s",
+        "_copies",
+        "_decode_flops_per_s",
+        "_expert_s",
+        "_fixed_s",
+        "_flops_per_s",
+        "_kv_capacity",
+        "band",
+        "constants",
+        "device",
+        "notes",
+        "precision",
+        "shape",
+        "tp",
+    )
 
     def __init__(
         self,
@@ -234,9 +247,16 @@ class RooflinePerformance:
         if reason is not None:
             return reason
         return Roofline(
-            self.shape, device, tp, constants,
-            precision=precision, band=band, notes=notes, reserve_gb=self.reserve_gb, kv_capacity_bytes=configured,
-        )  # fmt: skip
+            self.shape,
+            device,
+            tp,
+            constants,
+            precision=precision,
+            band=band,
+            notes=notes,
+            reserve_gb=self.reserve_gb,
+            kv_capacity_bytes=configured,
+        )
 
     def _precision(self, device: Device) -> Precision:
         """What the device computes in."""
@@ -265,10 +285,13 @@ class RooflinePerformance:
         if device.is_cpu:
             return None
         usable = [
-            c for c in self.constants.values()
-            if isinstance(c, Calibration) and c.generation != "cpu"
-            and c.constants.effective_tflops is None and c.constants.effective_tb_per_s is None
-        ]  # fmt: skip
+            c
+            for c in self.constants.values()
+            if isinstance(c, Calibration)
+            and c.generation != "cpu"
+            and c.constants.effective_tflops is None
+            and c.constants.effective_tb_per_s is None
+        ]
         usable.sort(
             key=lambda c: (
                 not _same(c.generation, device.generation),

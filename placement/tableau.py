@@ -176,9 +176,14 @@ class _Builder:
         waits = 0.0 if drop else domain.environment.wait_s * turns.kv_wait
         n = len(cost.batch)
         return _paths(
-            _whole(n, j), u, mode, cost.batch, load=cost.load, kv=cost.kv_seconds + waits,
+            _whole(n, j),
+            u,
+            mode,
+            cost.batch,
+            load=cost.load,
+            kv=cost.kv_seconds + waits,
             seconds=cost.seconds + _away(domain),
-        )  # fmt: skip
+        )
 
     def divided(self) -> Iterator[Paths]:
         """Paths that prefill on one unit and decode on another, for all domains of a pair of units at a time."""
@@ -237,11 +242,19 @@ class _Builder:
         if mode is KvMode.KEEP:
             first_kv = handing + decode.seconds * t.lent[domain] + t.wait[domain]
         paths = _paths(
-            domain, d, mode, decode.batch, load=decode.load,
+            domain,
+            d,
+            mode,
+            decode.batch,
+            load=decode.load,
             kv=handing + decode.seconds * middle + t.wait[domain],
             seconds=load + moving + decode.seconds + t.away[domain],
-            first=p, first_load=load, first_kv=first_kv, link=self._order[key], link_gb=gb,
-        )  # fmt: skip
+            first=p,
+            first_load=load,
+            first_kv=first_kv,
+            link=self._order[key],
+            link_gb=gb,
+        )
         # A single turn has nothing to pull back, and nothing to keep where it is known to be the last.
         single = np.array([d.turns.mean == 1 and d.last_turn_known for d in self._problem.domains])[domain]
         return paths.take(np.isfinite(load) & (~single | (mode is KvMode.KEEP)))
@@ -333,16 +346,36 @@ def _whole(n: int, value: int) -> Ints:
 
 
 def _paths(
-    domain: Ints, u: int, mode: KvMode, batch: Floats, *, load: Floats, kv: Floats, seconds: Floats, first: int = -1,
-    first_load: Floats | float = 0.0, first_kv: Floats | float = 0.0, link: int = -1, link_gb: Floats | float = 0.0,
-) -> Paths:  # fmt: skip
+    domain: Ints,
+    u: int,
+    mode: KvMode,
+    batch: Floats,
+    *,
+    load: Floats,
+    kv: Floats,
+    seconds: Floats,
+    first: int = -1,
+    first_load: Floats | float = 0.0,
+    first_kv: Floats | float = 0.0,
+    link: int = -1,
+    link_gb: Floats | float = 0.0,
+) -> Paths:
     n = len(batch)
     zero = np.zeros(n)
     return Paths(
-        domain=domain, unit=_whole(n, u), first=_whole(n, first), mode=_whole(n, MODES.index(mode)),
-        link=_whole(n, link), batch=batch, load=load, kv=kv, first_load=zero + first_load, first_kv=zero + first_kv,
-        link_gb=zero + link_gb, seconds=seconds,
-    )  # fmt: skip
+        domain=domain,
+        unit=_whole(n, u),
+        first=_whole(n, first),
+        mode=_whole(n, MODES.index(mode)),
+        link=_whole(n, link),
+        batch=batch,
+        load=load,
+        kv=kv,
+        first_load=zero + first_load,
+        first_kv=zero + first_kv,
+        link_gb=zero + link_gb,
+        seconds=seconds,
+    )
 
 
 def _join(blocks: list[Paths]) -> Paths:

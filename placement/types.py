@@ -94,9 +94,15 @@ class Device:
 
     def __post_init__(self) -> None:
         for figure in (
-            "tflops_bf16", "memory_gb", "memory_tb_per_s", "tflops_fp8", "nvlink_gb_per_s", "link_gb_per_s", "watts",
+            "tflops_bf16",
+            "memory_gb",
+            "memory_tb_per_s",
+            "tflops_fp8",
+            "nvlink_gb_per_s",
+            "link_gb_per_s",
+            "watts",
             "devices_per_host",
-        ):  # fmt: skip
+        ):
             value = getattr(self, figure)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(

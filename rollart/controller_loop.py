@@ -172,9 +172,14 @@ class LoopWatch:
     """
 
     def __init__(
-        self, loop: ControllerLoop, *, stop: Callable[[], None], say: Callable[[str, float], None],
-        end: Callable[[str, bool], None], limit_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        loop: ControllerLoop,
+        *,
+        stop: Callable[[], None],
+        say: Callable[[str, float], None],
+        end: Callable[[str, bool], None],
+        limit_s: float,
+    ) -> None:
         """`say(holder, seconds)` and `end(why, interrupted)` are called on any thread; `end` does not return."""
         self._loop, self._stop, self._say, self._end = loop, stop, say, end
         self.limit_s = limit_s
@@ -289,9 +294,11 @@ class LoopWatch:
         while frame is not None and _ours(frame.f_code.co_filename):
             frame = frame.f_back
         found = frame or inner
-        where = "" if found is None else (
-            f"{found.f_code.co_qualname} ({Path(found.f_code.co_filename).name}:{found.f_lineno})"
-        )  # fmt: skip
+        where = (
+            ""
+            if found is None
+            else (f"{found.f_code.co_qualname} ({Path(found.f_code.co_filename).name}:{found.f_lineno})")
+        )
         return f"{where}, {task.get_name()}" if task is not None else where
 
 

@@ -8,8 +8,15 @@ from typing import Protocol
 from rollart.model import Observation, Step
 
 __all__ = [
-    "ENVIRONMENTS_MADE", "PLACES", "EnvironmentHost", "FunctionHost", "HostHealth", "Images", "Made", "Making",
-]  # fmt: skip
+    "ENVIRONMENTS_MADE",
+    "PLACES",
+    "EnvironmentHost",
+    "FunctionHost",
+    "HostHealth",
+    "Images",
+    "Made",
+    "Making",
+]
 
 
 ENVIRONMENTS_MADE = "environments_made"

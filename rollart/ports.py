@@ -26,7 +26,7 @@ from rollart.model import (
     Trajectory,
     TrajectoryId,
     WeightsRef,
-)  # fmt: skip
+)
 
 __all__ = [
     "EVAL_SEEDS_FROM",

@@ -66,9 +66,14 @@ class Service:
     """Calls block; a client may be used by any number of threads."""
 
     def __init__(
-        self, url: str, *, token: str = "", patience_s: float = 0.0, tls: ssl.SSLContext | None = None,
+        self,
+        url: str,
+        *,
+        token: str = "",
+        patience_s: float = 0.0,
+        tls: ssl.SSLContext | None = None,
         arrays: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`patience_s`: how long calls that may be made again are made again while nobody answers them: all but
         `put_prompts` without a `key` and `get_experience` without a `key` and a `lease_s`. `tls`: whom to trust
         behind https://; by default as the system does. `arrays`: long columns of numbers are given as `array.array`
@@ -104,8 +109,12 @@ class Service:
         after `timeout_s`. With a `key`, a call that is made again (its answer was lost) is the first one."""
         packs = self._packs
         rows = [{"columns": _packed(p) if packs else _plain(p)} for p in prompts]
-        body = {"prompts": rows if packs else [row["columns"] for row in rows], "group_size": group_size,
-                "timeout_s": timeout_s, "key": key}  # fmt: skip
+        body = {
+            "prompts": rows if packs else [row["columns"] for row in rows],
+            "group_size": group_size,
+            "timeout_s": timeout_s,
+            "key": key,
+        }
         got = self._call("POST", "/v1/prompts", body, timeout_s, again=bool(key), packed=rows if packs else None)
         return list(got["ids"])
 
@@ -123,16 +132,30 @@ class Service:
         return dict(self._call("POST", "/v1/experience", {"rows": told}, packed=told if packs else None)["kept"])
 
     def get_experience(
-        self, task: str, count: int = 1, *, at_least: int | None = None, columns: Sequence[str] | None = None,
-        timeout_s: float = 30.0, lease_s: float | None = None, key: str = "",
-    ) -> list[Experience]:  # fmt: skip
+        self,
+        task: str,
+        count: int = 1,
+        *,
+        at_least: int | None = None,
+        columns: Sequence[str] | None = None,
+        timeout_s: float = 30.0,
+        lease_s: float | None = None,
+        key: str = "",
+    ) -> list[Experience]:
         """`count` rows (groups, for a task that takes them whole) whose columns are all there, which no other call for
         this task is given. None of them after `timeout_s`; with `at_least`, fewer will do.
 
         With `lease_s` they are lent: who does not say `done` within that time loses them to the next caller. With a
         `key` too, a call that is made again is given the same ones while they are lent."""
-        body = {"task": task, "count": count, "at_least": at_least, "columns": columns and list(columns),
-                "timeout_s": timeout_s, "lease_s": lease_s, "key": key}  # fmt: skip
+        body = {
+            "task": task,
+            "count": count,
+            "at_least": at_least,
+            "columns": columns and list(columns),
+            "timeout_s": timeout_s,
+            "lease_s": lease_s,
+            "key": key,
+        }
         got = self._call("POST", "/v1/experience/take", body, timeout_s, again=bool(key) and lease_s is not None)
         return [
             Experience(r["id"], r["group"], r["version"], self._columns(r, got.get("", b"")), got["lease"])
@@ -205,9 +228,15 @@ class Service:
         return bool(self._call("POST", f"/v1/leases/{leases.pop()}/{what}", body)["kept"])
 
     def _call(
-        self, method: str, path: str, body: Any, wait_s: float = 0.0, *, again: bool = True,
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        wait_s: float = 0.0,
+        *,
+        again: bool = True,
         packed: list[dict[str, Any]] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """`packed`: rows of the body whose columns go packed. The bytes of those that came so are at the key ""."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if packing is not None:

@@ -43,9 +43,16 @@ class Lane:
     """
 
     def __init__(
-        self, owner: Owner, index: int, spec: FunctionSpec, backend: Backend, settings: PipelineSpec,
-        rng: random.Random, *, alone: bool,
-    ) -> None:  # fmt: skip
+        self,
+        owner: Owner,
+        index: int,
+        spec: FunctionSpec,
+        backend: Backend,
+        settings: PipelineSpec,
+        rng: random.Random,
+        *,
+        alone: bool,
+    ) -> None:
         self._owner = owner
         self.index = index
         self._spec = spec

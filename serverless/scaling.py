@@ -113,10 +113,16 @@ class Scaler:
     """
 
     def __init__(
-        self, functions: Mapping[str, FunctionSpec], backends: Sequence[Backend], *, seen: Seen, meter: MeterSink,
-        settings: ScalingSpec | None = None, around: Surroundings | None = None,
+        self,
+        functions: Mapping[str, FunctionSpec],
+        backends: Sequence[Backend],
+        *,
+        seen: Seen,
+        meter: MeterSink,
+        settings: ScalingSpec | None = None,
+        around: Surroundings | None = None,
         hysteresis: Callable[[], Hysteresis] = Hysteresis,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings = settings or ScalingSpec()
         self._around = around or Surroundings()
         self._seen = seen
@@ -150,11 +156,15 @@ class Scaler:
             on = provider == first
             wanted = line.decider.decide(
                 Look(
-                    now, load, book, around.waiting(name) if on else 0,
+                    now,
+                    load,
+                    book,
+                    around.waiting(name) if on else 0,
                     self._coming(name, now, live, load, book.scored) if on else _nothing,
-                    around.prices.idle(line.spec, provider), around.prices.waiting(),
+                    around.prices.idle(line.spec, provider),
+                    around.prices.waiting(),
                 )
-            )  # fmt: skip
+            )
             self._apply(line, wanted.workers, wanted.why, wanted.keep_alive_s, now)
 
     async def __aenter__(self) -> Scaler:
@@ -217,9 +227,14 @@ class Scaler:
             self._around.tell(Scaled(now, name, provider, before, after, why, failed))
 
         provisioner = Provisioner(
-            spec, backend, meter=self._meter, book=self._seen.book(name, provider), levels=levels, told=told,
+            spec,
+            backend,
+            meter=self._meter,
+            book=self._seen.book(name, provider),
+            levels=levels,
+            told=told,
             hysteresis=self._hysteresis(),
-        )  # fmt: skip
+        )
         return _Line(spec, backend, Decider(spec, self._settings, least_horizon_s=_PROVISION_S), 0, provisioner)
 
     def _apply(self, line: _Line, workers: int, why: str, keep_alive_s: float | None, now: float) -> None:

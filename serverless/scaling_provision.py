@@ -67,9 +67,16 @@ class Provisioner:
     """
 
     def __init__(
-        self, spec: FunctionSpec, backend: Provisions, *, meter: MeterSink, book: Book, levels: Levels, told: Told,
+        self,
+        spec: FunctionSpec,
+        backend: Provisions,
+        *,
+        meter: MeterSink,
+        book: Book,
+        levels: Levels,
+        told: Told,
         hysteresis: Hysteresis | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._spec = spec
         self._backend = backend
         self._meter = meter

@@ -101,14 +101,50 @@ _CONTAINERS = frozenset(
 )
 _ITERATORS = frozenset({"iter", "count", "cycle"})
 _CONSTANTS = frozenset(
-    {"frozenset", "tuple", "compile", "MappingProxyType", "int", "float", "str", "bool", "getenv", "getLogger", "Path",
-     "TypeVar", "namedtuple", "Lock", "RLock"}
-)  # fmt: skip
+    {
+        "frozenset",
+        "tuple",
+        "compile",
+        "MappingProxyType",
+        "int",
+        "float",
+        "str",
+        "bool",
+        "getenv",
+        "getLogger",
+        "Path",
+        "TypeVar",
+        "namedtuple",
+        "Lock",
+        "RLock",
+    }
+)
 
 _MUTATORS = frozenset(
-    {"add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "pop", "popitem", "popleft",
-     "put", "put_nowait", "remove", "rotate", "setdefault", "sort", "reverse", "subtract", "update", "send"}
-)  # fmt: skip
+    {
+        "add",
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "extendleft",
+        "insert",
+        "pop",
+        "popitem",
+        "popleft",
+        "put",
+        "put_nowait",
+        "remove",
+        "rotate",
+        "setdefault",
+        "sort",
+        "reverse",
+        "subtract",
+        "update",
+        "send",
+    }
+)
 _FIRST_ARGUMENT = frozenset({"heappush", "heappop", "heapify", "heapreplace", "insort", "insort_left", "shuffle"})
 
 
@@ -189,9 +225,7 @@ def holds(value: ast.expr) -> Holds:
     if isinstance(value, ast.Call):
         function = value.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        for names, kind in (
-            (_CONTAINERS, Holds.CONTAINER), (_ITERATORS, Holds.ITERATOR), (_CONSTANTS, Holds.CONSTANT)
-        ):  # fmt: skip
+        for names, kind in ((_CONTAINERS, Holds.CONTAINER), (_ITERATORS, Holds.ITERATOR), (_CONSTANTS, Holds.CONSTANT)):
             if name in names:
                 return kind
         return Holds.OBJECT

@@ -9,9 +9,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 __all__ = ["BatchSpec", "FunctionSpec", "Takes", "Trust"]
 
 Takes = Literal[
-    "auto", "item", "samples", "items", "event", "verl", "verl_batch", "trl", "trl_chat", "slime", "slime_batch",
-    "openrlhf", "areal", "verifiers", "verifiers_text",
-]  # fmt: skip
+    "auto",
+    "item",
+    "samples",
+    "items",
+    "event",
+    "verl",
+    "verl_batch",
+    "trl",
+    "trl_chat",
+    "slime",
+    "slime_batch",
+    "openrlhf",
+    "areal",
+    "verifiers",
+    "verifiers_text",
+]
 """How the user's callable is called (`serverless.signatures`). "auto": told from its parameters when it is packed."""
 
 Trust = Literal["trusted", "untrusted"]
@@ -86,7 +99,15 @@ class FunctionSpec(BaseModel):
     def identity(self) -> dict[str, object]:
         """The settings that make a version: what runs, not how many of it or from which path it was packed."""
         chosen = {
-            "name", "takes", "memory_mb", "cpu", "gpu", "trust", "timeout_s", "timeout_floor", "deterministic",
+            "name",
+            "takes",
+            "memory_mb",
+            "cpu",
+            "gpu",
+            "trust",
+            "timeout_s",
+            "timeout_floor",
+            "deterministic",
             "requirements",
-        }  # fmt: skip
+        }
         return self.model_dump(mode="json", include=chosen)

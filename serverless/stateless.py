@@ -330,10 +330,23 @@ def _files(functions: Sequence[Function]) -> list[Reason]:
 
 
 _CACHES = re.compile(r"^(?:functools\.)?(?:lru_cache|cache)\b")
-_CHANGES = frozenset({
-    "append", "extend", "insert", "remove", "pop", "clear", "add", "discard", "update", "setdefault", "popitem",
-    "appendleft", "subtract",
-})  # fmt: skip
+_CHANGES = frozenset(
+    {
+        "append",
+        "extend",
+        "insert",
+        "remove",
+        "pop",
+        "clear",
+        "add",
+        "discard",
+        "update",
+        "setdefault",
+        "popitem",
+        "appendleft",
+        "subtract",
+    }
+)
 
 
 def _indirect(functions: Sequence[Function]) -> list[Reason]:

@@ -57,3 +57,10 @@ def test_nothing_of_the_machine_is_in_the_sources() -> None:
         if path.exists():
             text = path.read_text()
             assert "/work/" not in text, path
+
+
+def test_the_formatter_is_never_switched_off() -> None:
+    mark = "# fmt: " + "skip"
+    trees = [ROOT / name for name in ("rollart", "placement", "serverless", "tests", "benchmarks", "integrations")]
+    files = [p for tree in trees for p in tree.rglob("*.py")]
+    assert [p for p in files if mark in p.read_text()] == []

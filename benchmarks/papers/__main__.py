@@ -43,16 +43,27 @@ def play(row: Row, seeds: int) -> Done:
 def _json(results: Sequence[Done]) -> str:
     rows = [
         {
-            "id": d.row.id, "title": d.row.title, "conditions": d.row.conditions, "cpu_s": round(d.cpu_s, 2),
+            "id": d.row.id,
+            "title": d.row.title,
+            "conditions": d.row.conditions,
+            "cpu_s": round(d.cpu_s, 2),
             "figures": [
-                {"name": f.name, "published": f.published, "most": f.most, "simulated": f.simulated,
-                 "ratio": f.ratio, "verdict": verdict(f)} for f in d.found.figures
+                {
+                    "name": f.name,
+                    "published": f.published,
+                    "most": f.most,
+                    "simulated": f.simulated,
+                    "ratio": f.ratio,
+                    "verdict": verdict(f),
+                }
+                for f in d.found.figures
             ],
             "claims": {c.text: c.holds for c in d.found.claims},
-            "note": d.found.note, "miss": d.row.miss,
+            "note": d.found.note,
+            "miss": d.row.miss,
         }
         for d in results
-    ]  # fmt: skip
+    ]
     return json.dumps({"rows": rows, "summary": summary(results)}, indent=2)
 
 

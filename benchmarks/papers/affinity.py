@@ -18,8 +18,10 @@ def _mix(seeds: int) -> Found:
     claims: list[Claim] = []
     for model in ("Qwen3-8B", "Qwen3-32B"):
         over_h800, over_h20 = planned.mixed(model)[0]
-        figures += [Figure(f"{model}: mix over 72 H800", 1.12, over_h800, most=1.37),
-                    Figure(f"{model}: mix over 208 H20", 1.30, over_h20, most=1.68)]  # fmt: skip
+        figures += [
+            Figure(f"{model}: mix over 72 H800", 1.12, over_h800, most=1.37),
+            Figure(f"{model}: mix over 208 H20", 1.30, over_h20, most=1.68),
+        ]
         claims.append(Claim(f"{model}: the mix beats either type", min(over_h800, over_h20) > planned.SIGN))
     return Found(tuple(figures), tuple(claims))
 
@@ -63,15 +65,21 @@ def _divided(seeds: int) -> Found:
 
 ROWS = (
     Row(
-        "RA-11", "the mix of types for the same money", "64 H800 + 24 H20 / 72 H800 / 208 H20 beside 32 H800 that "
-        "train; all domains, batch 512, alpha 1; the command's plan", _mix,
+        "RA-11",
+        "the mix of types for the same money",
+        "64 H800 + 24 H20 / 72 H800 / 208 H20 beside 32 H800 that "
+        "train; all domains, batch 512, alpha 1; the command's plan",
+        _mix,
         "the trainer and the time for which places are held limit the plan, and not the fleet: 32 H800 that train, "
         "batches of 512 and publishes at the measured speeds leave most of the devices without work on all three "
         "fleets; docs/placement.md names the term that would have to move, and how far",
     ),
     Row(
-        "RA-18", "prefill and decode apart over both together", "xPyD of 8 H800 per P and 8 H20 per D, SWE, 128 "
-        "trajectories; hand-offs one way, as in vLLM 0.8; the command's plan beside it", _divided,
+        "RA-18",
+        "prefill and decode apart over both together",
+        "xPyD of 8 H800 per P and 8 H20 per D, SWE, 128 "
+        "trajectories; hand-offs one way, as in vLLM 0.8; the command's plan beside it",
+        _divided,
         "a turn here shows 380 tokens and answers 400 (tuned to the generation of RA-1's step), and prefill is so "
         "small a part of it that a host which decodes no more costs more than it takes off the others; the tokens of "
         "a turn were not published. With 500 and 120 the dense model gains 0.97 and 1.25, the mixture 1.02 and 0.99; "
@@ -82,4 +90,4 @@ ROWS = (
         "mixture's 1P3D and 0.55 for its 2P2D, for which the plan names the same term. With one host the dense "
         "model's prefill engines hold the KV of half of the contexts",
     ),
-)  # fmt: skip
+)

@@ -98,22 +98,31 @@ def _affine(seeds: int) -> Found:
     math = [1 / ratio("gem_math", n) for n in (16, 24, 48)]
     figures = (
         Figure("H800/H20 time, FrozenLake", 0.53, sum(lake) / len(lake), tuned=True),
-        *(Figure(f"H20/H800 time, GEM-Math, {n} in flight", 0.49, m, most=0.79)
-          for n, m in zip((16, 24, 48), math, strict=True)),
-    )  # fmt: skip
-    claims = (Claim("prefill-heavy wants H800, above the roofline's 0.45", all(0.45 < x < 1 for x in lake)),
-              Claim("decode-heavy wants H20, above the roofline's 0.28", all(0.28 < x < 1 for x in math)))  # fmt: skip
+        *(
+            Figure(f"H20/H800 time, GEM-Math, {n} in flight", 0.49, m, most=0.79)
+            for n, m in zip((16, 24, 48), math, strict=True)
+        ),
+    )
+    claims = (
+        Claim("prefill-heavy wants H800, above the roofline's 0.45", all(0.45 < x < 1 for x in lake)),
+        Claim("decode-heavy wants H20, above the roofline's 0.28", all(0.28 < x < 1 for x in math)),
+    )
     return Found(figures, claims)
 
 
 ROWS = (
     Row(
-        "RA-7", "weights over 200 GbE and over 400 Gb InfiniBand", "15.26 / 27.51 / 61.02 GB, TP 1 / 2 / 4, Mooncake",
+        "RA-7",
+        "weights over 200 GbE and over 400 Gb InfiniBand",
+        "15.26 / 27.51 / 61.02 GB, TP 1 / 2 / 4, Mooncake",
         _links,
     ),
     Row(
-        "RA-16", "push, pull and exposed seconds of a weight update", "8 / 14 / 32B, buckets of 1 GB", _weights,
+        "RA-16",
+        "push, pull and exposed seconds of a weight update",
+        "8 / 14 / 32B, buckets of 1 GB",
+        _weights,
         "the exposed part of 8B: published 1.4 s is 10.9 GB/s, faster than Mooncake's own RDMA figure of RA-7",
     ),
     Row("RA-3", "equal money in H800 and in H20", "Qwen3-8B, 2 H800 against 6 H20, prefix cache", _affine),
-)  # fmt: skip
+)

@@ -61,9 +61,11 @@ def _rewards(seeds: int) -> Found:
 
 ROWS = (
     Row(
-        "RA-13", "rewards that leave for functions", "16 H800: 8 train, 4 + 4 judges or 8 roll out; 8B/16k, 84 x 8",
+        "RA-13",
+        "rewards that leave for functions",
+        "16 H800: 8 train, 4 + 4 judges or 8 roll out; 8B/16k, 84 x 8",
         _rewards,
         "rollout here ends with run-away answers of 16k tokens, which more GPUs do not shorten; the published one "
         "halves with twice the GPUs, so its lengths had no such tail",
     ),
-)  # fmt: skip
+)

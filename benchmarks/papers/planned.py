@@ -98,14 +98,17 @@ def run_of(model: str, shapes: Sequence[str], *, batch: int = 512, **placement: 
         "weights": {"store": {"kind": "files", "url": "/var/lib/rollart/versions"}},
         "domains": [
             {
-                "name": name, "environment": "rollart.adapters.envs.frozen_lake:FrozenLakeText", "group_size": 8,
-                "max_turns": PRESETS[name].most_turns or 50, "max_tokens": PRESETS[name].answers.cap,
+                "name": name,
+                "environment": "rollart.adapters.envs.frozen_lake:FrozenLakeText",
+                "group_size": 8,
+                "max_turns": PRESETS[name].most_turns or 50,
+                "max_tokens": PRESETS[name].answers.cap,
                 "profile": profile(name),
             }
             for name in shapes
         ],
         "placement": {"train": {"pool": "train", "devices": TRAINERS, "mfu": 0.40}, **placement},
-    }  # fmt: skip
+    }
 
 
 def cluster_of(h800: int, h20: int) -> Values:
@@ -254,11 +257,12 @@ def _terms_of_ra_11(model: str) -> tuple[Term, ...]:
 def _terms_of_ra_18(model: str, p: int) -> tuple[Term, ...]:
     link = CROSS_GB_PER_S * min(p, 4 - p)
     return (
-        *_engines(model), RESERVE,
+        *_engines(model),
+        RESERVE,
         Term("placement.in_flight", IN_FLIGHT, IN_FLIGHT / RANGE, IN_FLIGHT * RANGE, (("placement.in_flight", 1.0),)),
         Term("pools.h800.memory_gb", 80, 80 / RANGE, 80 * RANGE, (("cluster.pools.1.memory_gb", 1.0),)),
         Term("links.h800-h20", link, link / RANGE, link * RANGE, (("cluster.links.5.gb_per_s", 1.0),)),
-    )  # fmt: skip
+    )
 
 
 def needed(ratio: Callable[[Term, float], float], terms: Sequence[Term]) -> tuple[Term, float] | None:
@@ -306,9 +310,14 @@ def ratios_of_ra_11(model: str) -> tuple[Ratio, Ratio]:
 
     def one(i: int, name: str, published: str) -> Ratio:
         return Ratio(
-            f"{model}: mix over {name}", published, plan[i], null[i], binds, _terms_of_ra_11(model),
+            f"{model}: mix over {name}",
+            published,
+            plan[i],
+            null[i],
+            binds,
+            _terms_of_ra_11(model),
             lambda term, value: mixed(model, (term, value))[0][i],
-        )  # fmt: skip
+        )
 
     return one(0, "72 H800", "1.12–1.37"), one(1, "208 H20", "1.30–1.68")
 
@@ -319,9 +328,14 @@ PUBLISHED = {"Qwen3-32B": ("1.03", "1.05", "worst"), "Qwen3-30B-A3B": ("1.11", "
 def ratio_of_ra_18(model: str, p: int) -> Ratio:
     plan, null, binds = split(model, p)
     return Ratio(
-        f"{model}: {p}P{4 - p}D", PUBLISHED[model][p - 1], plan, null, binds, _terms_of_ra_18(model, p),
+        f"{model}: {p}P{4 - p}D",
+        PUBLISHED[model][p - 1],
+        plan,
+        null,
+        binds,
+        _terms_of_ra_18(model, p),
         lambda term, value: split(model, p, (term, value))[0],
-    )  # fmt: skip
+    )
 
 
 def table() -> Iterator[str]:

@@ -92,8 +92,11 @@ def _shares(seeds: int) -> Found:
             Figure(f"{kind} training %", c, 100 * train / whole, tuned=kind == "math"),
         ]
     ordered = rollout > train > REWARD_S["math"]
-    return Found(tuple(figures), (Claim("rollout > training > reward", ordered),),
-                 f"rollout {rollout:.0f} s, training {train:.0f} s")  # fmt: skip
+    return Found(
+        tuple(figures),
+        (Claim("rollout > training > reward", ordered),),
+        f"rollout {rollout:.0f} s, training {train:.0f} s",
+    )
 
 
 def _kinds(seeds: int) -> Found:
@@ -204,8 +207,10 @@ def _planner(seeds: int) -> Found:
         Figure("rollouts, planner over TP 1", 1.9, mean(gain)),
         Figure("short rounds, planner over TP 1", 1.11, mean(short), most=1.28),
     )
-    claims = (Claim("the planner is faster than TP 1 at every length", min(gain) > 1),
-              Claim("long rounds gain more than short ones", mean(gain) > mean(short)))  # fmt: skip
+    claims = (
+        Claim("the planner is faster than TP 1 at every length", min(gain) > 1),
+        Claim("long rounds gain more than short ones", mean(gain) > mean(short)),
+    )
     note = f"TP of short/long rounds at 8k, 16k, 32k: {', '.join(sizes)}; {preempted} preemptions with TP 1"
     return Found(figures, claims, note)
 
@@ -232,23 +237,50 @@ def _scaling(seeds: int) -> Found:
 
 
 ROWS = (
-    Row("RP-2", "what a step of veRL is made of", "Qwen2.5-14B/16k, 32 H800, 128 prompts x 8", _shares,
+    Row(
+        "RP-2",
+        "what a step of veRL is made of",
+        "Qwen2.5-14B/16k, 32 H800, 128 prompts x 8",
+        _shares,
         "the reward stage of math is taken at the limit of one reward, 2 s; the published 5 % is of whole "
-        "batches on shared CPUs"),
-    Row("RP-3", "over veRL: tail batching, then overlapped rewards",
-        "7B/8k, 14B/16k, 32B/32k on 16, 32, 64 H800; eta 1.25; math, judge, code", _tail,
-        "all models are given the lengths of 14B"),
-    Row("RP-6", "seconds of short and long steps", "as RP-3", _kinds,
+        "batches on shared CPUs",
+    ),
+    Row(
+        "RP-3",
+        "over veRL: tail batching, then overlapped rewards",
+        "7B/8k, 14B/16k, 32B/32k on 16, 32, 64 H800; eta 1.25; math, judge, code",
+        _tail,
+        "all models are given the lengths of 14B",
+    ),
+    Row(
+        "RP-6",
+        "seconds of short and long steps",
+        "as RP-3",
+        _kinds,
         "lengths are 14B's whatever the model, and nobody published what share of answers runs away: it decides how "
-        "long a long round trains"),
-    Row("RP-7", "tensor parallelism by the planner over TP 1",
-        "14B on 32 H800, tail batching, answers up to 8k, 16k, 32k", _planner,
+        "long a long round trains",
+    ),
+    Row(
+        "RP-7",
+        "tensor parallelism by the planner over TP 1",
+        "14B on 32 H800, tail batching, answers up to 8k, 16k, 32k",
+        _planner,
         "KV of 1,600 answers with a median of 544 tokens fits 32 H800, so nothing is preempted and the gain is "
-        "latency; published preemptions (-13.8 %) are of longer answers, whose lengths are not stated"),
-    Row("RP-8", "rewards as responses end over a reward stage",
-        "as RP-3, under tail batching; limits, judge sharing and layer streaming are not simulated", _rewards,
-        "the judge's part of the stage is not modelled: it lasts as long as the code's limit, 30 s"),
-    Row("RP-10", "scaling", "14B/16k on 32, 64, 128 H800", _scaling,
+        "latency; published preemptions (-13.8 %) are of longer answers, whose lengths are not stated",
+    ),
+    Row(
+        "RP-8",
+        "rewards as responses end over a reward stage",
+        "as RP-3, under tail batching; limits, judge sharing and layer streaming are not simulated",
+        _rewards,
+        "the judge's part of the stage is not modelled: it lasts as long as the code's limit, 30 s",
+    ),
+    Row(
+        "RP-10",
+        "scaling",
+        "14B/16k on 32, 64, 128 H800",
+        _scaling,
         "a rollout here waits for its longest answer, which no GPU shortens, and the fixed part of training "
-        "does not shrink; the published one was bound by throughput"),
-)  # fmt: skip
+        "does not shrink; the published one was bound by throughput",
+    ),
+)

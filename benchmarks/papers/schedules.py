@@ -59,9 +59,13 @@ def _failures(seeds: int) -> Found:
         Figure("step s with a failed reset", 513.3, mean([p.step_s() for p in hit])),
         Figure("reset % of its rollout", 78.0, 100 * mean(share)),
     )
-    claims = (Claim("a failed reset stretches the step", figures[0].simulated > plain),
-              Claim("trajectories (rollart) do not inherit it: under half of the seconds lost",
-                    lost["rollart"] < lost["sync_plus"] / 2))  # fmt: skip
+    claims = (
+        Claim("a failed reset stretches the step", figures[0].simulated > plain),
+        Claim(
+            "trajectories (rollart) do not inherit it: under half of the seconds lost",
+            lost["rollart"] < lost["sync_plus"] / 2,
+        ),
+    )
     note = ", ".join(f"{k} {v:+.0f} s a step" for k, v in lost.items())
     return Found(figures, claims, f"{len(hit)} of {len(failing)} iterations hit; on average over all: {note}")
 
@@ -86,9 +90,12 @@ def _trajectories(seeds: int) -> Found:
     ratios = {}
     for sigma in (1, 10):
         shape = Shape(
-            turns=Constant(20), first=Constant(1_000), observation=Constant(400),
-            answers=Answers(150, 0.3, cap=4_096), step_s=Normal(10, sigma),
-        )  # fmt: skip
+            turns=Constant(20),
+            first=Constant(1_000),
+            observation=Constant(400),
+            answers=Answers(150, 0.3, cap=4_096),
+            step_s=Normal(10, sigma),
+        )
         found = []
         for seed in range(seeds):
             bed = Bed("Qwen3-8B", (Task("t", shape, 512),), (Serving("H800", 32),), ("H800", 32), steps=1, seed=seed)
@@ -96,8 +103,10 @@ def _trajectories(seeds: int) -> Found:
         ratios[sigma] = mean(found)
     figures = (Figure("sigma 1", 1.23, ratios[1]), Figure("sigma 10", 2.27, ratios[10]))
     grows = 1 < ratios[1] < ratios[10]
-    return Found(figures, (Claim("per trajectory is faster, the more the wider sigma", grows),),
-                 )  # fmt: skip
+    return Found(
+        figures,
+        (Claim("per trajectory is faster, the more the wider sigma", grows),),
+    )
 
 
 FIVE = ("swe", "frozenlake", "webshop", "gem_math", "gem_game")
@@ -151,9 +160,11 @@ def _staleness(seeds: int) -> Found:
         step[alpha] = mean([r.step_s(2) for r in runs])
         aborted[alpha] = mean([r.aborted() / max(1, len(r.charges)) for r in runs])
     gain = step[1] / min(step.values())
-    claims = (Claim("a larger bound is not slower", step[6] <= step[1] * 1.02),
-              Claim("plateau: 2 and 6 within 10 %", max(step[2], step[6]) <= 1.1 * min(step.values())),
-              Claim("aborts do not grow with alpha", aborted[1] >= aborted[2] >= aborted[6]))  # fmt: skip
+    claims = (
+        Claim("a larger bound is not slower", step[6] <= step[1] * 1.02),
+        Claim("plateau: 2 and 6 within 10 %", max(step[2], step[6]) <= 1.1 * min(step.values())),
+        Claim("aborts do not grow with alpha", aborted[1] >= aborted[2] >= aborted[6]),
+    )
     note = ", ".join(f"alpha {a}: {step[a]:.0f} s, {100 * aborted[a]:.1f} % aborted" for a in step)
     return Found((Figure("gain of a larger alpha", 1.0, gain, most=1.22),), claims, note)
 
@@ -167,9 +178,16 @@ def _production(seed: int, **more: object) -> Bed:
     """Training and rollout GPUs 1 : 5, the production mix, alpha 1; 16 trajectories per training GPU as on RollArt's
     testbed. Our stand-in for the model: Qwen3-32B."""
     bed = Bed(
-        "Qwen3-32B", (Task("production", PRODUCTION, 128),), (Serving("H800", 10, 4),), ("H800", 8),
-        "rollart", steps=5, seed=seed, apart=True, overlap=True,
-    )  # fmt: skip
+        "Qwen3-32B",
+        (Task("production", PRODUCTION, 128),),
+        (Serving("H800", 10, 4),),
+        ("H800", 8),
+        "rollart",
+        steps=5,
+        seed=seed,
+        apart=True,
+        overlap=True,
+    )
     return replace(bed, **more)  # type: ignore[arg-type]
 
 
@@ -179,8 +197,10 @@ def _get_batch(seeds: int) -> Found:
     share = 100 * mean([max(_waits(r)) for r in plain])
     step, wait = mean([r.step_s(1) for r in plain]), mean([r.waiting(1) for r in plain])
     less = mean([r.waiting(1) for r in wide])
-    figures = (Figure("longest wait of get_batch, % of its iteration", 0.0, share, most=62.0),
-               Figure("saved without the wait, %", 22.0, 100 * wait))  # fmt: skip
+    figures = (
+        Figure("longest wait of get_batch, % of its iteration", 0.0, share, most=62.0),
+        Figure("saved without the wait, %", 22.0, 100 * wait),
+    )
     claims = (Claim("training waits for rollout", wait > 0), Claim("with alpha 2 it waits for less", less < wait))
     return Found(figures, claims, f"step {step:.0f} s; waiting {100 * wait:.0f} %, with alpha 2 {100 * less:.0f} %")
 
@@ -203,29 +223,55 @@ def _split(seeds: int) -> Found:
         )
     best = min((k for k in step if k[1]), key=lambda k: step[k])
     gain = step[8, False] / step[best]
-    claims = (Claim("prefix KV helps", step[8, True] < step[8, False]),
-              Claim("the best split beats 1:5", step[best] <= step[8, True]))  # fmt: skip
+    claims = (
+        Claim("prefix KV helps", step[8, True] < step[8, False]),
+        Claim("the best split beats 1:5", step[best] <= step[8, True]),
+    )
     note = ", ".join(f"{t} train{'' if c else ', no prefix KV'} {v:.0f} s" for (t, c), v in step.items())
     return Found((Figure("both together", 1.66, gain),), claims, note)
 
 
 ROWS = (
     Row("RA-1", "a step of SWE and what it is made of", "Qwen3-8B/32k, 32 H800, 128 trajectories, Sync+", _breakdown),
-    Row("RA-2", "the same with failed resets", "one reset of an iteration in the tail of RA-5, on average", _failures,
-        "the published share is of one iteration, which a reset of about 330 s held up; here of all that were hit"),
+    Row(
+        "RA-2",
+        "the same with failed resets",
+        "one reset of an iteration in the tail of RA-5, on average",
+        _failures,
+        "the published share is of one iteration, which a reset of about 330 s held up; here of all that were hit",
+    ),
     Row("RA-4", "batched environment interaction", "as RA-1, in lockstep", _batched),
-    Row("RA-12", "rollout per batch of turns over rollout per trajectory",
-        "Qwen3-8B/32k, 512 trajectories of 20 turns, N(10, sigma) s an environment step", _trajectories),
-    Row("RA-8", "step time against Sync+, One-off and AReaL", "Qwen3-32B, a quarter of 128 GPUs and of batch 512",
-        _compared, "bound by training: at the share of peak that fits RA-1 and RP-2, a step of 32B trains longer than "
+    Row(
+        "RA-12",
+        "rollout per batch of turns over rollout per trajectory",
+        "Qwen3-8B/32k, 512 trajectories of 20 turns, N(10, sigma) s an environment step",
+        _trajectories,
+    ),
+    Row(
+        "RA-8",
+        "step time against Sync+, One-off and AReaL",
+        "Qwen3-32B, a quarter of 128 GPUs and of batch 512",
+        _compared,
+        "bound by training: at the share of peak that fits RA-1 and RP-2, a step of 32B trains longer than "
         "it rolls out, and what overlaps is nearly alike; the steps to the score, which the paper counts in, are not "
-        "simulated"),
+        "simulated",
+    ),
     Row("RA-14", "step time over the staleness bound", "as RA-8, batch 80, alpha 1 to 6", _staleness),
-    Row("RA-22", "get_batch waits for the tail", "production mix, 1:5, alpha 1; 8 + 40 H800, batch 128", _get_batch,
+    Row(
+        "RA-22",
+        "get_batch waits for the tail",
+        "production mix, 1:5, alpha 1; 8 + 40 H800, batch 128",
+        _get_batch,
         "a dense 32B stands in for a mixture of hundreds of billions, and the batch per GPU is the testbed's: neither "
         "was published. Qwen3-235B-A22B on 384 GPUs waits for 0.8 of its time: fewer FLOPs a token to train, the "
-        "same latency to roll out"),
-    Row("RA-23", "another split and prefix KV", "as RA-22, 48 GPUs", _split,
+        "same latency to roll out",
+    ),
+    Row(
+        "RA-23",
+        "another split and prefix KV",
+        "as RA-22, 48 GPUs",
+        _split,
         "answers of the production mix are longer than its observations here, so keeping prefix KV saves little; the "
-        "mix itself is not published"),
-)  # fmt: skip
+        "mix itself is not published",
+    ),
+)

@@ -78,8 +78,11 @@ def _lpt(seeds: int) -> Found:
         sorted_.append(makespan(sorted(lengths, reverse=True), 16))
     gain = sum(random_) / sum(sorted_)
     figures = (Figure("LPT over its bound, worst of 300", 0.0, worst, most=1.0),)
-    return Found(figures, (Claim("LPT within 4/3", worst <= 1.0), Claim("LPT beats random order", gain > 1.0)),
-                 f"random/LPT {gain:.2f} on log-normal lengths")  # fmt: skip
+    return Found(
+        figures,
+        (Claim("LPT within 4/3", worst <= 1.0), Claim("LPT beats random order", gain > 1.0)),
+        f"random/LPT {gain:.2f} on log-normal lengths",
+    )
 
 
 def _lag(seeds: int) -> Found:
@@ -89,8 +92,13 @@ def _lag(seeds: int) -> Found:
     most = {name: max(lag for p in passed for lag in p.lags) for name, passed in lags.items()}
     last = min(lag for p in lags["one_off"][1:] for lag in p.lags)
     figures = (Figure("largest lag, queue of 1", 1.0, float(most["one_off"])),)
-    return Found(figures, (Claim("lag exactly 1 after the first step", last == 1 == most["one_off"]),
-                           Claim("synchronous: lag 0", most["sync_plus"] == 0)))  # fmt: skip
+    return Found(
+        figures,
+        (
+            Claim("lag exactly 1 after the first step", last == 1 == most["one_off"]),
+            Claim("synchronous: lag 0", most["sync_plus"] == 0),
+        ),
+    )
 
 
 def _lengths(seeds: int) -> Found:
@@ -98,8 +106,11 @@ def _lengths(seeds: int) -> Found:
     lengths = sorted(drawn.script(p, m).answers[0] for p in range(1_000) for m in range(8))
     usual = sorted(
         Generated(replace(PRESETS["math_14b"], answers=replace(PRESETS["math_14b"].answers, runaways=0.0)), 0, name="m")
-        .script(p, m).answers[0] for p in range(1_000) for m in range(8)
-    )  # fmt: skip
+        .script(p, m)
+        .answers[0]
+        for p in range(1_000)
+        for m in range(8)
+    )
     median, third = usual[len(usual) // 2], usual[3 * len(usual) // 4]
     figures = (
         Figure("median", 540.0, median, tuned=True),
@@ -122,8 +133,10 @@ def _cost(seeds: int) -> Found:
     }
     naive, together, ours = usd.values()
     figures = (Figure("naive / colocated", 940 / 710, naive / together),)
-    claims = (Claim("naive disaggregation costs more than colocated", naive > together),
-              Claim("overlap costs less than naive", ours < naive))  # fmt: skip
+    claims = (
+        Claim("naive disaggregation costs more than colocated", naive > together),
+        Claim("overlap costs less than naive", ours < naive),
+    )
     return Found(figures, claims, ", ".join(f"{k} ${v:.2f}" for k, v in usd.items()) + " a step")
 
 
@@ -134,8 +147,10 @@ ROWS = (
     Row("AR", "lag of a queue of one", "8B, 5 steps under the control plane", _lag),
     Row("RP-1", "lengths of answers", "14B, 16k; 8,000 answers drawn", _lengths),
     Row(
-        "RM", "dollars per step, one job", "14B/16k, 512 trajectories, 32 H800 to train, 32 H800 or H20 to roll out",
+        "RM",
+        "dollars per step, one job",
+        "14B/16k, 512 trajectories, 32 H800 to train, 32 H800 or H20 to roll out",
         _cost,
         "one job of one size; the paper's ratio is of 200 jobs over two weeks on 328 + 328 GPUs",
     ),
-)  # fmt: skip
+)

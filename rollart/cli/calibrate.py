@@ -27,9 +27,14 @@ STEPS = 16
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
 @click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
 @click.option(
-    "-o", "--output", "out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True,
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path),
+    default=Path("calibration.json"),
+    show_default=True,
     help="File to write; name it in the cluster spec's `calibration`.",
-)  # fmt: skip
+)
 @click.option("--from", "measured", metavar="RUN", help="Fit what the engines of this run counted; start nothing.")
 @runs_option
 def calibrate(
@@ -109,8 +114,11 @@ def references(resolved: Resolved) -> list[Resolved]:
     run = resolved.run
     shares = quotas(run)
     small = {name: share * 3 // 8 for name, share in shares.items()}
-    made = [_short(_mixed(run, small), epochs=1), _short(_other_mix(run, shares), epochs=2),
-            _short(_shortest(run, shares), epochs=1)]  # fmt: skip
+    made = [
+        _short(_mixed(run, small), epochs=1),
+        _short(_other_mix(run, shares), epochs=2),
+        _short(_shortest(run, shares), epochs=1),
+    ]
     return [replace(resolved, run=each, quotas=quotas(each)) for each in made]
 
 

@@ -98,9 +98,13 @@ def output_option(command: Command) -> Command:
 
     short = click.option("--json", "as_json", is_flag=True, help="Short for -o json.")(cast(Command, with_output))
     return click.option(
-        "-o", "--output", type=click.Choice(["table", "json", "csv", "html"]), default="table", show_default=True,
+        "-o",
+        "--output",
+        type=click.Choice(["table", "json", "csv", "html"]),
+        default="table",
+        show_default=True,
         help="For people, or for machines.",
-    )(short)  # fmt: skip
+    )(short)
 
 
 def cluster_functions(cluster: Path | None) -> ClusterFunctions:
@@ -118,9 +122,12 @@ def json_option(command: Command) -> Command:
 
 def runs_option(command: Command) -> Command:
     return click.option(
-        "--runs-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
+        "--runs-dir",
+        type=click.Path(path_type=Path),
+        default=Path("runs"),
+        show_default=True,
         help="Directory that holds the runs.",
-    )(command)  # fmt: skip
+    )(command)
 
 
 def run_argument(command: Command) -> Command:

@@ -64,9 +64,12 @@ def _some_change(spread: Sequence[str], inside: bool) -> None:
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
 @click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
 @click.option(
-    WHAT_IF, "changes", multiple=True, metavar="CHANGE...",
+    WHAT_IF,
+    "changes",
+    multiple=True,
+    metavar="CHANGE...",
     help="Show the plan before and after changes: h20=+32 price.h800=4.10 link.h800-h20=25 model=DIR in_flight=512.",
-)  # fmt: skip
+)
 @click.option("--fast", is_flag=True, help="Leave out what takes further solutions of the problem.")
 @click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
 @click.option("--simulate", is_flag=True, help="Also simulate the plan, and show its figures beside the plan's.")

@@ -44,9 +44,14 @@ def beside(plan: Placement, batch: int, publish_s: float | None, findings: Seque
     first. `publish_s`: the plan's, None where nothing is published. The plan takes trajectories to come as evenly as
     they are trained."""
     columns = (
-        Column("figure", people=False), Column("what"), Column("unit"), Column("plan", "number"),
-        Column("simulated", "number"), Column("±", "number"), Column("ratio", "number"),
-    )  # fmt: skip
+        Column("figure", people=False),
+        Column("what"),
+        Column("unit"),
+        Column("plan", "number"),
+        Column("simulated", "number"),
+        Column("±", "number"),
+        Column("ratio", "number"),
+    )
     figures = {figure.key: figure for figure in FIGURES}
     planned = {**_planned(plan, batch), **({} if publish_s is None else {"publish_s": publish_s})}
     rows: list[tuple[Cell, ...]] = []

@@ -92,10 +92,15 @@ def _window(held: Sequence[Held]) -> Iterator[Table]:
     """Seconds that slots are held, and what that leaves of the rate."""
     if held:
         columns = (
-            Column("domain"), Column("seconds", "number"), Column("longest_of_group_s", "number"),
-            Column("training_s", "number"), Column("publish_s", "number"), Column("slots", "count"),
-            Column("held_s", "number"), Column("trajectories_per_s", "number"),
-        )  # fmt: skip
+            Column("domain"),
+            Column("seconds", "number"),
+            Column("longest_of_group_s", "number"),
+            Column("training_s", "number"),
+            Column("publish_s", "number"),
+            Column("slots", "count"),
+            Column("held_s", "number"),
+            Column("trajectories_per_s", "number"),
+        )
         rows = tuple(
             (h.domain, h.seconds, h.longest_s, h.train_s, h.publish_s, round(h.slots), h.held_s, h.rate) for h in held
         )
@@ -107,15 +112,28 @@ def _publishing(resolved: Resolved) -> Iterator[Table]:
     paths = publish_paths(resolved)
     if paths:
         columns = (
-            Column("engines_on"), Column("transport"), Column("gb", "number"), Column("push_gb_per_s", "number"),
-            Column("pull_gb_per_s", "number"), Column("load_gb_per_s", "number"), Column("seconds", "number"),
+            Column("engines_on"),
+            Column("transport"),
+            Column("gb", "number"),
+            Column("push_gb_per_s", "number"),
+            Column("pull_gb_per_s", "number"),
+            Column("load_gb_per_s", "number"),
+            Column("seconds", "number"),
             Column("limited_by"),
-        )  # fmt: skip
+        )
         rows = tuple(
-            (pool, str(path.transport), path.gb, path.push.gb_per_s, _finite(path.pull.gb_per_s),
-             _finite(path.load_gb_per_s), path.seconds, path.limit)
+            (
+                pool,
+                str(path.transport),
+                path.gb,
+                path.push.gb_per_s,
+                _finite(path.pull.gb_per_s),
+                _finite(path.load_gb_per_s),
+                path.seconds,
+                path.limit,
+            )
             for pool, path in paths.items()
-        )  # fmt: skip
+        )
         yield Table("publishing", "Publishing a version (pull: of one host, while all pull)", columns, rows)
 
 
@@ -186,14 +204,33 @@ def _training(problem: Problem, found: Placement) -> Iterator[Table]:
             continue
         held = how.memory(d.devices)
         columns = (
-            Column("pool"), Column("devices", "count"), Column("least", "count"), Column("most_useful", "count"),
-            Column("sequence_split", "count"), Column("recompute"), Column("state_gb", "number"),
-            Column("activations_gb", "number"), Column("logits_gb", "number"), Column("reserve_gb", "number"),
-            Column("device_gb", "number"), Column("mfu", "share"),
-        )  # fmt: skip
-        row = (d.pool, d.devices, how.least, how.most, how.split, "yes" if how.recompute else "no",
-               held.state, held.activations, held.logits, held.reserve, pools[d.pool].device.memory_gb,
-               mfu(problem, pools[d.pool], train) if train.seconds_per_token is None else None)  # fmt: skip
+            Column("pool"),
+            Column("devices", "count"),
+            Column("least", "count"),
+            Column("most_useful", "count"),
+            Column("sequence_split", "count"),
+            Column("recompute"),
+            Column("state_gb", "number"),
+            Column("activations_gb", "number"),
+            Column("logits_gb", "number"),
+            Column("reserve_gb", "number"),
+            Column("device_gb", "number"),
+            Column("mfu", "share"),
+        )
+        row = (
+            d.pool,
+            d.devices,
+            how.least,
+            how.most,
+            how.split,
+            "yes" if how.recompute else "no",
+            held.state,
+            held.activations,
+            held.logits,
+            held.reserve,
+            pools[d.pool].device.memory_gb,
+            mfu(problem, pools[d.pool], train) if train.seconds_per_token is None else None,
+        )
         title = f"Training: memory of one device, with sequences of {train.sequence:,} tokens"
         yield Table("training", title, columns, (row,))
 
@@ -222,14 +259,28 @@ _SIDE = (Column("what"), Column("now", "count"), Column("what_if", "count"), Col
 def _totals(found: Placement) -> Table:
     bound, limit = _bound(found)
     columns = (
-        Column("trajectories_per_s", "number"), Column("from", "number"), Column("to", "number"),
-        bound, Column("gap", "share"), Column("usd_per_hour_used", "usd"),
-        Column("usd_per_hour_all", "usd"), Column("usd_per_1k", "usd"), Column("usd_per_1k_all", "usd"),
-    )  # fmt: skip
+        Column("trajectories_per_s", "number"),
+        Column("from", "number"),
+        Column("to", "number"),
+        bound,
+        Column("gap", "share"),
+        Column("usd_per_hour_used", "usd"),
+        Column("usd_per_hour_all", "usd"),
+        Column("usd_per_1k", "usd"),
+        Column("usd_per_1k_all", "usd"),
+    )
     rate, band = found.rate, found.band
     per_thousand = (found.usd_per_thousand, found.usd_per_thousand_all) if rate > 0 else (None, None)
-    row = (rate, rate * (1 - band), rate * (1 + band), limit, found.gap, found.usd_per_hour,
-           found.usd_per_hour_all, *per_thousand)  # fmt: skip
+    row = (
+        rate,
+        rate * (1 - band),
+        rate * (1 + band),
+        limit,
+        found.gap,
+        found.usd_per_hour,
+        found.usd_per_hour_all,
+        *per_thousand,
+    )
     return Table("totals", f"Plan ({str(found.objective).replace('_', ' ')})", columns, (row,))
 
 
@@ -254,14 +305,30 @@ def _bound(found: Placement) -> tuple[Column, float]:
 
 
 def _pools(resolved: Resolved) -> Table:
-    columns = (Column("pool"), Column("device"), Column("devices", "count"), Column("used", "count"),
-               Column("idle", "count"), Column("by_role"), Column("usd_per_hour", "usd"))  # fmt: skip
+    columns = (
+        Column("pool"),
+        Column("device"),
+        Column("devices", "count"),
+        Column("used", "count"),
+        Column("idle", "count"),
+        Column("by_role"),
+        Column("usd_per_hour", "usd"),
+    )
     rows = []
     for pool in _fleet(resolved):
         idle = resolved.plan.idle[pool.name]
         paid = pool.count - idle if pool.rented else pool.count
-        rows.append((pool.name, pool.device.name, pool.count, pool.count - idle, idle, _by_role(resolved, pool.name),
-                     paid * pool.usd_per_device_hour))  # fmt: skip
+        rows.append(
+            (
+                pool.name,
+                pool.device.name,
+                pool.count,
+                pool.count - idle,
+                idle,
+                _by_role(resolved, pool.name),
+                paid * pool.usd_per_device_hour,
+            )
+        )
     return Table("pools", "Pools", columns, tuple(rows))
 
 
@@ -274,14 +341,31 @@ def _by_role(resolved: Resolved, pool: str) -> str:
 
 
 def _deployments(found: Placement) -> Table:
-    columns = (Column("role"), Column("pool"), Column("tp", "count"), Column("replicas", "count"),
-               Column("devices", "count"), Column("batch", "number"), Column("utilisation", "share"),
-               Column("kv", "share"))  # fmt: skip
+    columns = (
+        Column("role"),
+        Column("pool"),
+        Column("tp", "count"),
+        Column("replicas", "count"),
+        Column("devices", "count"),
+        Column("batch", "number"),
+        Column("utilisation", "share"),
+        Column("kv", "share"),
+    )
     rows = []
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
         serving = d.role in _SERVING
-        rows.append((str(d.role), d.pool, d.tp if serving else None, d.replicas, d.devices, round(d.batch, 1),
-                     d.utilisation, d.kv_utilisation if serving else None))  # fmt: skip
+        rows.append(
+            (
+                str(d.role),
+                d.pool,
+                d.tp if serving else None,
+                d.replicas,
+                d.devices,
+                round(d.batch, 1),
+                d.utilisation,
+                d.kv_utilisation if serving else None,
+            )
+        )
     return Table("deployments", "What runs where", columns, tuple(rows))
 
 
@@ -291,8 +375,15 @@ _SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 def _flows(found: Placement) -> Table:
     """Flows of a domain on the same pools and with the same fate of the KV are one row, whatever the tp."""
-    columns = (Column("domain"), Column("prefill"), Column("decode"), Column("kv"), Column("share", "share"),
-               Column("trajectories_per_s", "number"), Column("seconds", "seconds"))  # fmt: skip
+    columns = (
+        Column("domain"),
+        Column("prefill"),
+        Column("decode"),
+        Column("kv"),
+        Column("share", "share"),
+        Column("trajectories_per_s", "number"),
+        Column("seconds", "seconds"),
+    )
     rate: dict[tuple[str, str, str, str], float] = {}
     time: dict[tuple[str, str, str, str], float] = {}
     whole: dict[str, float] = {}
@@ -317,8 +408,13 @@ def _others(problem: Problem) -> Sequence[Baseline]:
 
 def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
     """`ratio`: how many times as good this plan is, by its objective."""
-    columns = (Column("plan"), Column("trajectories_per_s", "number"), Column("usd_per_hour_used", "usd"),
-               Column("usd_per_1k", "usd"), Column("ratio", "number"))  # fmt: skip
+    columns = (
+        Column("plan"),
+        Column("trajectories_per_s", "number"),
+        Column("usd_per_hour_used", "usd"),
+        Column("usd_per_1k", "usd"),
+        Column("ratio", "number"),
+    )
     rows: list[Row] = [("this plan", found.rate, found.usd_per_hour, _per_thousand(found), None)]
     for other in others:
         plan = other.placement
@@ -366,17 +462,25 @@ def _reasons(why: Explanation, problem: Problem, found: Placement) -> Iterator[T
     if why.affinities:
         columns = (Column("domain"), Column("phase"), Column("best"), Column("factor", "number"), Column("in_words"))
         yield Table(
-            "affinities", "Which device suits what (this model, these prices)", columns,
+            "affinities",
+            "Which device suits what (this model, these prices)",
+            columns,
             tuple((a.domain, a.phase, a.best, a.factor, a.words) for a in why.affinities),
-        )  # fmt: skip
+        )
 
 
 def _rewards(found: Placement) -> Iterator[Table]:
     if not found.rewards:
         return
-    columns = (Column("domain"), Column("where"), Column("trajectories_per_s", "number"),
-               Column("usd_per_1k", "usd"), Column("dedicated_wins_above", "share"),
-               Column("dedicated_devices_busy", "number"), Column("note"))  # fmt: skip
+    columns = (
+        Column("domain"),
+        Column("where"),
+        Column("trajectories_per_s", "number"),
+        Column("usd_per_1k", "usd"),
+        Column("dedicated_wins_above", "share"),
+        Column("dedicated_devices_busy", "number"),
+        Column("note"),
+    )
     rows = tuple(
         (r.domain, r.where, r.rate, r.usd_per_thousand, r.break_even_utilisation, r.dedicated_utilisation, r.note)
         for r in found.rewards
@@ -385,8 +489,13 @@ def _rewards(found: Placement) -> Iterator[Table]:
 
 
 def _parts(resolved: Resolved) -> Table:
-    columns = (Column("part"), Column("pool"), Column("devices", "count"), Column("which"),
-               Column("usd_per_hour", "usd"))  # fmt: skip
+    columns = (
+        Column("part"),
+        Column("pool"),
+        Column("devices", "count"),
+        Column("which"),
+        Column("usd_per_hour", "usd"),
+    )
     rows = tuple(
         (a.name, a.pool, len(a.devices), _indices(a.devices), len(a.devices) * resolved.usd_per_device_hour[a.pool])
         for a in resolved.plan.assignments

@@ -37,9 +37,14 @@ def cluster_option(command: Command) -> Command:
 def writing_options(command: Command) -> Command:
     for option in (
         click.option("--region", default="", help="AWS region whose prices are taken."),
-        click.option("--into", type=click.Path(path_type=Path), default=Path("prices.yaml"), show_default=True,
-                     help="Price file to write: added to if it is there, else started from the cluster's list."),
-    ):  # fmt: skip
+        click.option(
+            "--into",
+            type=click.Path(path_type=Path),
+            default=Path("prices.yaml"),
+            show_default=True,
+            help="Price file to write: added to if it is there, else started from the cluster's list.",
+        ),
+    ):
         command = option(command)
     return command
 
@@ -55,17 +60,27 @@ def list_(cluster: Path | None, output: str) -> None:
     from rollart.spec.prices import STALE_DAYS
 
     today, found = dt.date.today(), in_effect(cluster)
-    columns = (Column("name"), Column("unit"), Column("usd", "text"), Column("date"), Column("age_days", "count"),
-               Column("source", wrap=True))  # fmt: skip
+    columns = (
+        Column("name"),
+        Column("unit"),
+        Column("usd", "text"),
+        Column("date"),
+        Column("age_days", "count"),
+        Column("source", wrap=True),
+    )
     rows = tuple(
         (p.name, p.unit, _usd(p.usd) if output in FOR_PEOPLE else p.usd, str(p.date), p.age_days(today), p.source)
         for p in sorted(found, key=lambda p: (p.unit != "device-hour", p.name, p.unit))
     )
     old = [p.name for p in found if p.age_days(today) > STALE_DAYS]
     notes = (
-        [f"{len(old)} of {len(found)} prices are older than {STALE_DAYS} days ({', '.join(dict.fromkeys(old))}): "
-         "see `rollart prices refresh` and `import`"] if old else []
-    )  # fmt: skip
+        [
+            f"{len(old)} of {len(found)} prices are older than {STALE_DAYS} days ({', '.join(dict.fromkeys(old))}): "
+            "see `rollart prices refresh` and `import`"
+        ]
+        if old
+        else []
+    )
     named = "the shipped list" if cluster is None else str(cluster)
     report = Report("prices", named, (Table("prices", "US dollars", columns, rows),), tuple(notes))
     click.echo(render(report, output, width=width(), colour=colour()), nl=False)
@@ -126,8 +141,10 @@ def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
 
     names = list(dict.fromkeys(canonical(name) for name in given)) or list(sources)
     if unknown := [name for name in names if name not in sources]:
-        raise UsageError(f"'{unknown[0]}' tells no prices (rule: one of {', '.join(sources)})",
-                         remedy="put its prices in a file and use `rollart prices import`")  # fmt: skip
+        raise UsageError(
+            f"'{unknown[0]}' tells no prices (rule: one of {', '.join(sources)})",
+            remedy="put its prices in a file and use `rollart prices import`",
+        )
     return names
 
 

@@ -29,9 +29,13 @@ def named_run(run: Path | None, runs: Path) -> Path | None:
 
 
 def prepared(
-    recorded: Path | None, run: Path | None, cluster: Path | None, overrides: list[str], replay: Path | None,
+    recorded: Path | None,
+    run: Path | None,
+    cluster: Path | None,
+    overrides: list[str],
+    replay: Path | None,
     resample: bool,
-) -> tuple[Resolved, Replay | None, str]:  # fmt: skip
+) -> tuple[Resolved, Replay | None, str]:
     """The run, what it replays if anything, and what the report's foot says of it."""
     from rollart.compose.replay import of_a_run, of_a_spec
     from rollart.spec.resolve import forecast, read_specs

@@ -82,8 +82,14 @@ def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> Non
 @run_argument
 @output_option
 @runs_option
-@click.option("--wait", "wait_s", type=click.FloatRange(min=0), default=0.25, show_default=True,
-              help="Seconds that the p99 of a call may wait for a dedicated worker.")  # fmt: skip
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0),
+    default=0.25,
+    show_default=True,
+    help="Seconds that the p99 of a call may wait for a dedicated worker.",
+)
 def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
     """Show what the run's function calls would have cost on dedicated workers, and on functions scaled otherwise."""
     from rollart.ledger.reader import Reader

@@ -53,8 +53,17 @@ def serve(
     functions = cluster_functions(cluster)
     settings, unsafe = functions.settings("local"), allow_unsafe or functions.allow_unsafe
     with translated():
-        asyncio.run(_serve(packages, lambda url: _announce(url, packages, token_env or "", as_json), settings=settings,
-                           host=host, port=port, token=token, allow_unsafe=unsafe))  # fmt: skip
+        asyncio.run(
+            _serve(
+                packages,
+                lambda url: _announce(url, packages, token_env or "", as_json),
+                settings=settings,
+                host=host,
+                port=port,
+                token=token,
+                allow_unsafe=unsafe,
+            )
+        )
     raise click.exceptions.Exit(INTERRUPTED)
 
 

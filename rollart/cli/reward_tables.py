@@ -42,12 +42,17 @@ def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
         )
         costs = tuple((c.provider, c.usd_single, c.usd_batched, c.note) for c in one.costs)
         tables = (
-            Table("cases", "Cases", (Column("case"), Column("result"), Column("outcome"), Column("ms", "number")),
-                  cases),
+            Table(
+                "cases", "Cases", (Column("case"), Column("result"), Column("outcome"), Column("ms", "number")), cases
+            ),
             Table("measured", "Measured here", (Column("what"), Column("unit"), Column("value", "number")), facts),
-            Table("costs", "US dollars per million items", (Column("provider"), Column("one_by_one", "usd"),
-                  Column("in_batches", "usd"), Column("note")), costs),
-        )  # fmt: skip
+            Table(
+                "costs",
+                "US dollars per million items",
+                (Column("provider"), Column("one_by_one", "usd"), Column("in_batches", "usd"), Column("note")),
+                costs,
+            ),
+        )
         notes = (*one.warnings, f"version {one.version[:DIGEST]}")
         _show(Report("test", one.function, tables, notes), output)
 
@@ -66,16 +71,32 @@ def show_deployed(
     people = output in FOR_PEOPLE
     notes = (*notes, *(f"{d.function}: {note}" for d in found if (note := _deployment_note(d))))
     rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (d.function, d.provider, d.version[:DIGEST] if people else d.version, d.provider_version,
-         "yes" if d.current else "", d.created[:19] if people else d.created, d.memory_mb, d.warm, d.concurrency,
-         d.endpoint)
+        (
+            d.function,
+            d.provider,
+            d.version[:DIGEST] if people else d.version,
+            d.provider_version,
+            "yes" if d.current else "",
+            d.created[:19] if people else d.created,
+            d.memory_mb,
+            d.warm,
+            d.concurrency,
+            d.endpoint,
+        )
         for d in found
-    )  # fmt: skip
+    )
     columns: tuple[Column, ...] = (
-        Column("function"), Column("provider"), Column("version"), Column("number"), Column("current"),
-        Column("created"), Column("MB", "count"), Column("warm", "count"), Column("most", "count"),
+        Column("function"),
+        Column("provider"),
+        Column("version"),
+        Column("number"),
+        Column("current"),
+        Column("created"),
+        Column("MB", "count"),
+        Column("warm", "count"),
+        Column("most", "count"),
         Column("endpoint", people=False),
-    )  # fmt: skip
+    )
     tables = [Table("functions", "Functions", columns, rows)]
     if people:
         notes = (*notes, *(f"{t.function}: {trial_line(t)}" for t in trials))
@@ -92,9 +113,13 @@ def _deployment_note(one: Deployed) -> str:
 
 def _trials(trials: Sequence[Trial]) -> Table:
     columns = (
-        Column("function"), Column("provider"), Column("status"), Column("billed_s", "seconds"), Column("MB", "count"),
+        Column("function"),
+        Column("provider"),
+        Column("status"),
+        Column("billed_s", "seconds"),
+        Column("MB", "count"),
         Column("usd", "usd"),
-    )  # fmt: skip
+    )
     rows = tuple((t.function, t.provider, t.status, t.billed_s, t.memory_mb, t.usd) for t in trials)
     return Table("trials", "Trial calls", columns, rows)
 
@@ -137,9 +162,14 @@ def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | N
             month = None if run is None else run * runs
             rows.append((one.function, c.provider, c.usd_batched, run, month, more, c.note))
     columns = (
-        Column("function"), Column("provider"), Column("usd_per_million", "usd"), Column("usd_per_run", "usd"),
-        Column("usd_per_month", "usd"), Column("month_against_now", "usd"), Column("note"),
-    )  # fmt: skip
+        Column("function"),
+        Column("provider"),
+        Column("usd_per_million", "usd"),
+        Column("usd_per_run", "usd"),
+        Column("usd_per_month", "usd"),
+        Column("month_against_now", "usd"),
+        Column("note"),
+    )
     notes = [f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine"]
     notes += [
         f"{name}: with one idle window of one container a run; each further container and pause adds one"

@@ -31,12 +31,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def provider_options(command: Command) -> Command:
     for option in (
-        click.option("--root", type=click.Path(path_type=Path), default=Path(".rollart/functions"), show_default=True,
-                     help="Directory of locally deployed functions; RUN/functions has the logs of a run's."),
+        click.option(
+            "--root",
+            type=click.Path(path_type=Path),
+            default=Path(".rollart/functions"),
+            show_default=True,
+            help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
+        ),
         click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec with the provider's settings."),
-        click.option("--provider", default="local", show_default=True, metavar="[local|aws|modal]",
-                     help="Where functions are."),
-    ):  # fmt: skip
+        click.option(
+            "--provider", default="local", show_default=True, metavar="[local|aws|modal]", help="Where functions are."
+        ),
+    ):
         command = option(command)
     return command
 
@@ -150,8 +156,14 @@ def versions(function: str, provider: str, cluster: Path | None, root: Path, out
 @click.argument("source", metavar="FILE|NAME")
 @click.option("--item", default=None, help="One item as JSON; standard input if not given.")
 @provider_options
-@click.option("--timeout", "seconds", type=click.FloatRange(min=0.001), default=60.0, show_default=True,
-              help="Seconds to wait, cold start included.")  # fmt: skip
+@click.option(
+    "--timeout",
+    "seconds",
+    type=click.FloatRange(min=0.001),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait, cold start included.",
+)
 @json_option
 def invoke(
     source: str, item: str | None, provider: str, cluster: Path | None, root: Path, seconds: float, as_json: bool
@@ -200,8 +212,9 @@ def invoke(
 @rewards.command()
 @click.argument("function")
 @provider_options
-@click.option("--since", "since_s", type=click.FloatRange(min=0), default=3600.0, show_default=True,
-              help="Seconds ago.")  # fmt: skip
+@click.option(
+    "--since", "since_s", type=click.FloatRange(min=0), default=3600.0, show_default=True, help="Seconds ago."
+)
 @click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most lines.")
 @output_option
 def logs(
@@ -223,9 +236,14 @@ def logs(
 @click.option("--concurrency", type=click.IntRange(min=1), default=None, help="Most workers at once.")
 @output_option
 def scale(
-    function: str, provider: str, cluster: Path | None, root: Path, warm: int | None, concurrency: int | None,
+    function: str,
+    provider: str,
+    cluster: Path | None,
+    root: Path,
+    warm: int | None,
+    concurrency: int | None,
     output: str,
-) -> None:  # fmt: skip
+) -> None:
     """Set how many workers of a function are kept ready, and how many there may be."""
     from rollart.cli.reward_tables import show_deployed
 

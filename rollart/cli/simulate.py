@@ -105,12 +105,19 @@ def simulate(
         writable(html)  # told now, and not after the work
     tasks = [
         Task(
-            resolved, name, seed, steps, None if keep is None else keep / f"{name}-{seed}", fuzz,
-            timeline=drawn and seed == resolved.run.seed, replay=replayed, faults=plan,
+            resolved,
+            name,
+            seed,
+            steps,
+            None if keep is None else keep / f"{name}-{seed}",
+            fuzz,
+            timeline=drawn and seed == resolved.run.seed,
+            replay=replayed,
+            faults=plan,
         )
         for name in ([resolved.run.schedule] if policies is None else _names(policies))
         for seed in range(resolved.run.seed, resolved.run.seed + seeds)
-    ]  # fmt: skip
+    ]
     for task in tasks:
         if task.keep is not None:
             unused(task.keep)

@@ -33,11 +33,19 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
     n = min(TOKENS, run.model.context - 1)
     acts = (False, *(True,) * (n - 1))
     return TrainSample(
-        id=TrajectoryId("agreement"), group=GroupId("agreement"), domain=run.domains[0].name, v0=0,
-        token_ids=tuple(1 + 7 * i % IDS for i in range(n)), loss_mask=acts, logprobs=(0.0,) * n,
-        versions=tuple(0 if a else -1 for a in acts), turn=tuple(0 if a else -1 for a in acts),
-        rewards=(0.0,) * n, score=0.0, success=None,
-    )  # fmt: skip
+        id=TrajectoryId("agreement"),
+        group=GroupId("agreement"),
+        domain=run.domains[0].name,
+        v0=0,
+        token_ids=tuple(1 + 7 * i % IDS for i in range(n)),
+        loss_mask=acts,
+        logprobs=(0.0,) * n,
+        versions=tuple(0 if a else -1 for a in acts),
+        turn=tuple(0 if a else -1 for a in acts),
+        rewards=(0.0,) * n,
+        score=0.0,
+        success=None,
+    )
 
 
 async def said(trainer: HttpTrainer, sample: TrainSample) -> tuple[float, ...]:

@@ -165,9 +165,14 @@ def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], run
     devices = {pool.device.name: pool.device for pool in problem.pools}
     shape = run_shape(probed.run, probed.base, probed.cluster.engines.dtype)
     engine = fit(
-        rows, shape, devices, free=ENGINE_FREE, start=ENGINE_START,
-        engine="rollart.engine", source="probe of the local machine",
-    )  # fmt: skip
+        rows,
+        shape,
+        devices,
+        free=ENGINE_FREE,
+        start=ENGINE_START,
+        engine="rollart.engine",
+        source="probe of the local machine",
+    )
     alone = _explained([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])
     # Beside an engine the same work takes longer: caches and memory are shared.
     beside = _average([r.train.cpu_s / _explains(alone, r.train) for r in runs])
@@ -176,14 +181,19 @@ def fitted(probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainRow], run
         [shape_of_mix(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
     )
     return Machine(
-        engine=engine, update_s=update, token_s=token, action_s=action, trajectory_s=trajectory, turn_s=turn,
+        engine=engine,
+        update_s=update,
+        token_s=token,
+        action_s=action,
+        trajectory_s=trajectory,
+        turn_s=turn,
         said_s=said,
         function_s=_average([r.cpu.get("functions", 0.0) for r in runs]),
         publish_s=_average([r.publish_s for r in runs]),
         queue=_average([r.handover_s / (r.batch * r.cpu["controller"]) for r in runs]),
         reward_latency_s=_average([r.reward_latency_s for r in runs]),
         cores=os.cpu_count() or 1,
-    )  # fmt: skip
+    )
 
 
 def _steady(resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapping[str, float]]]) -> Measured:

@@ -69,9 +69,15 @@ PROGRAM_CALLS = 4
 
 
 def environment_fleet(
-    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str],
+    resolved: Resolved,
+    directory: Path,
+    runtime: Runtime,
+    leases: Leases,
+    recorder: Recorder,
+    *,
+    used: frozenset[str],
     wanted: Resolved | None = None,
-) -> HostFleet | None:  # fmt: skip
+) -> HostFleet | None:
     """The run's environment hosts, not started; None where environments live in the controller. `used`: names of parts
     of earlier lives of the run, which no host gets. `wanted`: the run with all of its plan, if only some of that fits
     on the nodes of the start."""
@@ -241,8 +247,11 @@ def write_domains(resolved: Resolved, directory: Path) -> Path:
     """The file that says so, with the worked examples that a warm start asks for."""
     path, domains = directory / "environments.json", made_by_hosts(resolved.run)
     warm = resolved.run.warm_start
-    worked = {worked_by(n): {"environment": WORKED, "arguments": domains[n]} for n in (warm.domains if warm else ())
-              if n in domains}  # fmt: skip
+    worked = {
+        worked_by(n): {"environment": WORKED, "arguments": domains[n]}
+        for n in (warm.domains if warm else ())
+        if n in domains
+    }
     path.write_text(json.dumps(domains | worked, indent=2) + "\n")
     return path
 

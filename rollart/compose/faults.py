@@ -61,9 +61,9 @@ def host_names(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
 def kv_pairs(resolved: Resolved) -> list[tuple[str, str]]:
     """Pools between which KV is handed over, each pair sorted."""
     plan = resolved.plan
-    return sorted({
-        (min(p.pool, d.pool), max(p.pool, d.pool)) for p in plan.of(Role.PREFILL) for d in plan.of(Role.DECODE)
-    })  # fmt: skip
+    return sorted(
+        {(min(p.pool, d.pool), max(p.pool, d.pool)) for p in plan.of(Role.PREFILL) for d in plan.of(Role.DECODE)}
+    )
 
 
 def machines_of(resolved: Resolved) -> dict[str, Machine]:

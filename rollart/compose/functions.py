@@ -117,9 +117,15 @@ class FunctionProgram:
     """Implements `function_hosts.FunctionPart` over a `Program` actor."""
 
     def __init__(
-        self, name: str, program: Handle, runtime: Runtime, clock: ResourceClock, hosts: WorkerHosts, token: str,
+        self,
+        name: str,
+        program: Handle,
+        runtime: Runtime,
+        clock: ResourceClock,
+        hosts: WorkerHosts,
+        token: str,
         cores: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`cores`: how many of it there are for workers, against the other hosts."""
         self._name = name
         self._program = program

@@ -121,9 +121,14 @@ def _nodes(
         command = shlex.join(_command(raw, overrides, ours="" not in given))
         pods = replace(pods, specs=texts)
     return kuberay(
-        name, found, ray_version=RAY_VERSION, pods=pods, health_s=runtime.health_s, namespace=namespace,
+        name,
+        found,
+        ray_version=RAY_VERSION,
+        pods=pods,
+        health_s=runtime.health_s,
+        namespace=namespace,
         command=command,
-    )  # fmt: skip
+    )
 
 
 def _command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool) -> list[str]:

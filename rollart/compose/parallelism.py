@@ -41,9 +41,12 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
         if len(sizes) > 1:
             host = min(pool.device.devices_per_host or pool.count, pool.count)
             rules[pool.name] = TensorParallelRule(
-                sizes, devices=host - host % sizes[-1], rise=spec.rise, quiet_steps=spec.quiet_steps,
+                sizes,
+                devices=host - host % sizes[-1],
+                rise=spec.rise,
+                quiet_steps=spec.quiet_steps,
                 most_quiet_steps=max(64, spec.quiet_steps),
-            )  # fmt: skip
+            )
 
     def speed(kind: EngineKind, context: float) -> float:
         device = next(p.device for p in problem.pools if p.name == kind.pool)
@@ -61,7 +64,7 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
         move_s=settings.move_s + rebalance.restart_s,
         refuses=lambda kind: "the cluster spec gives the engines" if resolved.cluster.engines.fixed else "",
         speed=speed,
-    )  # fmt: skip
+    )
 
 
 def served_settings(resolved: Resolved) -> ReshardSettings | None:
@@ -85,9 +88,12 @@ def lending_settings(resolved: Resolved) -> LendingSettings | None:
         return None
     size = 1.0 if resolved.problem is None else resolved.problem.performance.shape.kv_bytes(1.0)
     return LendingSettings(
-        setup_s=spec.setup_s, headroom=spec.headroom, move_s=run.leases.publish_s, context_tokens=run.model.context,
+        setup_s=spec.setup_s,
+        headroom=spec.headroom,
+        move_s=run.leases.publish_s,
+        context_tokens=run.model.context,
         bytes_per_token=size,
-    )  # fmt: skip
+    )
 
 
 def refuse_lending(resolved: Resolved) -> None:

@@ -37,11 +37,17 @@ async def play(resolved: Resolved, directory: Path, *, episodes: int = EPISODES)
             estimator.add(seen)
     return tuple(
         DomainProfile(
-            name=p.name, turns=p.turns, new_tokens=p.new_tokens, output_tokens=p.output_tokens, weight=p.weight,
-            first_tokens=p.first_tokens, environment=p.environment, source=f"played, n={episodes}",
+            name=p.name,
+            turns=p.turns,
+            new_tokens=p.new_tokens,
+            output_tokens=p.output_tokens,
+            weight=p.weight,
+            first_tokens=p.first_tokens,
+            environment=p.environment,
+            source=f"played, n={episodes}",
         )
         for p in estimator.profiles()
-    )  # fmt: skip
+    )
 
 
 async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observed:
@@ -67,15 +73,25 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     finally:
         await environment.close()
     return Observed(
-        domain=domain.name, t=0.0, turns=len(shown), first_tokens=float(shown[0]), new_tokens=float(sum(shown[1:])),
-        output_tokens=float(said), wait_s=wait_s, reset_s=reset_s,
-    )  # fmt: skip
+        domain=domain.name,
+        t=0.0,
+        turns=len(shown),
+        first_tokens=float(shown[0]),
+        new_tokens=float(sum(shown[1:])),
+        output_tokens=float(said),
+        wait_s=wait_s,
+        reset_s=reset_s,
+    )
 
 
 def _answer(
-    domain: Domain, environment: Environment, actions: Sequence[str] | None, seed: int, rng: random.Random,
+    domain: Domain,
+    environment: Environment,
+    actions: Sequence[str] | None,
+    seed: int,
+    rng: random.Random,
     tokenizer: HubTokenizer,
-) -> tuple[str, int]:  # fmt: skip
+) -> tuple[str, int]:
     """What to say, and how many tokens that is."""
     if actions:
         return rng.choice(actions), 1

@@ -65,11 +65,9 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
     problem = replace(
         problem,
         performance=replace(performance, constants={device: machine.engine.calibration}),
-        train=replace(
-            _train(problem), seconds_per_token=train_s / tokens, seconds_per_step=step_s - train_s
-        ),
+        train=replace(_train(problem), seconds_per_token=train_s / tokens, seconds_per_step=step_s - train_s),
         utilisation=1.0,
-    )  # fmt: skip
+    )
     found = _balanced(problem, step_s)
     return _shared(found, resolved, domains, machine, train_s, step_s)
 
@@ -132,9 +130,13 @@ def _stale(mean: float, late: float, bound: float) -> float:
 
 
 def _shared(
-    found: Placement, resolved: Resolved, domains: Sequence[DomainProfile], machine: Machine, train_s: float,
+    found: Placement,
+    resolved: Resolved,
+    domains: Sequence[DomainProfile],
+    machine: Machine,
+    train_s: float,
     step_s: float,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """The rate that the cores have time for: every part's CPU-seconds add up to no more than there are."""
     busy = sum(d.utilisation * d.replicas for role in ENGINES for d in found.of(role))
     controller = machine.controller_s(domains)

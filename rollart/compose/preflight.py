@@ -420,7 +420,7 @@ def _ran(command: Sequence[str], said: str, seconds: float, env: Mapping[str, st
         try:
             code = subprocess.run(
                 command, input=said.encode(), stdout=out, stderr=errors, timeout=seconds, env=env
-            ).returncode  # fmt: skip
+            ).returncode
         except subprocess.TimeoutExpired:
             raise subprocess.TimeoutExpired(command, seconds, text(out)) from None
         return subprocess.CompletedProcess(command, code, text(out), text(errors))

@@ -49,9 +49,12 @@ def in_effect(cluster: Path | None) -> list[PriceEntry]:
     for pool in spec.pools:
         if pool.price is not None:
             prices[f"{pool.device}@{pool.name}", "device-hour"] = PriceEntry.model_construct(
-                name=f"{pool.device}@{pool.name}", unit="device-hour", usd=pool.price, date=day,
+                name=f"{pool.device}@{pool.name}",
+                unit="device-hour",
+                usd=pool.price,
+                date=day,
                 source=f"pool '{pool.name}' of {cluster.name}",
-            )  # fmt: skip
+            )
     return list(prices.values())
 
 

@@ -29,9 +29,19 @@ LAMBDA = {
 """By the products' group: name and unit of our entry, and how many of AWS's units it counts."""
 
 EC2 = {
-    "g4dn": "T4", "g5": "A10G", "g6": "L4", "g6e": "L40S", "p4d": "A100-40", "p4de": "A100-80", "p5": "H100",
-    "p5e": "H200", "p5en": "H200", "p6-b200": "B200", "c6i": "cpu", "c7i": "cpu",
-}  # fmt: skip
+    "g4dn": "T4",
+    "g5": "A10G",
+    "g6": "L4",
+    "g6e": "L40S",
+    "p4d": "A100-40",
+    "p4de": "A100-80",
+    "p5": "H100",
+    "p5e": "H200",
+    "p5en": "H200",
+    "p6-b200": "B200",
+    "c6i": "cpu",
+    "c7i": "cpu",
+}
 """Device of an instance family. A `cpu` is a physical core: two vCPUs of these families."""
 
 THREADS_PER_CORE = 2
@@ -100,10 +110,14 @@ def lambda_prices(products: Iterable[Product], day: dt.date, region: str = "") -
     for product in sorted(own, key=lambda p: (len(p.attributes.get("usagetype", "")), p.sku)):
         best.setdefault(product.attributes["group"], product)
     return [
-        _entry(*LAMBDA[group][:2], (product.usd or Decimal(0)) * LAMBDA[group][2], day,
-               f"AWS Lambda {product.region}, {product.attributes.get('usagetype', product.sku)}")
+        _entry(
+            *LAMBDA[group][:2],
+            (product.usd or Decimal(0)) * LAMBDA[group][2],
+            day,
+            f"AWS Lambda {product.region}, {product.attributes.get('usagetype', product.sku)}",
+        )
         for group, product in sorted(best.items())
-    ]  # fmt: skip
+    ]
 
 
 def ec2_prices(products: Iterable[Product], day: dt.date, region: str = "") -> list[PriceEntry]:

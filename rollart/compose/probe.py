@@ -51,11 +51,21 @@ class Rung:
 
 
 RUNGS = (
-    Rung(4, 1, 8, 0, 24, 15), Rung(16, 1, 8, 0, 24, 10), Rung(64, 1, 8, 0, 24, 8), Rung(128, 1, 8, 0, 24, 5),
-    Rung(32, 1, 8, 0, 8, 20), Rung(96, 1, 10, 0, 48, 4), Rung(8, 5, 24, 7, 1, 25), Rung(32, 5, 24, 7, 1, 16),
-    Rung(64, 5, 24, 7, 1, 10), Rung(128, 5, 24, 7, 1, 6), Rung(16, 1, 120, 0, 1, 20), Rung(48, 1, 64, 0, 8, 8),
-    Rung(32, 6, 10, 10, 4, 6), Rung(16, 4, 24, 7, 8, 10),
-)  # fmt: skip
+    Rung(4, 1, 8, 0, 24, 15),
+    Rung(16, 1, 8, 0, 24, 10),
+    Rung(64, 1, 8, 0, 24, 8),
+    Rung(128, 1, 8, 0, 24, 5),
+    Rung(32, 1, 8, 0, 8, 20),
+    Rung(96, 1, 10, 0, 48, 4),
+    Rung(8, 5, 24, 7, 1, 25),
+    Rung(32, 5, 24, 7, 1, 16),
+    Rung(64, 5, 24, 7, 1, 10),
+    Rung(128, 5, 24, 7, 1, 6),
+    Rung(16, 1, 120, 0, 1, 20),
+    Rung(48, 1, 64, 0, 8, 8),
+    Rung(32, 6, 10, 10, 4, 6),
+    Rung(16, 4, 24, 7, 8, 10),
+)
 """Prefill lengths, decode batches and mixed turns, about half a CPU-second each."""
 
 
@@ -71,9 +81,15 @@ class Shape:
 
 
 SHAPES = (
-    Shape(128, 7, 1, 0, 20), Shape(64, 24, 5, 7, 1), Shape(256, 7, 1, 0, 20), Shape(48, 100, 1, 0, 60),
-    Shape(192, 24, 5, 7, 1), Shape(32, 7, 1, 0, 20), Shape(96, 10, 1, 0, 36), Shape(64, 24, 8, 7, 1),
-)  # fmt: skip
+    Shape(128, 7, 1, 0, 20),
+    Shape(64, 24, 5, 7, 1),
+    Shape(256, 7, 1, 0, 20),
+    Shape(48, 100, 1, 0, 60),
+    Shape(192, 24, 5, 7, 1),
+    Shape(32, 7, 1, 0, 20),
+    Shape(96, 10, 1, 0, 36),
+    Shape(64, 24, 8, 7, 1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +194,14 @@ async def _climb(engine: HttpEngine, pid: int, rung: Rung, device: str) -> Row:
     spent = cpu_of(pid) - began
     prompt, cached, output = (sum(column) / len(seen) for column in zip(*seen, strict=True))
     return Row(
-        "turn", max(spent, 1e-6) / len(seen), device, new=prompt - cached, cached=cached, batch=float(rung.clients),
+        "turn",
+        max(spent, 1e-6) / len(seen),
+        device,
+        new=prompt - cached,
+        cached=cached,
+        batch=float(rung.clients),
         output=output,
-    )  # fmt: skip
+    )
 
 
 async def _train(trainer: HttpTrainer, resolved: Resolved) -> list[TrainRow]:

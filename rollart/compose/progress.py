@@ -60,13 +60,36 @@ def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> 
 
 SHOWN = frozenset(
     {
-        "affinity_fallback", "affinity_restored", "engine_drained", "engine_given_up", "engine_lost", "engine_started",
+        "affinity_fallback",
+        "affinity_restored",
+        "engine_drained",
+        "engine_given_up",
+        "engine_lost",
+        "engine_started",
         "no_engine_left",
-        "engine_down", "engine_starting", "handoffs_pull_nothing", "prefill_unused",
-        "filter_exhausted", "function_scaling_failed", "group_dropped", "host_draining", "host_given_up", "host_lost",
-        "host_quarantined", "host_started", "infra_fault", "lease_expired", "prefill_barred", "rebalance_failed",
-        "rebalance_measured", "rebalance_proposed", "rebalanced", "role_flipped", "stalled", "trainer_restarted",
+        "engine_down",
+        "engine_starting",
+        "handoffs_pull_nothing",
+        "prefill_unused",
+        "filter_exhausted",
+        "function_scaling_failed",
+        "group_dropped",
+        "host_draining",
+        "host_given_up",
+        "host_lost",
+        "host_quarantined",
+        "host_started",
+        "infra_fault",
+        "lease_expired",
+        "prefill_barred",
+        "rebalance_failed",
+        "rebalance_measured",
+        "rebalance_proposed",
+        "rebalanced",
+        "role_flipped",
+        "stalled",
+        "trainer_restarted",
         "wrong_answer",
     }
-)  # fmt: skip
+)
 """Events of parts that a person at the terminal wants to see."""

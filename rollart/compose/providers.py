@@ -252,9 +252,13 @@ async def attach(place: Backend, provider: str, function: str, *, root: Path) ->
 
 
 def _local(
-    settings: Mapping[str, Any], *, meter: MeterSink | None, root: Path | None, allow_unsafe: bool,
+    settings: Mapping[str, Any],
+    *,
+    meter: MeterSink | None,
+    root: Path | None,
+    allow_unsafe: bool,
     hosts: WorkerHosts | None,
-) -> Backend:  # fmt: skip
+) -> Backend:
     """Workers here or on `hosts`, as themselves or as a provider's (`rehearse`): later to start, throttled, with its
     overhead."""
     from serverless.backends.hosted import HostedBackend

@@ -60,9 +60,14 @@ async def proxying(settings: ProxySettings) -> AsyncIterator[str]:
     )
     recording = Recording(settings.record)
     proxy = Proxy(
-        form, policy=pool.session, paused=pool.paused, recording=recording, token=settings.token, model=settings.model,
+        form,
+        policy=pool.session,
+        paused=pool.paused,
+        recording=recording,
+        token=settings.token,
+        model=settings.model,
         limits=settings.limits,
-    )  # fmt: skip
+    )
     try:
         await pool.open()
         async with listening(proxy.app(), host=settings.host, port=settings.port) as url:

@@ -75,9 +75,14 @@ def read_recording(directory: Path) -> Recording:
         lives, facts = len(reader.events("starting")), reader.facts()
     began = done[0].t - _number(done[0], "train_s") - _number(done[0], "waited_s")
     seen = observed(
-        intervals, began, done[-1].t, steps=len(done), waited_s=math.fsum(_number(e, "waited_s") for e in done),
-        wall_s=facts.seconds, usd=usd,
-    )  # fmt: skip
+        intervals,
+        began,
+        done[-1].t,
+        steps=len(done),
+        waited_s=math.fsum(_number(e, "waited_s") for e in done),
+        wall_s=facts.seconds,
+        usd=usd,
+    )
     samples = sum(row.samples for row in trained)
     return Recording(
         directory.name,
@@ -126,9 +131,13 @@ def engine_s_per_trajectory(directory: Path) -> float:
 
 
 def _machine(
-    intervals: Sequence[Interval], done: Sequence[RunEvent], began: float, tokens: Sequence[int], seen: Observed,
+    intervals: Sequence[Interval],
+    done: Sequence[RunEvent],
+    began: float,
+    tokens: Sequence[int],
+    seen: Observed,
     engine_s: float,
-) -> MachineSeen:  # fmt: skip
+) -> MachineSeen:
     busy = [i for i in intervals if i.role == "trainer" and i.state == State.BUSY]
     sync = [i for i in intervals if i.role == "trainer" and i.state == State.SYNC]
     load = [i for i in intervals if i.role in ENGINE_ROLES and i.state == State.SYNC]
@@ -176,8 +185,10 @@ def _functions(calls: Sequence[CallRow]) -> dict[str, Profile]:
         took = math.fsum(c.t1 - c.t0 for c in warm) / len(warm) if warm else billed
         found[name] = Profile(
             cold_start_s=math.fsum(cold) / len(cold) if cold else 0.0,
-            call_s=billed, item_s=0.0, overhead_s=max(0.0, took - billed),
-        )  # fmt: skip
+            call_s=billed,
+            item_s=0.0,
+            overhead_s=max(0.0, took - billed),
+        )
     return found
 
 

@@ -151,18 +151,27 @@ def _observed(done: Simulated) -> Observed:
         intervals = reader.intervals()
         usd = sum(line.usd for line in cost_lines(collect(reader, done.directory.name)))
     return observed(
-        intervals, 0.0, done.steps[-1].ended, steps=len(done.steps), waited_s=sum(s.waited_s for s in done.steps),
-        wall_s=done.seconds, usd=usd,
-    )  # fmt: skip
+        intervals,
+        0.0,
+        done.steps[-1].ended,
+        steps=len(done.steps),
+        waited_s=sum(s.waited_s for s in done.steps),
+        wall_s=done.seconds,
+        usd=usd,
+    )
 
 
 def _modelled(resolved: Resolved, directory: Path) -> Resolved:
     """With a problem even where no datasheet says how fast the devices are: its engines have the right shape, the
     recording the pace."""
     problem = resolved.problem or problem_of(
-        resolved.run, resolved.cluster, resolved.prices, profiles_of(directory), base=resolved.base,
+        resolved.run,
+        resolved.cluster,
+        resolved.prices,
+        profiles_of(directory),
+        base=resolved.base,
         fixed=deployments_of(resolved.plan),
-    )  # fmt: skip
+    )
     performance = problem.performance
     assert isinstance(performance, RooflinePerformance)
     cpu = {

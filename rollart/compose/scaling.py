@@ -83,16 +83,27 @@ class Events(Protocol):
 
 
 def scaler(
-    resolved: Resolved, offload: Offload, chain: Sequence[Backend], *, seen: Seen, rolling: Rolling,
-    plan: Mapping[str, DomainRewards], live: Callable[[], int], events: Events, directory: Path,
-) -> Scaler:  # fmt: skip
+    resolved: Resolved,
+    offload: Offload,
+    chain: Sequence[Backend],
+    *,
+    seen: Seen,
+    rolling: Rolling,
+    plan: Mapping[str, DomainRewards],
+    live: Callable[[], int],
+    events: Events,
+    directory: Path,
+) -> Scaler:
     """The run's scaler, not open yet. `live` counts trajectories under way; every change is an event of kind
     `function_scaled`, and one that a provider refused of kind `function_scaling_failed`."""
 
     def tell(scaled: Scaled) -> None:
         fields: dict[str, str | int | float | bool | None] = {
-            "provider": scaled.provider, "from": scaled.before, "to": scaled.after, "why": scaled.why,
-        }  # fmt: skip
+            "provider": scaled.provider,
+            "from": scaled.before,
+            "to": scaled.after,
+            "why": scaled.why,
+        }
         kind = "function_scaled"
         if scaled.failed:
             kind, fields = "function_scaling_failed", {**fields, "detail": scaled.failed}

@@ -249,10 +249,15 @@ class _Cluster:
         rented = {p.name for p in resolved.cluster.pools if p.rented}
         prices = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
         return ModelledSite(
-            devices, self._started, ledger, start_s=resolved.run.placement.rebalance.restart_s, prices=prices,
-            gone=self.transfer.unsubscribe, machines=machines,
+            devices,
+            self._started,
+            ledger,
+            start_s=resolved.run.placement.rebalance.restart_s,
+            prices=prices,
+            gone=self.transfer.unsubscribe,
+            machines=machines,
             others={p.name: p.count - devices[p.name] for p in resolved.cluster.pools},
-        )  # fmt: skip
+        )
 
     def _started(self, kind: EngineKind) -> Place:
         number = 1 + max(a.replica for a in self._resolved.plan.assignments) + self._made
@@ -365,9 +370,13 @@ def _domain(
     spec = resolved.run.domains[number]
     solved = None if spec.profile is None else spec.profile.solved
     world = World(
-        workload(resolved, spec.name, seed, replay), seed=seed, name=spec.name, solved=solved, hosts=trouble.hosts,
+        workload(resolved, spec.name, seed, replay),
+        seed=seed,
+        name=spec.name,
+        solved=solved,
+        hosts=trouble.hosts,
         faults=trouble.resets,
-    )  # fmt: skip
+    )
     if hosts is not None:
         hosts.make[spec.name] = world.on
     return Domain(

@@ -24,9 +24,7 @@ __all__ = ["Behaviour", "SimulatedFunctions", "behaviours", "simulated_hosts", "
 COLD_S = 0.5
 """Start of a function's worker: between the local pool's milliseconds and Modal's seconds, as Lambda's with Python."""
 
-TROUBLE = (
-    FaultKind.THROTTLED, FaultKind.CRASH, FaultKind.OUT_OF_MEMORY, FaultKind.TIMEOUT, FaultKind.UNAVAILABLE
-)  # fmt: skip
+TROUBLE = (FaultKind.THROTTLED, FaultKind.CRASH, FaultKind.OUT_OF_MEMORY, FaultKind.TIMEOUT, FaultKind.UNAVAILABLE)
 """Kinds of faults that a fault plan gives probabilities of, by the names of its keys."""
 
 SCORE = "rollart.sim.scoring:score"
@@ -59,8 +57,15 @@ def behaviours(resolved: Resolved, recording: Recording | None) -> list[Behaviou
             continue
         if recording.provider not in resolved.cluster.functions.chain:
             seen = Profile(COLD_S, call_s=seen.call_s, item_s=seen.item_s)
-        changed = {"source": SCORE, "handler": "", "takes": "samples", "deterministic": False, "artefacts": (),
-                   "requirements": (), "preload": ()}  # fmt: skip
+        changed = {
+            "source": SCORE,
+            "handler": "",
+            "takes": "samples",
+            "deterministic": False,
+            "artefacts": (),
+            "requirements": (),
+            "preload": (),
+        }
         found.append(Behaviour(spec.model_copy(update=changed), seen, domains))
     return found
 

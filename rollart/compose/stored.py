@@ -92,9 +92,16 @@ class StoredWeights(DirectoryWeightStore):
     """
 
     def __init__(
-        self, root: Path, place: Place, leases: Leases, recorder: Recorder, *, bucket_bytes: int, ahead: bool,
+        self,
+        root: Path,
+        place: Place,
+        leases: Leases,
+        recorder: Recorder,
+        *,
+        bucket_bytes: int,
+        ahead: bool,
         pull_s: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(root)
         self.place = place
         self._leases, self._recorder = leases, recorder

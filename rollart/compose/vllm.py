@@ -38,16 +38,21 @@ def vllm_command(
         "HF_HUB_OFFLINE": "1",
     }
     args = [
-        "--max-model-len", str(context),
-        "--max-num-seqs", str(slots),
-        "--dtype", spec.dtype,
+        "--max-model-len",
+        str(context),
+        "--max-num-seqs",
+        str(slots),
+        "--dtype",
+        spec.dtype,
         "--skip-tokenizer-init",  # token in, token out
         "--enable-scale-out",  # /inference/v1/generate
         "--enable-prompt-tokens-details",  # how many tokens were cached
-        "--logprobs-mode", "processed_logprobs",  # after temperature and legal actions: what a loss forms ratios of
-        "--weight-transfer-config", json.dumps({"backend": "rollart"}),
+        "--logprobs-mode",
+        "processed_logprobs",  # after temperature and legal actions: what a loss forms ratios of
+        "--weight-transfer-config",
+        json.dumps({"backend": "rollart"}),
         "--disable-uvicorn-access-log",
-    ]  # fmt: skip
+    ]
     if spec.block_size is not None:
         args += ["--block-size", str(spec.block_size)]
     if cpu:

@@ -163,8 +163,9 @@ class Parts:
             on_gone=self._gone,
             patience_s=nodes_patience_s(self.resolved),
         )
-        self.fleet = EngineFleet(self.control.gateway, self.supervisor, self.site, self,
-                                 drain_s=self.resolved.run.leases.generate_s)  # fmt: skip
+        self.fleet = EngineFleet(
+            self.control.gateway, self.supervisor, self.site, self, drain_s=self.resolved.run.leases.generate_s
+        )
         if movable(self.resolved):
             self.control.move_by(self.fleet)
         self.control.reshard_by(self.fleet)
@@ -203,9 +204,16 @@ class Parts:
                 self.rewarder = OffloadRewarder(Scorers(offload, rewards.beside), plan)
                 scheduler = self.control.scheduler
                 scaling = scaler(
-                    self.resolved, offload, chain, seen=meter, rolling=scheduler.rolling, plan=plan,
-                    live=scheduler.live, events=self, directory=self.directory,
-                )  # fmt: skip
+                    self.resolved,
+                    offload,
+                    chain,
+                    seen=meter,
+                    rolling=scheduler.rolling,
+                    plan=plan,
+                    live=scheduler.live,
+                    events=self,
+                    directory=self.directory,
+                )
                 await stack.enter_async_context(scaling)
                 try:
                     yield
@@ -420,11 +428,25 @@ async def wire(
         told = resolved, directory, runtime, leases, ledger
         fleet = environment_fleet(*told, used=start.names, wanted=start.resolved)
         parts = Parts(
-            resolved, start.resolved, start.roles, directory, progress, ledger, runtime, leases, tokenizer,
+            resolved,
+            start.resolved,
+            start.roles,
+            directory,
+            progress,
+            ledger,
+            runtime,
+            leases,
+            tokenizer,
             domains(resolved, tokenizer, await harnesses(stack, resolved, tokenizer_dir), hosted(fleet)),
-            trainer, by_part["trainer-0"], site, tuple(by_part.values()), weights, devices_before, fleet,
+            trainer,
+            by_part["trainer-0"],
+            site,
+            tuple(by_part.values()),
+            weights,
+            devices_before,
+            fleet,
             *function_fleet(*told, used=start.names),
-        )  # fmt: skip
+        )
         parts_of.append(parts)
         if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
             loop.on_pause = parts.paused

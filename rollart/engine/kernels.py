@@ -60,9 +60,22 @@ def _gate(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(
-    qkv, cos, sin, scale, slots, positions, queries, keys, values, context, eps,
-    HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    cos,
+    sin,
+    scale,
+    slots,
+    positions,
+    queries,
+    keys,
+    values,
+    context,
+    eps,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.arange(0, DIM)
@@ -92,10 +105,23 @@ def _place(
 
 @triton.jit
 def _attend(
-    queries, keys, values, slots, positions, out, parts, peaks, context, factor,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, KEYS: tl.constexpr,
+    queries,
+    keys,
+    values,
+    slots,
+    positions,
+    out,
+    parts,
+    peaks,
+    context,
+    factor,
+    KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     part = tl.program_id(2)
@@ -155,9 +181,17 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     total, normed = x if delta is None else empty_like(x), empty_like(x)
     block = triton.next_power_of_2(hidden)
     _add_norm[(rows,)](
-        x, x if delta is None else delta, weight, total, normed, hidden, eps, ADD=delta is not None, BLOCK=block,
+        x,
+        x if delta is None else delta,
+        weight,
+        total,
+        normed,
+        hidden,
+        eps,
+        ADD=delta is not None,
+        BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
-    )  # fmt: skip
+    )
     return total, normed
 
 
@@ -170,18 +204,41 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def place(
-    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, slots: Tensor, positions: Tensor, keys: Tensor,
-    values: Tensor, *, heads: int, eps: float,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    heads: int,
+    eps: float,
+) -> Tensor:
     """Norm and rotate queries and keys of `qkv` `[R, (heads + 2 kv_heads) * head_dim]`; keys and values go into the
     cache `[slots, kv_heads, context, head_dim]`. The queries `[R, heads, head_dim]`."""
     rows = qkv.shape[0]
     _, kv, context, dim = keys.shape
     queries = empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _place[(rows, heads + 2 * kv)](
-        qkv, cos, sin, cos if scale is None else scale, slots, positions, queries, keys, values, context, eps,
-        HEADS=heads, KV=kv, DIM=dim, NORM=scale is not None, num_warps=1,
-    )  # fmt: skip
+        qkv,
+        cos,
+        sin,
+        cos if scale is None else scale,
+        slots,
+        positions,
+        queries,
+        keys,
+        values,
+        context,
+        eps,
+        HEADS=heads,
+        KV=kv,
+        DIM=dim,
+        NORM=scale is not None,
+        num_warps=1,
+    )
     return queries
 
 
@@ -199,10 +256,25 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positio
         parts = empty((rows * heads, splits, dim), dtype=float32, device=queries.device)
         peaks = empty((rows * heads, splits, 2), dtype=float32, device=queries.device)
     _attend[(rows, kv, splits)](
-        queries, keys, values, slots, positions, out, parts, peaks, context, dim**-0.5, KV=kv, GROUP=heads // kv,
-        DIM=dim, SPLIT=splits, KEYS=KEYS, ROWS=max(ROWS, triton.next_power_of_2(heads // kv)), num_warps=4,
+        queries,
+        keys,
+        values,
+        slots,
+        positions,
+        out,
+        parts,
+        peaks,
+        context,
+        dim**-0.5,
+        KV=kv,
+        GROUP=heads // kv,
+        DIM=dim,
+        SPLIT=splits,
+        KEYS=KEYS,
+        ROWS=max(ROWS, triton.next_power_of_2(heads // kv)),
+        num_warps=4,
         num_stages=stages,
-    )  # fmt: skip
+    )
     if splits > 1:
         _join[(rows * heads,)](parts, peaks, out, DIM=dim, SPLIT=splits, num_warps=2)
     return out

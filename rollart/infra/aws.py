@@ -136,8 +136,12 @@ def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], buck
             "Sid": "Look",
             "Effect": "Allow",
             "Action": [
-                "lambda:GetFunction", "lambda:GetFunctionConcurrency", "lambda:GetFunctionConfiguration",
-                "lambda:GetProvisionedConcurrencyConfig", "lambda:ListAliases", "lambda:ListVersionsByFunction",
+                "lambda:GetFunction",
+                "lambda:GetFunctionConcurrency",
+                "lambda:GetFunctionConfiguration",
+                "lambda:GetProvisionedConcurrencyConfig",
+                "lambda:ListAliases",
+                "lambda:ListVersionsByFunction",
             ],
             "Resource": [*functions, *aliases],
         },
@@ -145,13 +149,16 @@ def controller_statements(aliases: Sequence[Any], functions: Sequence[Any], buck
             "Sid": "OwnAlias",
             "Effect": "Allow",
             "Action": [
-                "lambda:CreateAlias", "lambda:UpdateAlias", "lambda:DeleteAlias",
-                "lambda:PutProvisionedConcurrencyConfig", "lambda:DeleteProvisionedConcurrencyConfig",
+                "lambda:CreateAlias",
+                "lambda:UpdateAlias",
+                "lambda:DeleteAlias",
+                "lambda:PutProvisionedConcurrencyConfig",
+                "lambda:DeleteProvisionedConcurrencyConfig",
             ],
             "Resource": [*functions, *aliases],
         },
         *_weight_statements(bucket, objects),
-    ]  # fmt: skip
+    ]
 
 
 def _weight_statements(bucket: Any, objects: Any) -> list[Any]:
@@ -163,7 +170,7 @@ def _weight_statements(bucket: Any, objects: Any) -> list[Any]:
             "Resource": objects,
         },
         {"Sid": "ListWeights", "Effect": "Allow", "Action": "s3:ListBucket", "Resource": bucket},
-    ]  # fmt: skip
+    ]
 
 
 def transport_statement(bucket: Any, objects: Any) -> dict[str, Any]:

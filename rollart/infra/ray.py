@@ -58,8 +58,10 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: Pods, runtime: RuntimeS
                 remedy="add it to the pool, like `labels: {instance_type: p5.48xlarge, region: us-east-1}`",
             )
         if own:
-            raise SpecError("runtime.address is 'start' and pools have instance_type (rule: `ray up` makes the head)",
-                            remedy="render with cluster.runtime.address=auto")  # fmt: skip
+            raise SpecError(
+                "runtime.address is 'start' and pools have instance_type (rule: `ray up` makes the head)",
+                remedy="render with cluster.runtime.address=auto",
+            )
         files["cluster.yaml"] = yaml_text(_launcher(name, groups, pods, runtime, port), about=about)
         steps = ["ray get-auth-token --generate >/dev/null && RAY_AUTH_MODE=token ray up cluster.yaml"]
     return Rendered(files, tuple(steps))

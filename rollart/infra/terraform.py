@@ -33,10 +33,16 @@ def terraform(
     arn = "${aws_s3_bucket.weights.arn}"
     labels = [f"aws_lambda_function.{_label(f)}.arn" for f in functions]
     statements = controller_statements([f"${{{a}}}:*" for a in labels], [f"${{{a}}}" for a in labels], arn, f"{arn}/*")
-    _add(resources, "aws_iam_policy", "controller", {
-        "name_prefix": f"{name}-controller-", "description": "A rollart run: calls its functions, moves its weights.",
-        "policy": _document(statements),
-    })  # fmt: skip
+    _add(
+        resources,
+        "aws_iam_policy",
+        "controller",
+        {
+            "name_prefix": f"{name}-controller-",
+            "description": "A rollart run: calls its functions, moves its weights.",
+            "policy": _document(statements),
+        },
+    )
     main = {
         "//": f"Rendered by `rollart infra render --target terraform` for cluster {name}: change the spec, not this.",
         "terraform": {
@@ -77,34 +83,69 @@ def _bucket(resources: dict[str, dict[str, Any]], name: str, own: str) -> None:
     arn = "${aws_s3_bucket.weights.arn}"
     named = {"bucket": own} if own else {"bucket_prefix": f"{name[:30]}-"}
     _add(resources, "aws_s3_bucket", "weights", {**named, "force_destroy": False})
-    _add(resources, "aws_s3_bucket_public_access_block", "weights", at | {
-        "block_public_acls": True, "block_public_policy": True, "ignore_public_acls": True,
-        "restrict_public_buckets": True,
-    })  # fmt: skip
-    _add(resources, "aws_s3_bucket_ownership_controls", "weights", at | {
-        "rule": {"object_ownership": "BucketOwnerEnforced"}
-    })  # fmt: skip
-    _add(resources, "aws_s3_bucket_server_side_encryption_configuration", "weights", at | {
-        "rule": {"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}
-    })  # fmt: skip
-    _add(resources, "aws_s3_bucket_lifecycle_configuration", "weights", at | {
-        "rule": {
-            "id": "abort-uploads", "status": "Enabled", "filter": {},
-            "abort_incomplete_multipart_upload": {"days_after_initiation": 1},
-        }
-    })  # fmt: skip
+    _add(
+        resources,
+        "aws_s3_bucket_public_access_block",
+        "weights",
+        at
+        | {
+            "block_public_acls": True,
+            "block_public_policy": True,
+            "ignore_public_acls": True,
+            "restrict_public_buckets": True,
+        },
+    )
+    _add(
+        resources,
+        "aws_s3_bucket_ownership_controls",
+        "weights",
+        at | {"rule": {"object_ownership": "BucketOwnerEnforced"}},
+    )
+    _add(
+        resources,
+        "aws_s3_bucket_server_side_encryption_configuration",
+        "weights",
+        at | {"rule": {"apply_server_side_encryption_by_default": {"sse_algorithm": "AES256"}}},
+    )
+    _add(
+        resources,
+        "aws_s3_bucket_lifecycle_configuration",
+        "weights",
+        at
+        | {
+            "rule": {
+                "id": "abort-uploads",
+                "status": "Enabled",
+                "filter": {},
+                "abort_incomplete_multipart_upload": {"days_after_initiation": 1},
+            }
+        },
+    )
     policy = _document([transport_statement(arn, f"{arn}/*")])
     _add(resources, "aws_s3_bucket_policy", "weights", at | {"policy": policy})
 
 
 def _role(resources: dict[str, dict[str, Any]], name: str, functions: Sequence[AwsFunction]) -> str:
     groups = [f"${{aws_cloudwatch_log_group.{_label(f)}.arn}}:*" for f in functions]
-    _add(resources, "aws_iam_role", "functions", {
-        "name_prefix": f"{name[:26]}-functions-", "assume_role_policy": _document(assume_lambda()["Statement"]),
-    })  # fmt: skip
-    _add(resources, "aws_iam_role_policy", "own_logs", {
-        "name": "own-logs", "role": "${aws_iam_role.functions.id}", "policy": _document([log_statement(groups)]),
-    })  # fmt: skip
+    _add(
+        resources,
+        "aws_iam_role",
+        "functions",
+        {
+            "name_prefix": f"{name[:26]}-functions-",
+            "assume_role_policy": _document(assume_lambda()["Statement"]),
+        },
+    )
+    _add(
+        resources,
+        "aws_iam_role_policy",
+        "own_logs",
+        {
+            "name": "own-logs",
+            "role": "${aws_iam_role.functions.id}",
+            "policy": _document([log_statement(groups)]),
+        },
+    )
     return "${aws_iam_role.functions.arn}"
 
 
@@ -133,11 +174,24 @@ def _function(resources: dict[str, dict[str, Any]], function: AwsFunction, role:
         body["reserved_concurrent_executions"] = function.reserved
     _add(resources, "aws_lambda_function", label, body)
     of = f"aws_lambda_function.{label}"
-    _add(resources, "aws_lambda_alias", label, {
-        "name": ALIAS, "function_name": f"${{{of}.function_name}}", "function_version": f"${{{of}.version}}",
-    })  # fmt: skip
+    _add(
+        resources,
+        "aws_lambda_alias",
+        label,
+        {
+            "name": ALIAS,
+            "function_name": f"${{{of}.function_name}}",
+            "function_version": f"${{{of}.version}}",
+        },
+    )
     if function.warm:
-        _add(resources, "aws_lambda_provisioned_concurrency_config", label, {
-            "function_name": f"${{{of}.function_name}}", "qualifier": f"${{aws_lambda_alias.{label}.name}}",
-            "provisioned_concurrent_executions": function.warm,
-        })  # fmt: skip
+        _add(
+            resources,
+            "aws_lambda_provisioned_concurrency_config",
+            label,
+            {
+                "function_name": f"${{{of}.function_name}}",
+                "qualifier": f"${{aws_lambda_alias.{label}.name}}",
+                "provisioned_concurrent_executions": function.warm,
+            },
+        )

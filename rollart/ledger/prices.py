@@ -48,9 +48,15 @@ class PriceBook:
         """Amounts of what the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts), GiB-seconds,
         core-seconds, requests."""
         memory_s = billed_s * memory_mb / 1024.0
-        return self._items(provider, {
-            "GB-second": memory_s, "GiB-second": memory_s, "core-second": billed_s, "million-requests": requests / 1e6,
-        })  # fmt: skip
+        return self._items(
+            provider,
+            {
+                "GB-second": memory_s,
+                "GiB-second": memory_s,
+                "core-second": billed_s,
+                "million-requests": requests / 1e6,
+            },
+        )
 
     def billed(self, provider: str) -> bool:
         """True if somebody is charged for the provider's calls; otherwise they are part of no total and no budget."""

@@ -359,9 +359,10 @@ class Reader:
             for row in self._query(
                 """SELECT function, provider, worker, t0, t1, cold_start_s, billed_s, cold_billed_s, memory_mb, items,
                 status, cause, queued_s FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid""",
-                provider, provider,
+                provider,
+                provider,
             )
-        ]  # fmt: skip
+        ]
 
     def lives(self) -> list[tuple[str, float, float]]:
         """Domain, begin and end of every training trajectory, by end."""

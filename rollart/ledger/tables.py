@@ -16,8 +16,22 @@ from rollart.ports import FINISHED, Charge, Interval, RunEvent
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
-__all__ = ["OLDER", "SCHEMA", "SCHEMA_VERSION", "UPGRADES", "Measure", "Rows", "admit", "commit", "drop", "finish",
-           "forget", "insert", "outdate", "stamps"]  # fmt: skip
+__all__ = [
+    "OLDER",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "UPGRADES",
+    "Measure",
+    "Rows",
+    "admit",
+    "commit",
+    "drop",
+    "finish",
+    "forget",
+    "insert",
+    "outdate",
+    "stamps",
+]
 
 SCHEMA_VERSION = 4
 
@@ -114,24 +128,60 @@ class Rows:
                 case Interval():
                     self.usd += row.usd
                     self.intervals.append(
-                        (row.role, row.resource, row.t0 + shift, row.t1 + shift, row.state, row.cause,
-                         row.units, row.price_usd_per_unit_hour)
-                    )  # fmt: skip
+                        (
+                            row.role,
+                            row.resource,
+                            row.t0 + shift,
+                            row.t1 + shift,
+                            row.state,
+                            row.cause,
+                            row.units,
+                            row.price_usd_per_unit_hour,
+                        )
+                    )
                 case Charge():
                     self.charges.append(
-                        (row.trajectory, row.domain, row.outcome, row.v0, row.engine_seconds, row.turns,
-                         row.prompt_tokens, row.action_tokens, row.success, row.score, row.purpose, row.first_tokens,
-                         row.reset_s, row.env_s, row.t0 + shift, row.t1 + shift)
-                    )  # fmt: skip
+                        (
+                            row.trajectory,
+                            row.domain,
+                            row.outcome,
+                            row.v0,
+                            row.engine_seconds,
+                            row.turns,
+                            row.prompt_tokens,
+                            row.action_tokens,
+                            row.success,
+                            row.score,
+                            row.purpose,
+                            row.first_tokens,
+                            row.reset_s,
+                            row.env_s,
+                            row.t0 + shift,
+                            row.t1 + shift,
+                        )
+                    )
                 case RunEvent():
                     self.events.append((row.t + shift, row.kind, row.subject, json.dumps(dict(row.fields))))
                 case Invocation():
                     self.calls.append(row)
                     self.invocations.append(
-                        (row.function, row.provider, row.worker, row.t0 + shift, row.t1 + shift, row.cold_start_s,
-                         row.billed_s, row.memory_mb, row.items, row.status, row.cause, row.provider_id, row.queued_s,
-                         row.start_billed_s)
-                    )  # fmt: skip
+                        (
+                            row.function,
+                            row.provider,
+                            row.worker,
+                            row.t0 + shift,
+                            row.t1 + shift,
+                            row.cold_start_s,
+                            row.billed_s,
+                            row.memory_mb,
+                            row.items,
+                            row.status,
+                            row.cause,
+                            row.provider_id,
+                            row.queued_s,
+                            row.start_billed_s,
+                        )
+                    )
                 case Saving():
                     self.savings.append(
                         (row.function, row.stage, row.t + shift, row.items, row.billed_s, row.memory_mb)
@@ -190,9 +240,20 @@ def finish(connection: sqlite3.Connection, segments: Segments, sample: TrainSamp
         "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET grp = excluded.grp, "
         "v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, state = excluded.state, "
         f"payload = excluded.payload, segment = excluded.segment, offset = excluded.offset WHERE state = {LIVE}",
-        (sample.id, sample.group, sample.domain, sample.v0, measure(sample.token_ids), _with_loss(sample, measure),
-         state, None, payload, segment, offset),
-    )  # fmt: skip
+        (
+            sample.id,
+            sample.group,
+            sample.domain,
+            sample.v0,
+            measure(sample.token_ids),
+            _with_loss(sample, measure),
+            state,
+            None,
+            payload,
+            segment,
+            offset,
+        ),
+    )
     if done.rowcount != 1:
         raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
 
@@ -218,9 +279,15 @@ def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:
 
 
 def commit(
-    connection: sqlite3.Connection, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float],
-    measure: Measure = len, *, stamp: str = "",
-) -> None:  # fmt: skip
+    connection: sqlite3.Connection,
+    version: int,
+    step: int,
+    consumed: Sequence[Group],
+    metrics: Mapping[str, float],
+    measure: Measure = len,
+    *,
+    stamp: str = "",
+) -> None:
     """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is old."""
     last = connection.execute("SELECT max(version) FROM versions").fetchone()[0]
     if last is not None and version <= last:
@@ -235,9 +302,15 @@ def commit(
     )
     connection.execute(
         "INSERT INTO versions VALUES (?,?,?,?,?,?)",
-        (version, step, len(consumed), len(samples), sum(_with_loss(s, measure) for s in samples),
-         json.dumps(dict(metrics))),
-    )  # fmt: skip
+        (
+            version,
+            step,
+            len(consumed),
+            len(samples),
+            sum(_with_loss(s, measure) for s in samples),
+            json.dumps(dict(metrics)),
+        ),
+    )
     if stamp:
         connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{STAMP}{version}", stamp))
 

@@ -211,10 +211,10 @@ class FairBatches:
             left = self.units - sum(have.values()) - 1
             short = {n: max(0, low - have[n]) for n, (low, _) in bounds.items()}
             open_ = [
-                n for n in have
-                if more[n] < ready.get(n, 0) and have[n] < bounds[n][1]
-                and left >= sum(short.values()) - (short[n] > 0)
-            ]  # fmt: skip
+                n
+                for n in have
+                if more[n] < ready.get(n, 0) and have[n] < bounds[n][1] and left >= sum(short.values()) - (short[n] > 0)
+            ]
             if left < 0 or not open_:
                 return more
             name = max(open_, key=lambda n: bounds[n][0] - have[n])

@@ -99,15 +99,19 @@ class HandoffCounts:
         if self.seen >= ENOUGH and not self.pulled and not self.told:
             self.told = True
             tell(
-                EMPTY_HANDOFFS, f"v{version}", count=self.seen,
+                EMPTY_HANDOFFS,
+                f"v{version}",
+                count=self.seen,
                 remedy="see the KV connector in the engines' logs, or use engines.count in place of engines.prefill "
                 "and engines.decode",
-            )  # fmt: skip
+            )
         local = ways.get("local", 0)
         if local >= MANY and not ways.get("remote") and not self.told:
             self.told = True
             tell(
-                UNUSED_PREFILL, f"v{version}", count=local,
+                UNUSED_PREFILL,
+                f"v{version}",
+                count=local,
                 remedy="use engines.count in place of engines.prefill and engines.decode, or another placement.router",
-            )  # fmt: skip
+            )
         self.decoded = self.failed = self.empty = 0

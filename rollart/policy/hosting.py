@@ -116,8 +116,9 @@ class Hosting:
         peers = self._median(host, lambda other: other.overhead_s, lambda other: len(other.overheads))
         if peers is None or one.overhead_s <= self.rules.slow * peers:
             return None
-        return self._leave_alone(host, now, f"calls take {one.overhead_s:.2f} s beside their environments, elsewhere "
-                                            f"{peers:.2f} s")  # fmt: skip
+        return self._leave_alone(
+            host, now, f"calls take {one.overhead_s:.2f} s beside their environments, elsewhere {peers:.2f} s"
+        )
 
     def ended(self, host: str, *, fault: bool, now: float) -> str | None:
         """An episode is over. The cause, if the host is left alone from now on."""
@@ -143,8 +144,10 @@ class Hosting:
         if missing:
             least = min((live for live, most in room.values() if live < most), default=0)
             bound = self.rules.crowd * least + self.rules.crowd_from
-            fewest = min((missing.get(n, 0) for n, (live, _) in room.items() if self._serves(n, now) and live <= bound),
-                         default=0)  # fmt: skip
+            fewest = min(
+                (missing.get(n, 0) for n, (live, _) in room.items() if self._serves(n, now) and live <= bound),
+                default=0,
+            )
             near = {n: r for n, r in room.items() if missing.get(n, 0) <= fewest and r[0] <= min(bound, r[1] - 1)}
             near = {n: r for n, r in near.items() if self._serves(n, now)}
             if near:

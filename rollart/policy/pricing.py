@@ -14,9 +14,19 @@ from types import MappingProxyType
 from rollart.fleet import EngineKind, RoutePrices, TurnModel
 
 __all__ = [
-    "DYNAMO_RATIO", "DYNAMO_TOKENS", "IDLE_SHARE", "MARGIN", "RULES", "UNCACHED_TOKENS",
-    "Cost", "Load", "Offer", "Rule", "Tariff", "rule",
-]  # fmt: skip
+    "DYNAMO_RATIO",
+    "DYNAMO_TOKENS",
+    "IDLE_SHARE",
+    "MARGIN",
+    "RULES",
+    "UNCACHED_TOKENS",
+    "Cost",
+    "Load",
+    "Offer",
+    "Rule",
+    "Tariff",
+    "rule",
+]
 
 MARGIN = 0.10
 """Gain at which a trajectory changes between local and remote prefill, and the difference up to which two homes cost

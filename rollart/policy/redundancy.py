@@ -16,9 +16,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
-    "CANCELLED_AGAINST_KEPT", "BiasReport", "Cancelled", "End", "Extra", "Feature", "GroupProgress", "HealthMeter",
-    "Redundancy", "RedundancySettings", "Trajectory", "bias", "launch", "to_cancel",
-]  # fmt: skip
+    "CANCELLED_AGAINST_KEPT",
+    "BiasReport",
+    "Cancelled",
+    "End",
+    "Extra",
+    "Feature",
+    "GroupProgress",
+    "HealthMeter",
+    "Redundancy",
+    "RedundancySettings",
+    "Trajectory",
+    "bias",
+    "launch",
+    "to_cancel",
+]
 
 CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
 """Event of a run at each publish, one per `Feature` of the report over the last trajectories of either kind."""
@@ -280,8 +292,11 @@ def _at_least(need: int, count: int, good: float) -> float:
     if good <= 0.0:
         return float(need <= 0)
     logs = [
-        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
-        + k * math.log1p(-good) + (count - k) * math.log(good)
+        math.lgamma(count + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(count - k + 1)
+        + k * math.log1p(-good)
+        + (count - k) * math.log(good)
         for k in range(count - need + 1)
-    ]  # fmt: skip
+    ]
     return min(math.fsum(map(math.exp, logs)), 1.0)

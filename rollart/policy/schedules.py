@@ -168,26 +168,36 @@ class Schedule:
 
 
 _BATCH_BY_BATCH = {
-    "training_blocks_rollout": True, "judged": Judged.NOWHERE, "admission": Admission.ONE_BATCH,
-    "in_flight": InFlight.DRAINED, "consumption": Consumption.OLDEST_BATCH,
-}  # fmt: skip
+    "training_blocks_rollout": True,
+    "judged": Judged.NOWHERE,
+    "admission": Admission.ONE_BATCH,
+    "in_flight": InFlight.DRAINED,
+    "consumption": Consumption.OLDEST_BATCH,
+}
 _WINDOW = {
-    "turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS, "training_blocks_rollout": False,
-    "admission": Admission.WINDOW, "in_flight": InFlight.RESUMED, "consumption": Consumption.ANY_GROUPS,
-}  # fmt: skip
+    "turns": Turns.TRAJECTORY,
+    "rewarding": Rewarding.ASYNCHRONOUS,
+    "training_blocks_rollout": False,
+    "admission": Admission.WINDOW,
+    "in_flight": InFlight.RESUMED,
+    "consumption": Consumption.ANY_GROUPS,
+}
 
 _SWITCHES: dict[str, dict[str, Any]] = {
     "sync": _BATCH_BY_BATCH | {"turns": Turns.LOCKSTEP, "rewarding": Rewarding.INLINE},
     "sync_plus": _BATCH_BY_BATCH | {"turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS},
-    "one_off": _BATCH_BY_BATCH | {
-        "turns": Turns.TRAJECTORY, "rewarding": Rewarding.ASYNCHRONOUS, "training_blocks_rollout": False,
+    "one_off": _BATCH_BY_BATCH
+    | {
+        "turns": Turns.TRAJECTORY,
+        "rewarding": Rewarding.ASYNCHRONOUS,
+        "training_blocks_rollout": False,
         "admission": Admission.NEXT_BATCH,
     },
     "areal": _WINDOW | {"judged": Judged.AT_START},
     "rollart": _WINDOW | {"judged": Judged.EVERY_TURN},
     "paced": _WINDOW | {"judged": Judged.EVERY_TURN, "paced": True},
     "roll_flash": _WINDOW | {"judged": Judged.AT_BATCH, "in_flight": InFlight.TURN_REDONE},
-}  # fmt: skip
+}
 
 
 def _named(name: str, alpha: int) -> Schedule:

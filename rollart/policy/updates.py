@@ -25,9 +25,19 @@ from typing import Protocol
 
 __all__ = [
     "ENGINE_UPDATED",
-    "AllAtOnce", "Delayed", "EngineState", "OnDivergence", "Probe", "Reason", "Staggered", "UpdatePlan", "UpdatePolicy",
-    "bytes_on_wire", "may_publish", "may_serve",
-]  # fmt: skip
+    "AllAtOnce",
+    "Delayed",
+    "EngineState",
+    "OnDivergence",
+    "Probe",
+    "Reason",
+    "Staggered",
+    "UpdatePlan",
+    "UpdatePolicy",
+    "bytes_on_wire",
+    "may_publish",
+    "may_serve",
+]
 
 
 ENGINE_UPDATED = "engine_updated"

@@ -34,9 +34,12 @@ def train(out_dir: str, seed: int) -> str:
     x = torch.tensor(np.stack([row for row, _ in data]))
     y = torch.tensor([label for _, label in data])
     net = torch.nn.Sequential(
-        torch.nn.Linear(x.shape[1], _HIDDEN), torch.nn.ReLU(),
-        torch.nn.Linear(_HIDDEN, _HIDDEN), torch.nn.ReLU(), torch.nn.Linear(_HIDDEN, 1),
-    )  # fmt: skip
+        torch.nn.Linear(x.shape[1], _HIDDEN),
+        torch.nn.ReLU(),
+        torch.nn.Linear(_HIDDEN, _HIDDEN),
+        torch.nn.ReLU(),
+        torch.nn.Linear(_HIDDEN, 1),
+    )
     steps = _EPOCHS * (len(y) // _BATCH)
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)

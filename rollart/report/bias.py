@@ -140,10 +140,17 @@ def p_value(ks: float, n: int, m: int) -> float:
 
 def _compared(sets: Mapping[str, Mapping[str, Sequence[Drawn]]]) -> Table:
     columns = (
-        Column("domain"), Column("set"), Column("against"), Column("figure"), Column("mean", "number"),
-        Column("mean_against", "number"), Column("difference", "share"), Column("ks", "number"), Column("p", "number"),
+        Column("domain"),
+        Column("set"),
+        Column("against"),
+        Column("figure"),
+        Column("mean", "number"),
+        Column("mean_against", "number"),
+        Column("difference", "share"),
+        Column("ks", "number"),
+        Column("p", "number"),
         Column("finding", wrap=True),
-    )  # fmt: skip
+    )
     rows: list[tuple[Cell, ...]] = []
     for domain, own in sets.items():
         for fate in own:
@@ -184,22 +191,36 @@ def _test(figure: str, fate: str, some: Sequence[Drawn], others: Sequence[Drawn]
 
 def _described(sets: Mapping[str, Mapping[str, Sequence[Drawn]]], prompts: Prompts) -> Table:
     columns = (
-        Column("domain"), Column("set"), Column("prompts", "count"), Column("trajectories", "count"),
-        Column("cut_short", "share"), Column("length", "number"), Column("length_p50", "number"),
-        Column("length_p90", "number"), Column("turns", "number"), Column("difficulty", "number"),
+        Column("domain"),
+        Column("set"),
+        Column("prompts", "count"),
+        Column("trajectories", "count"),
+        Column("cut_short", "share"),
+        Column("length", "number"),
+        Column("length_p50", "number"),
+        Column("length_p90", "number"),
+        Column("turns", "number"),
+        Column("difficulty", "number"),
         Column("reward", "number"),
-    )  # fmt: skip
+    )
     rows: list[tuple[Cell, ...]] = []
     for domain, own in sets.items():
         settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate not in (OPEN, DELAYED))
         for fate, some in own.items():
             lengths = sorted(_values(some, "length"))
-            rows.append((
-                domain, fate, settled if fate == DRAWN else prompts.get((domain, fate), 0), len(some),
-                sum(one.cut for one in some) / len(some) if some else None,
-                _mean(lengths), _quantile(lengths, 0.5), _quantile(lengths, 0.9),
-                *(_mean(_values(some, figure)) for figure in FIGURES[1:]),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    domain,
+                    fate,
+                    settled if fate == DRAWN else prompts.get((domain, fate), 0),
+                    len(some),
+                    sum(one.cut for one in some) / len(some) if some else None,
+                    _mean(lengths),
+                    _quantile(lengths, 0.5),
+                    _quantile(lengths, 0.9),
+                    *(_mean(_values(some, figure)) for figure in FIGURES[1:]),
+                )
+            )
     title = "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)"
     return Table("sets", title, columns, tuple(rows))
 

@@ -95,8 +95,15 @@ def bars(title: str, groups: Sequence[Group], *, unit: str = PLAIN) -> Node:
             y += thick + gap
         y += 0.0 if beside else 5.0
     height = y + 22.0
-    svg = element("svg", element("title", title), *_axis(plot, y, unit), *parts,
-                  viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", role="img", class_="chart")  # fmt: skip
+    svg = element(
+        "svg",
+        element("title", title),
+        *_axis(plot, y, unit),
+        *parts,
+        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
+        role="img",
+        class_="chart",
+    )
     return svg
 
 
@@ -153,8 +160,15 @@ def _axis(plot: _Plot, y: float, unit: str) -> Iterable[Node]:
 
 def _label(text: str, x: float, y: float, room: float, *, end: bool) -> Node:
     told = clipped(text, room)
-    return element("text", element("title", text) if told != text else None, told, x=x, y=y, class_="label",
-                   text_anchor="end" if end else None)  # fmt: skip
+    return element(
+        "text",
+        element("title", text) if told != text else None,
+        told,
+        x=x,
+        y=y,
+        class_="label",
+        text_anchor="end" if end else None,
+    )
 
 
 def _bar(group: Group, bar: Bar, plot: _Plot, y: float, thick: float, unit: str) -> Node:

@@ -63,26 +63,43 @@ def curve(rows: RunRows) -> Report:
     summary = Table(
         "summary",
         "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)",
-        (Column("domain"), Column("curve"), Column("first", "share"), Column("last", "share"),
-         Column("evaluated_first", "share"), Column("evaluated_last", "share")),
+        (
+            Column("domain"),
+            Column("curve"),
+            Column("first", "share"),
+            Column("last", "share"),
+            Column("evaluated_first", "share"),
+            Column("evaluated_last", "share"),
+        ),
         tuple(
-            (c.domain, sparkline([p.success for p in c.training]), _at(c.training, 0), _at(c.training, -1),
-             _at(c.evaluation, 0), _at(c.evaluation, -1))
+            (
+                c.domain,
+                sparkline([p.success for p in c.training]),
+                _at(c.training, 0),
+                _at(c.training, -1),
+                _at(c.evaluation, 0),
+                _at(c.evaluation, -1),
+            )
             for c in found
         ),
-    )  # fmt: skip
+    )
     points = Table(
         "points",
         "Points",
-        (Column("domain"), Column("kind"), Column("version", "count"), Column("success", "share"),
-         Column("episodes", "count")),
+        (
+            Column("domain"),
+            Column("kind"),
+            Column("version", "count"),
+            Column("success", "share"),
+            Column("episodes", "count"),
+        ),
         tuple(
             (c.domain, kind, p.version, p.success, p.episodes)
             for c in found
             for kind, points in (("training", c.training), ("evaluation", c.evaluation))
             for p in points
         ),
-    )  # fmt: skip
+    )
     return Report("curve", rows.run, (summary, points))
 
 

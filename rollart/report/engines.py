@@ -28,22 +28,37 @@ def engines(rows: RunRows) -> Table:
             sums[event.subject][name] += value
         fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
     columns = (
-        Column("engine"), Column("prompt_tokens", "count"), Column("hits", "share"), Column("pulled", "share"),
-        Column("sampled_tokens", "count"), Column("prefill_tokens_per_s", "number"), Column("steps", "count"),
-        Column("batch", "number"), Column("step_ms", "number"), Column("kv_used", "share"),
+        Column("engine"),
+        Column("prompt_tokens", "count"),
+        Column("hits", "share"),
+        Column("pulled", "share"),
+        Column("sampled_tokens", "count"),
+        Column("prefill_tokens_per_s", "number"),
+        Column("steps", "count"),
+        Column("batch", "number"),
+        Column("step_ms", "number"),
+        Column("kv_used", "share"),
         Column("preemptions", "count"),
-    )  # fmt: skip
+    )
     found: list[tuple[Cell, ...]] = []
     for engine, s in sorted(sums.items()):
         prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
         step = _step_s(s)
         found.append(
-            (engine, int(prompt), (cached - external) / prompt if prompt else None,
-             external / prompt if prompt else None, int(s["generated_tokens"]),
-             (prompt - cached) / s["prefill_seconds"] if s["prefill_seconds"] else None, int(steps),
-             s["generated_tokens"] / steps if steps else None, None if step is None else 1000 * step,
-             fullest[engine], int(s["preemptions"]))
-        )  # fmt: skip
+            (
+                engine,
+                int(prompt),
+                (cached - external) / prompt if prompt else None,
+                external / prompt if prompt else None,
+                int(s["generated_tokens"]),
+                (prompt - cached) / s["prefill_seconds"] if s["prefill_seconds"] else None,
+                int(steps),
+                s["generated_tokens"] / steps if steps else None,
+                None if step is None else 1000 * step,
+                fullest[engine],
+                int(s["preemptions"]),
+            )
+        )
     return Table("engines", "Engines by their own counters", columns, tuple(found), people=bool(found))
 
 

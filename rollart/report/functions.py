@@ -89,31 +89,63 @@ def _why(call: InvocationSum) -> str:
 
 def calls(rows: RunRows) -> Table:
     columns = (
-        Column("function"), Column("provider"), Column("status"), Column("cause"), Column("calls", "count"),
-        Column("items", "count"), Column("cold_starts", "count"), Column("cold_s", "seconds", people=False),
-        Column("cold_billed_s", "seconds", people=False), Column("billed_s", "seconds"),
-        Column("estimated", "count", people=False), Column("estimated_s", "seconds", people=False),
-        Column("gb_s", "number", people=False), Column("usd", "usd"), Column("cost", people=False),
+        Column("function"),
+        Column("provider"),
+        Column("status"),
+        Column("cause"),
+        Column("calls", "count"),
+        Column("items", "count"),
+        Column("cold_starts", "count"),
+        Column("cold_s", "seconds", people=False),
+        Column("cold_billed_s", "seconds", people=False),
+        Column("billed_s", "seconds"),
+        Column("estimated", "count", people=False),
+        Column("estimated_s", "seconds", people=False),
+        Column("gb_s", "number", people=False),
+        Column("usd", "usd"),
+        Column("cost", people=False),
         Column("usd_per_1000_items", "usd", people=False),
-    )  # fmt: skip
+    )
     found: list[tuple[Cell, ...]] = []
     for call in rows.invocations:
         gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
         found.append(
-            (call.function, call.provider, call.status, call.cause, call.calls, call.items, call.cold_starts,
-             call.cold_start_s, call.cold_billed_s, call.billed_s, call.estimated, call.estimated_s, gb_s, usd,
-             _kind(rows, call.provider), _ratio(usd * 1000, call.items))
-        )  # fmt: skip
+            (
+                call.function,
+                call.provider,
+                call.status,
+                call.cause,
+                call.calls,
+                call.items,
+                call.cold_starts,
+                call.cold_start_s,
+                call.cold_billed_s,
+                call.billed_s,
+                call.estimated,
+                call.estimated_s,
+                gb_s,
+                usd,
+                _kind(rows, call.provider),
+                _ratio(usd * 1000, call.items),
+            )
+        )
     return Table("functions", "Function calls, at list prices", columns, tuple(found))
 
 
 def workers(rows: RunRows) -> Table:
     """Seconds of function workers by state; the states of a row are its whole life."""
     columns = (
-        Column("function"), Column("provider"), Column("memory_mb", "count", people=False), Column("how"),
-        Column("cold_s", "seconds"), Column("busy_s", "seconds"), Column("idle_s", "seconds"),
-        Column("idle_share", "share"), Column("idle_usd", "usd"), Column("cost", people=False),
-    )  # fmt: skip
+        Column("function"),
+        Column("provider"),
+        Column("memory_mb", "count", people=False),
+        Column("how"),
+        Column("cold_s", "seconds"),
+        Column("busy_s", "seconds"),
+        Column("idle_s", "seconds"),
+        Column("idle_share", "share"),
+        Column("idle_usd", "usd"),
+        Column("cost", people=False),
+    )
     groups: dict[tuple[str, str, int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for w in rows.workers:
         groups[w.function, w.provider, w.memory_mb, w.estimated][w.state] += w.seconds
@@ -122,16 +154,32 @@ def workers(rows: RunRows) -> Table:
         idle_s = states[WorkerState.IDLE]
         usd = rows.prices.idle_usd(provider, seconds=idle_s, memory_mb=memory_mb)
         found.append(
-            (function, provider, memory_mb, "estimated" if estimated else "metered", states[WorkerState.COLD],
-             states[WorkerState.BUSY], idle_s, _ratio(idle_s, math.fsum(states.values())), usd, _kind(rows, provider))
-        )  # fmt: skip
+            (
+                function,
+                provider,
+                memory_mb,
+                "estimated" if estimated else "metered",
+                states[WorkerState.COLD],
+                states[WorkerState.BUSY],
+                idle_s,
+                _ratio(idle_s, math.fsum(states.values())),
+                usd,
+                _kind(rows, provider),
+            )
+        )
     return Table("function_workers", "Function workers: seconds by state", columns, tuple(found))
 
 
 def savings(rows: RunRows) -> Table:
     """Calls that the cache and calls under way made needless, at the price of the function's own calls."""
-    columns = (Column("function"), Column("stage"), Column("items", "count"), Column("billed_s", "seconds"),
-               Column("usd", "usd"), Column("cost", people=False))  # fmt: skip
+    columns = (
+        Column("function"),
+        Column("stage"),
+        Column("items", "count"),
+        Column("billed_s", "seconds"),
+        Column("usd", "usd"),
+        Column("cost", people=False),
+    )
     found: list[tuple[Cell, ...]] = []
     for s in rows.savings:
         provider = _provider(rows).get(s.function, ("", 0))[0]
@@ -144,12 +192,20 @@ def stages(rows: RunRows) -> Table:
     """What each stage of the pipeline did, over all lives of the run. Dollars at the price of the function's calls.
     A stage that only passed items on has no row; its event is in the ledger."""
     columns = (
-        Column("function"), Column("stage"), Column("entered", "count"), Column("acted", "count"),
-        Column("helped", "count"), Column("waited_s", "seconds"), Column("extra_calls", "count", people=False),
-        Column("extra_billed_s", "seconds", people=False), Column("extra_usd", "usd"),
-        Column("saved_calls", "count", people=False), Column("saved_billed_s", "seconds", people=False),
-        Column("saved_usd", "usd"), Column("cost", people=False),
-    )  # fmt: skip
+        Column("function"),
+        Column("stage"),
+        Column("entered", "count"),
+        Column("acted", "count"),
+        Column("helped", "count"),
+        Column("waited_s", "seconds"),
+        Column("extra_calls", "count", people=False),
+        Column("extra_billed_s", "seconds", people=False),
+        Column("extra_usd", "usd"),
+        Column("saved_calls", "count", people=False),
+        Column("saved_billed_s", "seconds", people=False),
+        Column("saved_usd", "usd"),
+        Column("cost", people=False),
+    )
     sums = _summed(rows.stages, key="stage")
     order = {str(stage): n for n, stage in enumerate(Stage)}
     priced = _provider(rows)
@@ -166,10 +222,22 @@ def stages(rows: RunRows) -> Table:
             for k in ("extra", "saved")
         )
         found.append(
-            (function, stage, int(n["entered"]), int(n["acted"]), int(n["helped"]), n["waited_s"],
-             int(n["extra_calls"]), n["extra_billed_s"], extra, int(n["saved_calls"]), n["saved_billed_s"], saved,
-             _kind(rows, provider))
-        )  # fmt: skip
+            (
+                function,
+                stage,
+                int(n["entered"]),
+                int(n["acted"]),
+                int(n["helped"]),
+                n["waited_s"],
+                int(n["extra_calls"]),
+                n["extra_billed_s"],
+                extra,
+                int(n["saved_calls"]),
+                n["saved_billed_s"],
+                saved,
+                _kind(rows, provider),
+            )
+        )
     return Table(
         "stages", "What each stage of the function pipeline did, cost and saved, at list prices", columns, tuple(found)
     )
@@ -178,17 +246,29 @@ def stages(rows: RunRows) -> Table:
 def health(rows: RunRows) -> Table:
     """Outcomes of functions as their callers got them, and the platform's faults among them by kind."""
     columns = (
-        Column("function"), Column("outcomes", "count"), Column("model_faults", "count"),
-        Column("infra_faults", "count"), Column("rate", "share"), Column("threshold", "share"), Column("kinds"),
-    )  # fmt: skip
+        Column("function"),
+        Column("outcomes", "count"),
+        Column("model_faults", "count"),
+        Column("infra_faults", "count"),
+        Column("rate", "share"),
+        Column("threshold", "share"),
+        Column("kinds"),
+    )
     found: list[tuple[Cell, ...]] = []
     for (function, _), s in sorted(_summed(rows.health).items()):
         outcomes, faults = int(s.get("outcomes", 0)), int(s.get("faults", 0))
         kinds = {k.removeprefix("fault."): int(n) for k, n in sorted(s.items()) if k.startswith("fault.")}
         found.append(
-            (function, outcomes, int(s["model_faults"]) if "model_faults" in s else None, faults,
-             _ratio(faults, outcomes), rows.fault_threshold, ", ".join(f"{k} {n}" for k, n in kinds.items()))
-        )  # fmt: skip
+            (
+                function,
+                outcomes,
+                int(s["model_faults"]) if "model_faults" in s else None,
+                faults,
+                _ratio(faults, outcomes),
+                rows.fault_threshold,
+                ", ".join(f"{k} {n}" for k, n in kinds.items()),
+            )
+        )
     return Table("health", "Health of functions", columns, tuple(found))
 
 

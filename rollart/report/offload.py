@@ -171,9 +171,13 @@ class _View:
     def elastic(self, scaling: Scaling | None) -> tuple[Replayed, float]:
         """Functions that scale, with the cold start that was seen and the function's keep-alive; and their bill."""
         found = elastic(
-            self.calls, cold_s=self.cold_s, keep_s=self.keep_s, scaling=scaling, tick_s=TICK_S,
+            self.calls,
+            cold_s=self.cold_s,
+            keep_s=self.keep_s,
+            scaling=scaling,
+            tick_s=TICK_S,
             most=max([1, *(getattr(s, "concurrency", 1) for s in self._specs)]) if self._specs else 10_000,
-        )  # fmt: skip
+        )
         prices, idle_s = self._rows.prices, max(0.0, found.worker_s - found.busy_s - found.cold_s)
         started = sum(row.cold_billed_s > 0 for row in self.own)
         start_s = sum(row.cold_billed_s for row in self.own) / started if started else 0.0
@@ -214,18 +218,33 @@ TICK_S = 1.0
 
 def _ways(views: Iterable[_View]) -> Table:
     columns = (
-        Column("function"), Column("served_by"), Column("workers", "count"), Column("worker_s", "seconds"),
-        Column("used", "share"), Column("wait_p50_ms", "ms"), Column("wait_p99_ms", "ms"),
-        Column("cold_starts", "count", people=False), Column("usd", "usd"),
-    )  # fmt: skip
+        Column("function"),
+        Column("served_by"),
+        Column("workers", "count"),
+        Column("worker_s", "seconds"),
+        Column("used", "share"),
+        Column("wait_p50_ms", "ms"),
+        Column("wait_p99_ms", "ms"),
+        Column("cold_starts", "count", people=False),
+        Column("usd", "usd"),
+    )
     found: list[tuple[Cell, ...]] = []
     for view in views:
         life, used = view.metered()
         starts = sum(row.cold_start_s > 0 for row in view.own)
         found.append(
-            (view.name, "as billed", None, life, used, 1e3 * view.waited(0.5), 1e3 * view.waited(0.99),
-             starts, view.functions_usd)
-        )  # fmt: skip
+            (
+                view.name,
+                "as billed",
+                None,
+                life,
+                used,
+                1e3 * view.waited(0.5),
+                1e3 * view.waited(0.99),
+                starts,
+                view.functions_usd,
+            )
+        )
         for workers, why in _choices(view):
             one, worker_s, usd = view.dedicated(workers)
             share = one.busy_s / worker_s if worker_s else None
@@ -233,14 +252,15 @@ def _ways(views: Iterable[_View]) -> Table:
         if view.name == ALL:
             continue
         scalings: tuple[tuple[str, Scaling | None], ...] = (
-            ("on demand", None), ("Knative", Reactive()), ("forecast", Ahead(view.cold_s + TICK_S)),
-        )  # fmt: skip
+            ("on demand", None),
+            ("Knative", Reactive()),
+            ("forecast", Ahead(view.cold_s + TICK_S)),
+        )
         for label, scaling in scalings:
             one, usd = view.elastic(scaling)
             found.append(
-                (view.name, label, one.peak, one.worker_s, one.utilisation, *_waits(one),
-                 one.cold_starts, usd)
-            )  # fmt: skip
+                (view.name, label, one.peak, one.worker_s, one.utilisation, *_waits(one), one.cold_starts, usd)
+            )
     return Table("ways", "The same calls served in other ways", columns, tuple(found))
 
 
@@ -258,20 +278,37 @@ def _waits(one: Replayed) -> tuple[float, float]:
 
 def _summary(views: Iterable[_View]) -> Table:
     columns = (
-        Column("function"), Column("calls", "count"), Column("work_s", "seconds"), Column("functions_usd", "usd"),
-        Column("dedicated", "count"), Column("dedicated_usd", "usd"), Column("dedicated_used", "share"),
+        Column("function"),
+        Column("calls", "count"),
+        Column("work_s", "seconds"),
+        Column("functions_usd", "usd"),
+        Column("dedicated", "count"),
+        Column("dedicated_usd", "usd"),
+        Column("dedicated_used", "share"),
         Column("dedicated_wins_above", "share"),
-    )  # fmt: skip
+    )
     found: list[tuple[Cell, ...]] = []
     for view in views:
         one, worker_s, usd = view.dedicated(view.few)
         per_s = view.functions_usd / view.work_s if view.work_s else 0.0
         found.append(
-            (view.name, len(view.calls), view.work_s, view.functions_usd, view.few, usd,
-             one.busy_s / worker_s if worker_s else None, view.worker_usd_s / per_s if per_s else None)
-        )  # fmt: skip
-    return Table("summary", "Functions as billed against the fewest dedicated workers that are quick enough", columns,
-                 tuple(found))  # fmt: skip
+            (
+                view.name,
+                len(view.calls),
+                view.work_s,
+                view.functions_usd,
+                view.few,
+                usd,
+                one.busy_s / worker_s if worker_s else None,
+                view.worker_usd_s / per_s if per_s else None,
+            )
+        )
+    return Table(
+        "summary",
+        "Functions as billed against the fewest dedicated workers that are quick enough",
+        columns,
+        tuple(found),
+    )
 
 
 def _notes(rows: RunRows, given: Trace, views: Sequence[_View], found: int, calls: int, wait_s: float) -> Iterable[str]:

@@ -16,17 +16,31 @@ __all__ = ["prices_table"]
 def prices_table(rows: RunRows) -> Table:
     """The billed rows add up to the total, the others to what would be paid elsewhere (property test)."""
     columns = (
-        Column("price"), Column("unit"), Column("usd_per_unit", "number"), Column("amount", "number"),
-        Column("usd", "usd"), Column("cost"), Column("date"), Column("source", wrap=True),
-    )  # fmt: skip
+        Column("price"),
+        Column("unit"),
+        Column("usd_per_unit", "number"),
+        Column("amount", "number"),
+        Column("usd", "usd"),
+        Column("cost"),
+        Column("date"),
+        Column("source", wrap=True),
+    )
     found: list[tuple[Cell, ...]] = []
     for usd, hours in rows.device_hours:
         same = [pool for pool in rows.pools if pool.usd == usd]
-        found.append((
-            _names(same), "device-hour", usd, hours, usd * hours, BILLED,
-            ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-",
-            "; ".join(dict.fromkeys(pool.source for pool in same)) or "recorded by the run from an earlier price list",
-        ))  # fmt: skip
+        found.append(
+            (
+                _names(same),
+                "device-hour",
+                usd,
+                hours,
+                usd * hours,
+                BILLED,
+                ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-",
+                "; ".join(dict.fromkeys(pool.source for pool in same))
+                or "recorded by the run from an earlier price list",
+            )
+        )
     amounts: dict[tuple[str, str], float] = defaultdict(float)
     prices: dict[tuple[str, str], PriceEntry] = {}
     for price, amount in _function_items(rows):
@@ -34,10 +48,18 @@ def prices_table(rows: RunRows) -> Table:
         prices[price.name, price.unit] = price
     for key, amount in sorted(amounts.items()):
         price = prices[key]
-        found.append((
-            price.name, price.unit, price.usd, amount, price.usd * amount,
-            BILLED if rows.prices.billed(price.name) else ELSEWHERE, str(price.date), price.source,
-        ))  # fmt: skip
+        found.append(
+            (
+                price.name,
+                price.unit,
+                price.usd,
+                amount,
+                price.usd * amount,
+                BILLED if rows.prices.billed(price.name) else ELSEWHERE,
+                str(price.date),
+                price.source,
+            )
+        )
     return Table("prices", "Prices, with their sources", columns, tuple(found))
 
 

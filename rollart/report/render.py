@@ -85,9 +85,12 @@ def _text(report: Report, width: int, colour: bool) -> str:
         for column, least in zip(table.columns, needed, strict=True):
             text = column.kind == "text"
             shown.add_column(
-                Text(column.name.replace("_", " ")), justify="left" if text else "right", overflow="fold",
-                min_width=None if text else least, no_wrap=text and not column.wrap and not tight,
-            )  # fmt: skip
+                Text(column.name.replace("_", " ")),
+                justify="left" if text else "right",
+                overflow="fold",
+                min_width=None if text else least,
+                no_wrap=text and not column.wrap and not tight,
+            )
         for row in cells:
             shown.add_row(*(Text(cell) for cell in row))
         console.print(shown)

@@ -32,19 +32,28 @@ def shares_seen(events: Sequence[RunEvent]) -> dict[str, ShareSeen]:
 
     return {
         n: ShareSeen(
-            number(n, "floor"), number(n, "cap"), number(n, "wanted"), number(n, "share"),
-            number(n, "served") - number(n, "due"), number(n, "worst"),
+            number(n, "floor"),
+            number(n, "cap"),
+            number(n, "wanted"),
+            number(n, "share"),
+            number(n, "served") - number(n, "due"),
+            number(n, "worst"),
         )
         for n in last
-    }  # fmt: skip
+    }
 
 
 def shares(rows: RunRows) -> Table:
     """Of one run."""
     columns = (
-        Column("domain"), Column("floor", "share"), Column("cap", "share"), Column("wanted", "share"),
-        Column("trained", "share"), Column("drift_groups", "number"), Column("worst_drift_groups", "number"),
-    )  # fmt: skip
+        Column("domain"),
+        Column("floor", "share"),
+        Column("cap", "share"),
+        Column("wanted", "share"),
+        Column("trained", "share"),
+        Column("drift_groups", "number"),
+        Column("worst_drift_groups", "number"),
+    )
     found = tuple(
         (name, s.floor, s.cap, s.wanted, s.trained, s.drift, s.worst) for name, s in shares_seen(rows.shares).items()
     )
@@ -55,8 +64,11 @@ def compared(by: Mapping[str, Sequence[Mapping[str, ShareSeen]]]) -> Table:
     """Of simulations, by schedule: means over seeds, and the worst drift of any."""
     columns = [Column("domain")]
     for name in by:
-        columns += [Column(f"{name} wanted", "share"), Column(f"{name} trained", "share"),
-                    Column(f"{name} worst drift", "number")]  # fmt: skip
+        columns += [
+            Column(f"{name} wanted", "share"),
+            Column(f"{name} trained", "share"),
+            Column(f"{name} worst drift", "number"),
+        ]
     names = dict.fromkeys(n for own in by.values() for one in own for n in one)
     rows = []
     for name in names:
@@ -65,8 +77,9 @@ def compared(by: Mapping[str, Sequence[Mapping[str, ShareSeen]]]) -> Table:
             seen = [one[name] for one in own if name in one]
             count = len(seen) or 1
             row += [
-                sum(s.wanted for s in seen) / count, sum(s.trained for s in seen) / count,
+                sum(s.wanted for s in seen) / count,
+                sum(s.trained for s in seen) / count,
                 max((s.worst for s in seen), default=None),
-            ]  # fmt: skip
+            ]
         rows.append(tuple(row))
     return Table("shares", "Shares of domains in what was trained; drift in groups", tuple(columns), tuple(rows))

@@ -204,8 +204,14 @@ def _beside(by: Iterable[str], kind: str) -> Iterable[Column]:
 
 def _each(found: Sequence[Finding]) -> Table:
     """Every simulation by itself, so that another can test differences as it likes."""
-    head = (Column("schedule"), Column("seed", "count"), Column("trace"), Column("seconds", "seconds"),
-            Column("steps", "count"), Column("skipped", "count"))  # fmt: skip
+    head = (
+        Column("schedule"),
+        Column("seed", "count"),
+        Column("trace"),
+        Column("seconds", "seconds"),
+        Column("steps", "count"),
+        Column("skipped", "count"),
+    )
     rows: list[tuple[Cell, ...]] = [
         (f.schedule, f.seed, f.trace, f.seconds, f.steps, f.skipped, *(figure.of(f) for figure in FIGURES))
         for f in found

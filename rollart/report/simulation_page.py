@@ -36,10 +36,13 @@ def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
     )
     parts = [
         card("Figures", table_of(_merged(tables["figures"])), under="mean ± half of the 95 % interval over seeds"),
-        element("h2", "Comparisons"), compared, *_timelines(timelines), element("h2", "Tables"),
+        element("h2", "Comparisons"),
+        compared,
+        *_timelines(timelines),
+        element("h2", "Tables"),
         *(folded(_merged(table)) for table in report.tables if table.people and table.name != "figures"),
         *notes(report.notes),
-    ]  # fmt: skip
+    ]
     return document(f"Simulation of {report.run}", "Schedules beside each other on virtual time.", parts)
 
 

@@ -137,9 +137,12 @@ def _elsewhere(rows: RunRows) -> Table:
     columns = (Column("resource"), Column("billed_s", "seconds"), Column("usd", "usd"))
     found = tuple((name, seconds[name], usd[name]) for name in sorted(usd, key=lambda name: -usd[name]))
     return Table(
-        "elsewhere", "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)",
-        columns, found, people=bool(found),
-    )  # fmt: skip
+        "elsewhere",
+        "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)",
+        columns,
+        found,
+        people=bool(found),
+    )
 
 
 def _by_role(lines: Sequence[CostLine]) -> Table:
@@ -156,13 +159,23 @@ def _grouped(name: str, title: str, key: str, keyed: Sequence[tuple[str, CostLin
         groups[group].append(line)
     total = _usd(line for _, line in keyed)
     rows: list[tuple[str, float, float | None, float, float]] = [
-        (group, _usd(own), _ratio(_usd(own), total), _usd(x for x in own if x.state == State.BUSY),
-         _usd(x for x in own if x.state != State.BUSY))
+        (
+            group,
+            _usd(own),
+            _ratio(_usd(own), total),
+            _usd(x for x in own if x.state == State.BUSY),
+            _usd(x for x in own if x.state != State.BUSY),
+        )
         for group, own in groups.items()
-    ]  # fmt: skip
+    ]
     rows.sort(key=lambda row: -row[1])
-    columns = (Column(key), Column("usd", "usd"), Column("share", "share"), Column("busy_usd", "usd"),
-               Column("not_busy_usd", "usd"))  # fmt: skip
+    columns = (
+        Column(key),
+        Column("usd", "usd"),
+        Column("share", "share"),
+        Column("busy_usd", "usd"),
+        Column("not_busy_usd", "usd"),
+    )
     return Table(name, title, columns, tuple(rows))
 
 

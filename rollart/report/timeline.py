@@ -33,10 +33,20 @@ ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unu
 """Order of rows: down the way of a trajectory."""
 
 DEVICES, TRAJECTORIES, CALLS, FAULTS = "devices", "trajectories", "calls", "faults"
-TROUBLE = frozenset({
-    "engine_lost", "engine_given_up", "group_dropped", "handoff_failed", "infra_fault", "learning_stopped",
-    "lease_expired", "rebalance_failed", "stalled", "trainer_restarted",
-})  # fmt: skip
+TROUBLE = frozenset(
+    {
+        "engine_lost",
+        "engine_given_up",
+        "group_dropped",
+        "handoff_failed",
+        "infra_fault",
+        "learning_stopped",
+        "lease_expired",
+        "rebalance_failed",
+        "stalled",
+        "trainer_restarted",
+    }
+)
 """Events that cost something: their row says when there were how many."""
 
 RESET, STEP, ELSEWHERE = "reset", "environment", "generation"
@@ -192,8 +202,13 @@ def _bands(title: str, kind: str, found: Timeline) -> Table:
     states = list(dict.fromkeys(state for band in own for state in band.amounts))
     counted = {DEVICES: "parts", TRAJECTORIES: "ended", CALLS: "calls", FAULTS: "events"}[kind]
     whole = {DEVICES: "devices", FAULTS: "most in a bin"}.get(kind, "peak")
-    columns = (Column("who"), Column(counted, "count"), Column(whole, "number"), *(Column(s, "share") for s in states),
-               Column(SKETCHES[kind != DEVICES]))  # fmt: skip
+    columns = (
+        Column("who"),
+        Column(counted, "count"),
+        Column(whole, "number"),
+        *(Column(s, "share") for s in states),
+        Column(SKETCHES[kind != DEVICES]),
+    )
     rows: list[tuple[Cell, ...]] = [
         (b.name, b.members, b.whole, *(b.share(s) if s in b.amounts else None for s in states), _sketch(b)) for b in own
     ]

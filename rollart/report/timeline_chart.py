@@ -60,8 +60,15 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> Node:
         parts.append(_row(band, found, LEFT, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
         y += height + (GAP if height == HIGH else 3.0)
     grid = list(_axis(end, x1, y + 2.0))
-    return element("svg", element("title", found.label or "timeline"), *grid, *parts,
-                   viewBox=f"0 0 {WIDTH:.0f} {y + 26.0:.0f}", role="img", class_="chart wide")  # fmt: skip
+    return element(
+        "svg",
+        element("title", found.label or "timeline"),
+        *grid,
+        *parts,
+        viewBox=f"0 0 {WIDTH:.0f} {y + 26.0:.0f}",
+        role="img",
+        class_="chart wide",
+    )
 
 
 def timeline_legend(found: Sequence[Timeline]) -> Node:
@@ -141,8 +148,15 @@ def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, heigh
             tall = height * (0.25 + 0.75 * math.log1p(count - 1) / math.log1p(max(1.0, band.whole - 1)))
             lines = [f"{duration(n * found.bin_s)} to {duration((n + 1) * found.bin_s)}"]
             lines += [f"{k.replace('_', ' ')}: {c:.0f}" for k, c in zip(band.amounts, column, strict=True) if c]
-            yield element("rect", element("title", "\n".join(lines)), x=x0 + n * width, y=y + height - tall,
-                          width=max(width, 2.0), height=tall, class_="down")  # fmt: skip
+            yield element(
+                "rect",
+                element("title", "\n".join(lines)),
+                x=x0 + n * width,
+                y=y + height - tall,
+                width=max(width, 2.0),
+                height=tall,
+                class_="down",
+            )
 
 
 def _words(band: Band, y: float, height: float) -> Iterable[Node]:
@@ -150,8 +164,15 @@ def _words(band: Band, y: float, height: float) -> Iterable[Node]:
     room = LEFT - 14.0
     name = clipped(band.name, room)
     many = height == HIGH
-    yield element("text", element("title", band.name) if name != band.name else None, name,
-                  x=LEFT - 10.0, y=middle - (7.0 if many else 0.0), class_="label", text_anchor="end")  # fmt: skip
+    yield element(
+        "text",
+        element("title", band.name) if name != band.name else None,
+        name,
+        x=LEFT - 10.0,
+        y=middle - (7.0 if many else 0.0),
+        class_="label",
+        text_anchor="end",
+    )
     right = {
         DEVICES: f"{band.share(State.BUSY):.0%} busy",
         FAULTS: f"{band.members:,} events",
@@ -205,8 +226,9 @@ def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: 
                 share = f" ({amount / band.whole:.0%})" if band.kind == DEVICES else ""
                 lines.append(f"{_name(state)}: {amount:,.3g}{share}")
         left, right = (x0 + (x1 - x0) * edge / found.bins for edge in (a, b))
-        yield element("rect", element("title", "\n".join(lines)), x=left, y=y, width=right - left, height=height,
-                      class_="hover")  # fmt: skip
+        yield element(
+            "rect", element("title", "\n".join(lines)), x=left, y=y, width=right - left, height=height, class_="hover"
+        )
 
 
 def _order(state: str) -> tuple[int, str]:

@@ -19,9 +19,24 @@ __all__ = ["utilization"]
 
 def utilization(rows: RunRows) -> Report:
     """The utilization report."""
-    tables = (_resources(rows), _down(rows), _nodes(rows), _rates(rows), _domains(rows), functions.health(rows),
-              _cancelled(rows), _filtered(rows), engines(rows), _handoffs(rows), shares(rows), _concurrency(rows),
-              _updates(rows), _broadcasts(rows), _making(rows), _places(rows))  # fmt: skip
+    tables = (
+        _resources(rows),
+        _down(rows),
+        _nodes(rows),
+        _rates(rows),
+        _domains(rows),
+        functions.health(rows),
+        _cancelled(rows),
+        _filtered(rows),
+        engines(rows),
+        _handoffs(rows),
+        shares(rows),
+        _concurrency(rows),
+        _updates(rows),
+        _broadcasts(rows),
+        _making(rows),
+        _places(rows),
+    )
     return Report("utilization", rows.run, tables)
 
 
@@ -32,8 +47,12 @@ def _resources(rows: RunRows) -> Table:
         seconds[i.role, i.resource][i.state] += i.seconds
     states = [str(s) for s in State]
     extra = sorted({i.state for i in rows.intervals} - set(states))
-    columns = (Column("resource"), Column("role"), Column("seconds", "seconds"),
-               *(Column(state, "share") for state in [*states, *extra]))  # fmt: skip
+    columns = (
+        Column("resource"),
+        Column("role"),
+        Column("seconds", "seconds"),
+        *(Column(state, "share") for state in [*states, *extra]),
+    )
     found: list[tuple[Cell, ...]] = []
     for (role, resource), by_state in sorted(seconds.items()):
         life = math.fsum(by_state.values())
@@ -62,7 +81,7 @@ def _nodes(rows: RunRows) -> Table:
     found = tuple(
         (e.t, e.kind, e.subject, e.fields.get("moves"), e.fields.get("why") or e.fields.get("cause"))
         for e in rows.nodes
-    )  # fmt: skip
+    )
     return Table("nodes", "Nodes that came and went", columns, found, people=bool(found))
 
 
@@ -76,8 +95,12 @@ def _rates(rows: RunRows) -> Table:
         "sampled tokens": sum(c.action_tokens for c in rows.charges),
         "trained tokens": rows.facts.trained_tokens,
     }
-    columns = (Column("what"), Column("count", "count"), Column("per_second", "number"),
-               Column("per_busy_engine_second", "number"))  # fmt: skip
+    columns = (
+        Column("what"),
+        Column("count", "count"),
+        Column("per_second", "number"),
+        Column("per_busy_engine_second", "number"),
+    )
     found = [
         (what, n, n / seconds if seconds else None, n / busy if busy and what != "trained tokens" else None)
         for what, n in amounts.items()
@@ -90,10 +113,18 @@ def _domains(rows: RunRows) -> Table:
     for charge in rows.charges:
         groups[charge.domain, charge.purpose].append(charge)
     columns = (
-        Column("domain"), Column("purpose"), Column("episodes", "count"), Column("used", "count"),
-        Column("waiting", "count"), Column("lost", "count"), Column("success", "share"), Column("turns", "number"),
-        Column("tokens", "number"), Column("wall_s", "seconds"), Column("engine_ms", "number"),
-    )  # fmt: skip
+        Column("domain"),
+        Column("purpose"),
+        Column("episodes", "count"),
+        Column("used", "count"),
+        Column("waiting", "count"),
+        Column("lost", "count"),
+        Column("success", "share"),
+        Column("turns", "number"),
+        Column("tokens", "number"),
+        Column("wall_s", "seconds"),
+        Column("engine_ms", "number"),
+    )
     found: list[tuple[Cell, ...]] = []
     for (domain, purpose), own in sorted(groups.items()):
         n = sum(c.trajectories for c in own)
@@ -101,11 +132,20 @@ def _domains(rows: RunRows) -> Table:
         waiting = sum(c.trajectories for c in own if c.outcome == "waiting")
         judged = sum(c.judged for c in own)
         found.append(
-            (domain, purpose, n, used, waiting, n - used - waiting,
-             sum(c.successes for c in own) / judged if judged else None,
-             sum(c.turns for c in own) / n, sum(c.action_tokens for c in own) / n, sum(c.seconds for c in own) / n,
-             1000 * math.fsum(c.engine_seconds for c in own) / n)
-        )  # fmt: skip
+            (
+                domain,
+                purpose,
+                n,
+                used,
+                waiting,
+                n - used - waiting,
+                sum(c.successes for c in own) / judged if judged else None,
+                sum(c.turns for c in own) / n,
+                sum(c.action_tokens for c in own) / n,
+                sum(c.seconds for c in own) / n,
+                1000 * math.fsum(c.engine_seconds for c in own) / n,
+            )
+        )
     return Table("domains", "Domains (means per trajectory)", columns, tuple(found))
 
 
@@ -115,8 +155,13 @@ def _handoffs(rows: RunRows) -> Table:
     decoded, failed, empty = (
         int(math.fsum(float(e.fields.get(name) or 0) for e in rows.handoffs)) for name in ("decoded", "failed", "empty")
     )
-    columns = (Column("hand_offs", "count"), Column("failed", "count"), Column("failed_share", "share"),
-               Column("pulled_nothing", "count"), Column("alarm"))  # fmt: skip
+    columns = (
+        Column("hand_offs", "count"),
+        Column("failed", "count"),
+        Column("failed_share", "share"),
+        Column("pulled_nothing", "count"),
+        Column("alarm"),
+    )
     whole = decoded + failed
     alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
     found = ((whole, failed, failed / whole, empty, alarm),) if whole else ()
@@ -152,8 +197,14 @@ def _concurrency(rows: RunRows) -> Table:
 def _updates(rows: RunRows) -> Table:
     """Versions that engines loaded one by one (`weights.update`), and those that they left out before: bytes that were
     never sent, at the size of the version that was. What an engine has not made up for at the end is not counted."""
-    columns = (Column("engine"), Column("loads", "count"), Column("seconds", "seconds"), Column("loaded_gb", "number"),
-               Column("skipped", "count"), Column("saved_gb", "number"))  # fmt: skip
+    columns = (
+        Column("engine"),
+        Column("loads", "count"),
+        Column("seconds", "seconds"),
+        Column("loaded_gb", "number"),
+        Column("skipped", "count"),
+        Column("saved_gb", "number"),
+    )
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for event in rows.updates:
         gb, skipped = float(event.fields.get("bytes") or 0) / 1e9, float(event.fields.get("skipped") or 0)
@@ -166,8 +217,15 @@ def _updates(rows: RunRows) -> Table:
 def _broadcasts(rows: RunRows) -> Table:
     """Versions that engines had by broadcast (`weights.collective`), while they went on generating: bytes of all their
     workers, and seconds from the word to take part to the last byte. What they missed they read from files."""
-    columns = (Column("engine"), Column("received", "count"), Column("gb", "number"), Column("seconds", "seconds"),
-               Column("gb_per_s", "number"), Column("missed", "count"), Column("why", wrap=True))  # fmt: skip
+    columns = (
+        Column("engine"),
+        Column("received", "count"),
+        Column("gb", "number"),
+        Column("seconds", "seconds"),
+        Column("gb_per_s", "number"),
+        Column("missed", "count"),
+        Column("why", wrap=True),
+    )
     found: dict[str, tuple[list[RunEvent], list[RunEvent]]] = defaultdict(lambda: ([], []))
     for event in rows.broadcasts:
         found[event.subject][event.kind == "weights_not_received"].append(event)
@@ -184,9 +242,17 @@ def _broadcasts(rows: RunRows) -> Table:
 def _making(rows: RunRows) -> Table:
     """How episodes came to their environments on each host: made in their reset, which waited for it, made ahead, or
     reset after another episode."""
-    columns = (Column("host"), Column("domain"), Column("cold", "count"), Column("cold_s", "seconds"),
-               Column("ahead", "count"), Column("ahead_s", "seconds"), Column("reused", "count"),
-               Column("pulled", "count"), Column("pull_s", "seconds"))  # fmt: skip
+    columns = (
+        Column("host"),
+        Column("domain"),
+        Column("cold", "count"),
+        Column("cold_s", "seconds"),
+        Column("ahead", "count"),
+        Column("ahead_s", "seconds"),
+        Column("reused", "count"),
+        Column("pulled", "count"),
+        Column("pull_s", "seconds"),
+    )
     last = {(event.subject, str(event.fields.get("domain"))): event.fields for event in rows.making}
     names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
     lines = tuple((*key, *(f.get(name) for name in names)) for key, f in sorted(last.items()))
@@ -196,8 +262,14 @@ def _making(rows: RunRows) -> Table:
 def _places(rows: RunRows) -> Table:
     """Waits for a place on an environment host, whose hosts were full: of trajectories, held-out episodes, members
     beyond a group's, and environments ahead of need, which gave theirs up to the others."""
-    columns = (Column("episodes"), Column("places", "count"), Column("waited", "count"), Column("wait_s", "seconds"),
-               Column("longest_s", "seconds"), Column("given_up", "count"))  # fmt: skip
+    columns = (
+        Column("episodes"),
+        Column("places", "count"),
+        Column("waited", "count"),
+        Column("wait_s", "seconds"),
+        Column("longest_s", "seconds"),
+        Column("given_up", "count"),
+    )
     names = ("places", "waited", "wait_s", "longest_s", "given_up")
     lines = tuple((claim, *(f.get(name) for name in names)) for claim, f in _waits(rows).items())
     return Table("places", "Waits for a place on an environment host", columns, lines, people=bool(lines))
@@ -213,9 +285,11 @@ def _waits(rows: RunRows) -> dict[str, dict[str, float]]:
         new = any(now[name] < before.get(name, 0) for name in now)
         own = found.setdefault(event.subject, dict.fromkeys(now, 0.0))
         for name, value in now.items():
-            own[name] = max(own[name], value) if name == "longest_s" else (
-                own[name] + value - (0.0 if new else before.get(name, 0.0))
-            )  # fmt: skip
+            own[name] = (
+                max(own[name], value)
+                if name == "longest_s"
+                else (own[name] + value - (0.0 if new else before.get(name, 0.0)))
+            )
         last[event.subject] = now
     return found
 
@@ -226,9 +300,14 @@ RUNNING = ("train", "evaluate", "spare")
 
 def _columns(what: str) -> tuple[Column, ...]:
     return (
-        Column("figure"), Column(what, "number"), Column("kept", "number"), Column(f"{what}_count", "count"),
-        Column("kept_count", "count"), Column("cliffs_delta", "number"), Column("warning", wrap=True),
-    )  # fmt: skip
+        Column("figure"),
+        Column(what, "number"),
+        Column("kept", "number"),
+        Column(f"{what}_count", "count"),
+        Column("kept_count", "count"),
+        Column("cliffs_delta", "number"),
+        Column("warning", wrap=True),
+    )
 
 
 def _against(events: Sequence[RunEvent], what: str) -> tuple[tuple[Cell, ...], ...]:
@@ -238,14 +317,24 @@ def _against(events: Sequence[RunEvent], what: str) -> tuple[tuple[Cell, ...], .
         more = "more" if float(f["delta"] or 0) > 0 else "less"
         warning = f"{what} ones have {more} {FIGURES.get(name, name)}" if f["notable"] else ""
         found.append(
-            (FIGURES.get(name, name), f["cancelled"], f["kept"], f["cancelled_count"], f["kept_count"], f["delta"],
-             warning)
-        )  # fmt: skip
+            (
+                FIGURES.get(name, name),
+                f["cancelled"],
+                f["kept"],
+                f["cancelled_count"],
+                f["kept_count"],
+                f["delta"],
+                warning,
+            )
+        )
     return tuple(found)
 
 
 FIGURES = {
-    "tokens": "sampled tokens", "age_s": "age in seconds", "turns": "turns", "difficulty": "reward of their group",
+    "tokens": "sampled tokens",
+    "age_s": "age in seconds",
+    "turns": "turns",
+    "difficulty": "reward of their group",
     "reward": "reward",
-}  # fmt: skip
+}
 """What the figures of `policy.redundancy.bias` are called here."""

@@ -132,29 +132,43 @@ class ControlPlane:
         self.gateway = _gateway(leases, recorder, version, settings, hooks, together)
         prefetch = _prefetch(domains, leases, recorder, settings)
         runner = TrajectoryRunner(
-            self.gateway, tokenizer, leases,
+            self.gateway,
+            tokenizer,
+            leases,
             limits=settings.waits,
             stale=_judge(rules, self.gateway),
             barrier=TurnBarrier() if rules.turns is Turns.LOCKSTEP else FreeRunning(),
             measure=settings.measure,
             prefetch=prefetch,
-        )  # fmt: skip
+        )
         self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
         self.resharder = self._resharding(runner, leases, recorder)
         self.lender = self._lending(recorder, trainer_clock)
         shares = _shares(domains, recorder, settings.schedule)
         buffer = _buffer(domains, leases, recorder, settings, shares)
         self.scheduler = Scheduler(
-            domains, runner, Rewarding(rewarder, leases, reward_s=settings.waits.reward_s), buffer, journal, recorder,
-            settings=settings.schedule, prefetch=prefetch, shares=shares, together=together,
-        )  # fmt: skip
+            domains,
+            runner,
+            Rewarding(rewarder, leases, reward_s=settings.waits.reward_s),
+            buffer,
+            journal,
+            recorder,
+            settings=settings.schedule,
+            prefetch=prefetch,
+            shares=shares,
+            together=together,
+        )
         publisher = Publisher(
-            trainer, self.gateway, journal, weights, leases,
+            trainer,
+            self.gateway,
+            journal,
+            weights,
+            leases,
             publish_s=settings.publish_s,
             on_version=self._published,
             drained=self._drained,
             in_use=self._versions_in_use,
-        )  # fmt: skip
+        )
         self._training = self._trains(trainer, buffer, publisher, leases, trainer_clock)
         self._columns = Columns(
             settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
@@ -166,7 +180,10 @@ class ControlPlane:
     ) -> Training:
         settings, hooks = self._settings, self._hooks
         return Training(
-            trainer, buffer, publisher, leases,
+            trainer,
+            buffer,
+            publisher,
+            leases,
             clock=clock,
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
@@ -175,7 +192,7 @@ class ControlPlane:
             on_refused=self.scheduler.refused,
             samples=whole if settings.cut_tokens is None else Cut(settings.cut_tokens, settings.measure),
             overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
-        )  # fmt: skip
+        )
 
     def session(
         self,
@@ -280,11 +297,13 @@ def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSe
         return None
     rules = settings.rules
     return Shares(
-        domains, settings.fairness, recorder,
+        domains,
+        settings.fairness,
+        recorder,
         steps=settings.steps,
         window=rules.alpha + 1 if rules.windowed else 1,
         apart=rules.admission is Admission.NEXT_BATCH,
-    )  # fmt: skip
+    )
 
 
 def _buffer(

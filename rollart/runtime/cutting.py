@@ -57,7 +57,13 @@ class Cut:
             rewards[last] += sum(sample.rewards[end:])
         return dataclasses.replace(
             sample,
-            token_ids=sample.token_ids[:end], loss_mask=sample.loss_mask[:end], logprobs=sample.logprobs[:end],
-            versions=sample.versions[:end], turn=sample.turn[:end], rewards=tuple(rewards),
-            allowed=sample.allowed[:end], reference=sample.reference[:end], advantage=sample.advantage[:end],
-        )  # fmt: skip
+            token_ids=sample.token_ids[:end],
+            loss_mask=sample.loss_mask[:end],
+            logprobs=sample.logprobs[:end],
+            versions=sample.versions[:end],
+            turn=sample.turn[:end],
+            rewards=tuple(rewards),
+            allowed=sample.allowed[:end],
+            reference=sample.reference[:end],
+            advantage=sample.advantage[:end],
+        )

@@ -314,6 +314,11 @@ class Entrance:
         )
         if decision.change in (Change.DOWN_PREEMPTED, Change.DOWN_FULL) and decision.limit < before:
             self._tell(
-                "concurrency_lowered", name, limit=decision.limit, before=before, why=str(decision.change),
-                kv_used=round(used, 4), sessions=len(kv),
-            )  # fmt: skip
+                "concurrency_lowered",
+                name,
+                limit=decision.limit,
+                before=before,
+                why=str(decision.change),
+                kv_used=round(used, 4),
+                sessions=len(kv),
+            )

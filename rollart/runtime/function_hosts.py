@@ -185,8 +185,11 @@ class FunctionFleet:
                         self._tell("host_given_up", host, cause=cause, restarts=self._limits.max_restarts)
                         return
                     if not self._limits.waits(failed, now() - since):
-                        raise PartDied(host.part.id, f"{cause}, after {host.restarts - 1} restarts",
-                                       remedy=f"rollart logs --role {host.part.id}")  # fmt: skip
+                        raise PartDied(
+                            host.part.id,
+                            f"{cause}, after {host.restarts - 1} restarts",
+                            remedy=f"rollart logs --role {host.part.id}",
+                        )
                 if host.restarts > 1:
                     await asyncio.sleep(min(0.25 * 2 ** min(host.restarts, 8), 5.0))
             self._tell("host_retired", host)

@@ -75,10 +75,20 @@ class Gateway:
         self._requests = 0
         self.on_lost: Callable[[EngineId], None] = lambda _: None
         """Told of an engine that serves no more."""
-        self.updates = None if updates is None else Updates(
-            updates, self._turns, self._roster, leases, limits=limits, pause=pause, suspect=self._suspect,
-            tell=self._event,
-        )  # fmt: skip
+        self.updates = (
+            None
+            if updates is None
+            else Updates(
+                updates,
+                self._turns,
+                self._roster,
+                leases,
+                limits=limits,
+                pause=pause,
+                suspect=self._suspect,
+                tell=self._event,
+            )
+        )
         """Whoever runs the gateway runs these too."""
 
     @property

@@ -275,8 +275,11 @@ class HostFleet:
                         self.tell("host_given_up", host.id, cause=cause, restarts=self._limits.max_restarts)
                         return
                     if not self._limits.waits(failed, _now() - since):
-                        raise PartDied(host.id, f"{cause}, after {host.restarts - 1} restarts",
-                                       remedy=f"rollart logs --role {host.id}")  # fmt: skip
+                        raise PartDied(
+                            host.id,
+                            f"{cause}, after {host.restarts - 1} restarts",
+                            remedy=f"rollart logs --role {host.id}",
+                        )
                 if host.restarts > 1:
                     await asyncio.sleep(min(0.25 * 2 ** min(host.restarts, 8), 5.0))
             self.tell("host_retired", host.id, episodes=host.episodes, faults=host.faults)

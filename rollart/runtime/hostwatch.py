@@ -184,7 +184,9 @@ async def _unwell(
             return cause
         host.resting = bool(health.left)
         if health.left and (not host.live or len(health.left) >= LEFT):
-            calls = "1 call never ended and holds a thread" if len(health.left) == 1 else (
-                f"{len(health.left)} calls never ended and hold its threads"
-            )  # fmt: skip
+            calls = (
+                "1 call never ended and holds a thread"
+                if len(health.left) == 1
+                else (f"{len(health.left)} calls never ended and hold its threads")
+            )
             return f"{calls} ({health.left[0]})"

@@ -135,9 +135,14 @@ class Lender:
         size = self._settings.bytes_per_token
         instances = [RolloutInstance(e, seats[e].tp, size * (s.kv_tokens or 0)) for e, s in stats.items() if e in seats]
         decision = lend(
-            self._done, instances, self._requests(stats), self._lengths, size,
-            checked=self._checked, headroom=self._settings.headroom,
-        )  # fmt: skip
+            self._done,
+            instances,
+            self._requests(stats),
+            self._lengths,
+            size,
+            checked=self._checked,
+            headroom=self._settings.headroom,
+        )
         if isinstance(decision, Lent):
             await self._lend(decision)
             return
@@ -175,9 +180,14 @@ class Lender:
             return
         self._borrow(self.lent)
         self._event(
-            "engines_lent", " ".join(self.lent), devices=decision.devices, moved=len(decision.migrations),
-            recomputed_tokens=sum(m.recompute for m in decision.migrations), done=self._done, left=len(self._live),
-        )  # fmt: skip
+            "engines_lent",
+            " ".join(self.lent),
+            devices=decision.devices,
+            moved=len(decision.migrations),
+            recomputed_tokens=sum(m.recompute for m in decision.migrations),
+            done=self._done,
+            left=len(self._live),
+        )
 
     def _tell(self, kept: Kept) -> None:
         if kept.reason in (KeptReason.KV, KeptReason.WHOLE):

@@ -15,9 +15,18 @@ EVERY_S = 10.0
 """Seconds between two looks: a request's worth of controller time each, and a row."""
 
 COUNTERS = (
-    "prompt_tokens", "generated_tokens", "cached_tokens", "external_tokens", "prefill_seconds", "decode_seconds",
-    "preemptions", "ended", "steps", "latencies", "latency_seconds",
-)  # fmt: skip
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "external_tokens",
+    "prefill_seconds",
+    "decode_seconds",
+    "preemptions",
+    "ended",
+    "steps",
+    "latencies",
+    "latency_seconds",
+)
 """Of `EngineStats`: what grows since an engine started."""
 
 

@@ -162,6 +162,11 @@ class Places:
     def _tell(self, claim: Claim) -> None:
         own, now = self.sums[claim], asyncio.get_running_loop().time()
         if own.waited or own.given_up:
-            fields = {"places": own.places, "waited": own.waited, "wait_s": own.wait_s, "longest_s": own.longest_s,
-                      "given_up": own.given_up}  # fmt: skip
+            fields = {
+                "places": own.places,
+                "waited": own.waited,
+                "wait_s": own.wait_s,
+                "longest_s": own.longest_s,
+                "given_up": own.given_up,
+            }
             self.recorder.event(RunEvent(now, PLACES, claim.name.lower(), fields))

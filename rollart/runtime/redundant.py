@@ -117,9 +117,14 @@ class Cancellations:
         now = asyncio.get_running_loop().time()
         for f in found.features:
             fields: dict[str, str | int | float | bool | None] = {
-                "version": version, "kept": f.kept, "cancelled": f.cancelled, "kept_count": f.kept_count,
-                "cancelled_count": f.cancelled_count, "delta": f.delta, "notable": f.notable(found.threshold),
-            }  # fmt: skip
+                "version": version,
+                "kept": f.kept,
+                "cancelled": f.cancelled,
+                "kept_count": f.kept_count,
+                "cancelled_count": f.cancelled_count,
+                "delta": f.delta,
+                "notable": f.notable(found.threshold),
+            }
             self._recorder.event(RunEvent(now, self._kind, f.name, fields))
 
     def _cancel(self, trajectory: Trajectory) -> None:

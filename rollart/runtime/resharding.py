@@ -188,9 +188,14 @@ class Resharder:
         self._move_s = (now - began) / max(made // (drains + starts), 1)
         self._adopted()
         self._event(
-            "parallelism_changed", f"{kind.role} on {kind.pool}", before=kind.tp, after=target.tp, moves=made,
-            seconds=round(now - began, 3), why=why,
-        )  # fmt: skip
+            "parallelism_changed",
+            f"{kind.role} on {kind.pool}",
+            before=kind.tp,
+            after=target.tp,
+            moves=made,
+            seconds=round(now - began, 3),
+            why=why,
+        )
         return True
 
     async def _bring_back(self, drained: list[Move], left: tuple[int, int]) -> None:

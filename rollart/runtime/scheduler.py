@@ -94,10 +94,17 @@ class Scheduler:
         self._bound = settings.rules.bound
         self._pace = StartPace(settings.rules.alpha, recorder) if settings.rules.paced else None
         self._admitting = Admitting(
-            domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps,
-            redundancy=settings.redundancy, additional=additional_prompts(domains, settings.filter.additional),
-            tail=settings.tail, shares=shares, pace=self._pace,
-        )  # fmt: skip
+            domains,
+            settings.rules,
+            recorder,
+            seed=settings.seed,
+            steps=settings.steps,
+            redundancy=settings.redundancy,
+            additional=additional_prompts(domains, settings.filter.additional),
+            tail=settings.tail,
+            shares=shares,
+            pace=self._pace,
+        )
         self._admitting.short = buffer.short
         self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
         # Rewards as a stage of their own wait until every trajectory of the batch has ended.
@@ -126,9 +133,18 @@ class Scheduler:
         window = max(WINDOW, BATCHES * sum(d.quota for d in domains))
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
         self._attempts = Attempts(
-            self._groups, runner, rewarding, journal, recorder, seed=settings.seed, stage=stage, faults=self.faults,
-            redundant=self._redundant, cancellations=self._cancellations, shares=shares,
-        )  # fmt: skip
+            self._groups,
+            runner,
+            rewarding,
+            journal,
+            recorder,
+            seed=settings.seed,
+            stage=stage,
+            faults=self.faults,
+            redundant=self._redundant,
+            cancellations=self._cancellations,
+            shares=shares,
+        )
         self.rolling = self._attempts.rolling
 
     async def run(self, version: Callable[[], int], recovered: Recovered | None = None) -> None:

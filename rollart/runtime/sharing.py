@@ -190,10 +190,16 @@ class Shares:
         for d in self.settings.domains:
             n = d.domain
             fields: dict[str, str | int | float | bool | None] = {
-                "version": version, "weight": d.weight, "floor": d.floor, "cap": d.cap,
-                "wanted": self._fair.shares[n], "served": self._fair.served[n], "due": self._fair.due[n],
-                "share": self._fair.served[n] / total if total else None, "worst": self._fair.worst[n],
-            }  # fmt: skip
+                "version": version,
+                "weight": d.weight,
+                "floor": d.floor,
+                "cap": d.cap,
+                "wanted": self._fair.shares[n],
+                "served": self._fair.served[n],
+                "due": self._fair.due[n],
+                "share": self._fair.served[n] / total if total else None,
+                "worst": self._fair.worst[n],
+            }
             self.recorder.event(RunEvent(now, DOMAIN_SHARE, n, fields))
 
 

@@ -260,8 +260,13 @@ class TrajectoryRunner:
             while (wanted := await self._wanted(live, episode)) is not None:
                 self._judge(live)
                 room = self._limits.context_tokens - len(wanted.token_ids)
-                sampling = harness_sampling(live.domain, wanted, derive_seed(live.run_seed, live.id, asked), room,
-                                            greedy=live.purpose is Purpose.EVAL)  # fmt: skip
+                sampling = harness_sampling(
+                    live.domain,
+                    wanted,
+                    derive_seed(live.run_seed, live.id, asked),
+                    room,
+                    greedy=live.purpose is Purpose.EVAL,
+                )
                 last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
                 answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.told)
                 completion = await unless_gone(wanted.gone, answer)
@@ -360,9 +365,12 @@ class TrajectoryRunner:
             await (prepared(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared())
             self._barrier.join()  # not before: who waits for a place holds up nobody that has one
             live.joined = True
-            with self._leases.hold(
-                live.id, "the reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
-            ) as lease, foreign():  # fmt: skip
+            with (
+                self._leases.hold(
+                    live.id, "the reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
+                ) as lease,
+                foreign(),
+            ):
                 if ahead is not None:
                     observation = await ahead.observed()
                     live.reset_seconds = ahead.seconds
@@ -377,9 +385,12 @@ class TrajectoryRunner:
 
     async def _step(self, live: Live, environment: Environment, text: str) -> Step:
         try:
-            with self._leases.hold(
-                live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
-            ) as lease, foreign():  # fmt: skip
+            with (
+                self._leases.hold(
+                    live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
+                ) as lease,
+                foreign(),
+            ):
                 step = checked_step(await due(environment.step(text), "step"))
         except Exception as error:
             raise environment_fault("step", error, environment) from None

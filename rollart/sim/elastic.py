@@ -30,9 +30,15 @@ class Billed:
     def clock(self, ledger: Recorder, state: str = "idle", cause: str = "") -> ResourceClock:
         now = asyncio.get_running_loop().time
         return ResourceClock(
-            role=self.role, resource=self.name, recorder=ledger, clock=now, units=self.units,
-            usd_per_unit_hour=self.usd_per_unit_hour, state=state, cause=cause,
-        )  # fmt: skip
+            role=self.role,
+            resource=self.name,
+            recorder=ledger,
+            clock=now,
+            units=self.units,
+            usd_per_unit_hour=self.usd_per_unit_hour,
+            state=state,
+            cause=cause,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,9 +133,14 @@ class ModelledHost:
     machine has one for it."""
 
     def __init__(
-        self, host: Host, make: Mapping[str, Make], clock: ResourceClock, *, start_s: float = 0.0,
+        self,
+        host: Host,
+        make: Mapping[str, Make],
+        clock: ResourceClock,
+        *,
+        start_s: float = 0.0,
         room: HostRoom | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
         self.lives: list[ModelledLife] = []
         self._changed = asyncio.Event()

@@ -32,9 +32,21 @@ class Job:
     """
 
     __slots__ = (
-        "arrival", "base", "cached", "done", "end", "future", "marks", "new", "output", "phase", "pulled", "request",
-        "seen", "tokens",
-    )  # fmt: skip
+        "arrival",
+        "base",
+        "cached",
+        "done",
+        "end",
+        "future",
+        "marks",
+        "new",
+        "output",
+        "phase",
+        "pulled",
+        "request",
+        "seen",
+        "tokens",
+    )
 
     def __init__(
         self, request: GenerateRequest, tokens: int, output: int, arrival: int, future: asyncio.Future[Completion]

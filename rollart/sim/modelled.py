@@ -195,10 +195,15 @@ class ModelledRun:
                 gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
             return []
         self.supervisor = EngineSupervisor(
-            gateway, self._leases, self.ledger, shares=self.site.shares,
-            weights=lambda: WeightsRef(gateway.version, ""), start_s=START_S, on_gone=self._gone,
+            gateway,
+            self._leases,
+            self.ledger,
+            shares=self.site.shares,
+            weights=lambda: WeightsRef(gateway.version, ""),
+            start_s=START_S,
+            on_gone=self._gone,
             patience_s=0.0 if self.nodes is None else self.nodes.patience_s,
-        )  # fmt: skip
+        )
         self.fleet = EngineFleet(
             gateway, self.supervisor, self.site, self.ledger, drain_s=self.settings.gateway.generate_s
         )
@@ -256,9 +261,11 @@ class ModelledRun:
                 continue
             if not gateway.trust(engine_id):
                 await gateway.bring_in(
-                    engine, loaded=engine.version, weights=lambda: WeightsRef(gateway.version, ""),
+                    engine,
+                    loaded=engine.version,
+                    weights=lambda: WeightsRef(gateway.version, ""),
                     shares=self._shares[engine_id],
-                )  # fmt: skip
+                )
             return
 
     def _stepped(self, done: StepDone) -> None:

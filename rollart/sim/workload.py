@@ -19,8 +19,19 @@ from typing import NamedTuple, Protocol
 from rollart.ledger.reader import FinishedRow
 from rollart.sim.draws import Constant, Distribution, LogNormal, Normal, Tailed, generator
 
-__all__ = ["PRESETS", "Answers", "Generated", "Replayed", "Script", "Shape", "Workload", "capped", "grouped",
-           "recorded", "replay"]  # fmt: skip
+__all__ = [
+    "PRESETS",
+    "Answers",
+    "Generated",
+    "Replayed",
+    "Script",
+    "Shape",
+    "Workload",
+    "capped",
+    "grouped",
+    "recorded",
+    "replay",
+]
 
 
 _NONE = Constant(0.0)
@@ -194,41 +205,69 @@ _RESET = Tailed(LogNormal(10.0, 0.8), share=0.02, start=60.0, alpha=1.1, high=90
 
 _ONE = Constant(1)
 _SWE = Shape(
-    turns=Normal(40, 6), first=LogNormal(2_000, 0.5, high=12_000), observation=LogNormal(400, 0.7, high=8_000),
-    answers=Answers(220, 0.8, cap=4_096, prompt_share=0.3), reset_s=_RESET, step_s=LogNormal(1.0, 1.0, high=60.0),
-    payload_bytes=LogNormal(10_000, 1.5, high=5_200_000), most_turns=50,
-)  # fmt: skip
+    turns=Normal(40, 6),
+    first=LogNormal(2_000, 0.5, high=12_000),
+    observation=LogNormal(400, 0.7, high=8_000),
+    answers=Answers(220, 0.8, cap=4_096, prompt_share=0.3),
+    reset_s=_RESET,
+    step_s=LogNormal(1.0, 1.0, high=60.0),
+    payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
+    most_turns=50,
+)
 _MATH = Shape(
-    turns=_ONE, first=LogNormal(150, 0.4, high=2_000), observation=_ONE,
-    answers=Answers(544, 0.859, cap=16_384, runaways=0.02), payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
-)  # fmt: skip
+    turns=_ONE,
+    first=LogNormal(150, 0.4, high=2_000),
+    observation=_ONE,
+    answers=Answers(544, 0.859, cap=16_384, runaways=0.02),
+    payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
+)
 
 PRESETS: Mapping[str, Shape] = {
     "swe": _SWE,
     "frozenlake": Shape(
-        turns=LogNormal(36, 0.25, low=10, high=100), first=Constant(800), observation=Normal(800, 60),
-        answers=Answers(18, 0.3, cap=512), step_s=Constant(0.02), most_turns=100,
+        turns=LogNormal(36, 0.25, low=10, high=100),
+        first=Constant(800),
+        observation=Normal(800, 60),
+        answers=Answers(18, 0.3, cap=512),
+        step_s=Constant(0.02),
+        most_turns=100,
     ),
     "webshop": Shape(
-        turns=LogNormal(40, 0.35, low=3, high=100), first=LogNormal(800, 0.3), observation=LogNormal(700, 0.6),
-        answers=Answers(60, 0.6, cap=1_024), reset_s=LogNormal(2.0, 0.5), step_s=LogNormal(0.3, 0.6), most_turns=100,
+        turns=LogNormal(40, 0.35, low=3, high=100),
+        first=LogNormal(800, 0.3),
+        observation=LogNormal(700, 0.6),
+        answers=Answers(60, 0.6, cap=1_024),
+        reset_s=LogNormal(2.0, 0.5),
+        step_s=LogNormal(0.3, 0.6),
+        most_turns=100,
     ),
     "gem_math": Shape(
-        turns=LogNormal(3, 0.3, low=1, high=5), first=LogNormal(500, 0.3), observation=LogNormal(500, 0.3),
-        answers=Answers(1_400, 0.85, cap=16_384, runaways=0.01), step_s=LogNormal(0.3, 0.8),
+        turns=LogNormal(3, 0.3, low=1, high=5),
+        first=LogNormal(500, 0.3),
+        observation=LogNormal(500, 0.3),
+        answers=Answers(1_400, 0.85, cap=16_384, runaways=0.01),
+        step_s=LogNormal(0.3, 0.8),
     ),
     "gem_game": Shape(
-        turns=LogNormal(4, 0.3, low=1, high=5), first=LogNormal(300, 0.3), observation=LogNormal(120, 0.4),
-        answers=Answers(700, 0.8, cap=8_192, runaways=0.01), step_s=Constant(0.01),
+        turns=LogNormal(4, 0.3, low=1, high=5),
+        first=LogNormal(300, 0.3),
+        observation=LogNormal(120, 0.4),
+        answers=Answers(700, 0.8, cap=8_192, runaways=0.01),
+        step_s=Constant(0.01),
     ),
     "math_14b": _MATH,
     "production": Shape(
         turns=Tailed(LogNormal(6, 1.0, low=1, high=48), share=0.005, start=60, alpha=1.3, high=480),
-        first=LogNormal(3_000, 0.8, high=12_000), observation=LogNormal(300, 0.9, high=8_000),
-        answers=Answers(600, 0.9, cap=46_000, runaways=0.005), reset_s=_RESET, step_s=LogNormal(1.0, 1.2, high=600.0),
-        payload_bytes=LogNormal(10_000, 1.5, high=5_200_000), context=131_072, most_turns=480,
+        first=LogNormal(3_000, 0.8, high=12_000),
+        observation=LogNormal(300, 0.9, high=8_000),
+        answers=Answers(600, 0.9, cap=46_000, runaways=0.005),
+        reset_s=_RESET,
+        step_s=LogNormal(1.0, 1.2, high=600.0),
+        payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
+        context=131_072,
+        most_turns=480,
     ),
-}  # fmt: skip
+}
 """Published shapes (RollArt Table 1 and §8, RA-5, RA-25; RollPacker RP-1) by name.
 
 Published: turns (SWE 30–50, FrozenLake and WebShop 30–100, GEM at most 5, production 1–48 with more than 40 times the

@@ -14,8 +14,15 @@ from rollart.spec.suggest import did_you_mean
 if TYPE_CHECKING:
     from rollart.spec.rules import Problem
 
-__all__ = ["FaultPlanSpec", "FunctionTroubleSpec", "OutageSpec", "RateSpec", "ResetTroubleSpec", "fault_problems",
-           "matching"]  # fmt: skip
+__all__ = [
+    "FaultPlanSpec",
+    "FunctionTroubleSpec",
+    "OutageSpec",
+    "RateSpec",
+    "ResetTroubleSpec",
+    "fault_problems",
+    "matching",
+]
 
 Patterns = Annotated[list[str], Field(min_length=1)]
 
@@ -71,8 +78,10 @@ class ResetTroubleSpec(Entry):
 class FunctionTroubleSpec(Entry):
     """Functions whose workers start slowly, are few, or fail. Probabilities are of a call and add up to at most 1."""
 
-    functions: Patterns = Field(default=["*"], description="Names or patterns of functions; `reward-DOMAIN` where a "
-                                "domain has only a profile of its reward.")  # fmt: skip
+    functions: Patterns = Field(
+        default=["*"],
+        description="Names or patterns of functions; `reward-DOMAIN` where a domain has only a profile of its reward.",
+    )
     cold_start_s: float | None = Field(default=None, ge=0, description="Seconds of a cold start.")
     concurrency: int | None = Field(default=None, ge=1, le=10_000, description="Most workers at once.")
     spread: float = Field(default=0.0, ge=0, le=3, description="Sigma of the logarithm of starts and calls.")

@@ -46,8 +46,11 @@ SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList, FaultPlanSpec)
 
 
 KIND_MODELS: Mapping[str, type[BaseModel]] = {
-    "run": RunSpec, "cluster": ClusterSpec, "prices": PriceList, "faults": FaultPlanSpec,
-}  # fmt: skip
+    "run": RunSpec,
+    "cluster": ClusterSpec,
+    "prices": PriceList,
+    "faults": FaultPlanSpec,
+}
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
@@ -82,8 +85,11 @@ def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
 def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
     """Read any spec; what it is shows in its keys."""
     loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList | FaultPlanSpec]] = {
-        "run": load_run, "cluster": load_cluster, "prices": load_prices, "faults": load_faults,
-    }  # fmt: skip
+        "run": load_run,
+        "cluster": load_cluster,
+        "prices": load_prices,
+        "faults": load_faults,
+    }
     return loaders[kind_of(read_document(path).values)](path)
 
 

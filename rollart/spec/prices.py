@@ -12,9 +12,16 @@ from rollart.entry import Entry, Name
 __all__ = ["STALE_DAYS", "UNITS", "PriceEntry", "PriceList", "Unit"]
 
 Unit = Literal[
-    "device-hour", "GB-second", "GiB-second", "core-second", "gpu-second", "million-requests", "idle-GB-second",
-    "idle-GiB-second", "idle-core-second",
-]  # fmt: skip
+    "device-hour",
+    "GB-second",
+    "GiB-second",
+    "core-second",
+    "gpu-second",
+    "million-requests",
+    "idle-GB-second",
+    "idle-GiB-second",
+    "idle-core-second",
+]
 """What a price is for. A provider without `idle-...` prices charges nothing for a worker that waits."""
 
 UNITS: tuple[str, ...] = get_args(Unit)

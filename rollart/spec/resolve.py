@@ -376,21 +376,41 @@ def placement_dict(found: Placement) -> dict[str, Any]:
         "usd_per_hour": float(found.usd_per_hour),
         "usd_per_hour_all": float(found.usd_per_hour_all),
         "deployments": [
-            {"pool": d.pool, "role": str(d.role), "tp": d.tp, "replicas": d.replicas, "batch": float(d.batch),
-             "utilisation": float(d.utilisation), "kv_utilisation": float(d.kv_utilisation)}
+            {
+                "pool": d.pool,
+                "role": str(d.role),
+                "tp": d.tp,
+                "replicas": d.replicas,
+                "batch": float(d.batch),
+                "utilisation": float(d.utilisation),
+                "kv_utilisation": float(d.kv_utilisation),
+            }
             for d in found.deployments
         ],
         "flows": [
-            {"domain": f.domain, "pool": f.pool, "tp": f.tp, "prefill_pool": f.prefill_pool,
-             "prefill_tp": f.prefill_tp, "rate": float(f.rate), "seconds": float(f.seconds), "kv": str(f.kv)}
+            {
+                "domain": f.domain,
+                "pool": f.pool,
+                "tp": f.tp,
+                "prefill_pool": f.prefill_pool,
+                "prefill_tp": f.prefill_tp,
+                "rate": float(f.rate),
+                "seconds": float(f.seconds),
+                "kv": str(f.kv),
+            }
             for f in found.flows
         ],
         "rewards": [
-            {"domain": r.domain, "where": r.where, "rate": float(r.rate), "usd_per_thousand": float(r.usd_per_thousand),
-             "break_even_utilisation": None if r.break_even_utilisation is None else float(r.break_even_utilisation),
-             "note": r.note}
+            {
+                "domain": r.domain,
+                "where": r.where,
+                "rate": float(r.rate),
+                "usd_per_thousand": float(r.usd_per_thousand),
+                "break_even_utilisation": None if r.break_even_utilisation is None else float(r.break_even_utilisation),
+                "note": r.note,
+            }
             for r in found.rewards
         ],
         "binds": list(found.binds),
         "notes": list(found.notes),
-    }  # fmt: skip
+    }

@@ -30,12 +30,23 @@ class _Named(Protocol):
 def run_problems(run: RunSpec) -> list[Problem]:
     """Every broken rule of a run spec, in file order."""
     problems = [
-        *_model(run), *_schedule(run), *rollout_problems(run),
-        *_unique("domains", run.domains), *_unique("functions", run.functions), *_functions(run),
-        *_rewards(run), *_turns(run), *_profiles(run),
-        *_quota_rules(run), *_warm_start(run), *_temperatures(run), *_affinity(run), *_objective(run),
-        *_stream(run), *flow_problems(run),
-    ]  # fmt: skip
+        *_model(run),
+        *_schedule(run),
+        *rollout_problems(run),
+        *_unique("domains", run.domains),
+        *_unique("functions", run.functions),
+        *_functions(run),
+        *_rewards(run),
+        *_turns(run),
+        *_profiles(run),
+        *_quota_rules(run),
+        *_warm_start(run),
+        *_temperatures(run),
+        *_affinity(run),
+        *_objective(run),
+        *_stream(run),
+        *flow_problems(run),
+    ]
     if not problems:
         try:
             quotas(run)
@@ -47,10 +58,16 @@ def run_problems(run: RunSpec) -> list[Problem]:
 def cluster_problems(cluster: ClusterSpec) -> list[Problem]:
     """Every broken rule of a cluster spec."""
     return [
-        *_unique("devices", cluster.devices), *_unique("pools", cluster.pools), *_bases(cluster),
-        *_device_types(cluster), *_links(cluster), *_engines(cluster), *_ranks(cluster),
-        *_wanted_devices(cluster), *_environments(cluster),
-    ]  # fmt: skip
+        *_unique("devices", cluster.devices),
+        *_unique("pools", cluster.pools),
+        *_bases(cluster),
+        *_device_types(cluster),
+        *_links(cluster),
+        *_engines(cluster),
+        *_ranks(cluster),
+        *_wanted_devices(cluster),
+        *_environments(cluster),
+    ]
 
 
 def price_problems(prices: PriceList) -> list[Problem]:

@@ -16,8 +16,11 @@ from rollart.spec.suggest import did_you_mean
 __all__ = ["KINDS", "json_schema"]
 
 KINDS: dict[str, type[BaseModel]] = {
-    "run": RunSpec, "cluster": ClusterSpec, "prices": PriceList, "faults": FaultPlanSpec,
-}  # fmt: skip
+    "run": RunSpec,
+    "cluster": ClusterSpec,
+    "prices": PriceList,
+    "faults": FaultPlanSpec,
+}
 """Spec models by the name that the command line uses."""
 
 

@@ -136,14 +136,25 @@ def select(batch: Batch, samples: IntArray) -> Batch:
     sets = LegalSets(batch.sets.ids[used, :widest], batch.sets.valid[used, :widest])
     legal, tokens, mask = np.searchsorted(used, batch.legal[pick]), batch.tokens[pick], batch.mask[pick]
     return Batch(
-        ids=tuple(batch.ids[s] for s in samples), domains=batch.domains, domain=batch.domain[samples],
-        group=batch.group[samples], offsets=offsets, score=batch.score[samples], tokens=tokens, mask=mask,
-        logprobs=batch.logprobs[pick], versions=batch.versions[pick], turn=batch.turn[pick],
-        rewards=batch.rewards[pick], legal=legal, sets=sets, loss=_loss_tokens(mask, offsets, tokens, legal, sets),
+        ids=tuple(batch.ids[s] for s in samples),
+        domains=batch.domains,
+        domain=batch.domain[samples],
+        group=batch.group[samples],
+        offsets=offsets,
+        score=batch.score[samples],
+        tokens=tokens,
+        mask=mask,
+        logprobs=batch.logprobs[pick],
+        versions=batch.versions[pick],
+        turn=batch.turn[pick],
+        rewards=batch.rewards[pick],
+        legal=legal,
+        sets=sets,
+        loss=_loss_tokens(mask, offsets, tokens, legal, sets),
         reference=None if batch.reference is None else batch.reference[pick],
         advantage=None if batch.advantage is None else batch.advantage[pick],
         weight=None if batch.weight is None else batch.weight[samples],
-    )  # fmt: skip
+    )
 
 
 def _unpack(wire: Mapping[str, Any]) -> Batch:
@@ -155,11 +166,15 @@ def _unpack(wire: Mapping[str, Any]) -> Batch:
     mask = np.frombuffer(wire["mask"], np.uint8) != 0
     tokens, legal, sets = ints("tokens"), ints("legal"), _legal_sets(wire["sets"])
     arrays = {
-        "versions": ints("versions"), "turn": ints("turn"), "legal": legal, "tokens": tokens, "mask": mask,
+        "versions": ints("versions"),
+        "turn": ints("turn"),
+        "legal": legal,
+        "tokens": tokens,
+        "mask": mask,
         "logprobs": np.frombuffer(wire["logprobs"], "<f4").astype(np.float64),
         "rewards": np.frombuffer(wire["rewards"], "<f8"),
         **{name: np.frombuffer(wire[name], "<f8") for name in ("reference", "advantage") if name in wire},
-    }  # fmt: skip
+    }
     per_sample = {"domain": ints("domain"), "group": ints("group"), "score": np.frombuffer(wire["score"], "<f8")}
     if "weight" in wire:
         per_sample["weight"] = np.frombuffer(wire["weight"], "<f8")
@@ -173,9 +188,14 @@ def _unpack(wire: Mapping[str, Any]) -> Batch:
     if per_sample["domain"].max(initial=-1) >= len(domains) or per_sample["domain"].min(initial=0) < 0:
         raise ValueError("domain index out of range")
     return Batch(
-        ids=ids, domains=domains, offsets=offsets, sets=sets,
-        loss=_loss_tokens(mask, offsets, tokens, legal, sets), **arrays, **per_sample,
-    )  # fmt: skip
+        ids=ids,
+        domains=domains,
+        offsets=offsets,
+        sets=sets,
+        loss=_loss_tokens(mask, offsets, tokens, legal, sets),
+        **arrays,
+        **per_sample,
+    )
 
 
 def _legal_sets(sets: list[list[int]]) -> LegalSets:

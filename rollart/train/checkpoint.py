@@ -47,9 +47,14 @@ STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
 T = TypeVar("T")
 TOKENIZER_NAMES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 """What engines look for beside the weights."""
 
 

@@ -72,8 +72,9 @@ def build(batch: Batch, samples: IntArray, used: IntArray, device: torch.device)
     """Tensors of one micro-batch. `used` is `batch.used_lengths`. Of no samples: one row of one token, without loss."""
     if not len(samples):
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        return MicroBatch(ids=torch.zeros((1, 1), dtype=torch.int64, device=device), at=none, pick=none, free=0,
-                          real_tokens=0)  # fmt: skip
+        return MicroBatch(
+            ids=torch.zeros((1, 1), dtype=torch.int64, device=device), at=none, pick=none, free=0, real_tokens=0
+        )
     lengths = used[samples]
     longest = int(lengths.max())
     column = np.arange(longest)
@@ -90,6 +91,9 @@ def build(batch: Batch, samples: IntArray, used: IntArray, device: torch.device)
     pick, row = pick[order], row[order]
     at = row * longest + (loss.position[pick] - 1 - batch.offsets[samples][row])
     return MicroBatch(
-        ids=torch.from_numpy(ids).to(device), at=torch.from_numpy(at).to(device),
-        pick=torch.from_numpy(pick).to(device), free=len(order) - int(restricted.sum()), real_tokens=int(lengths.sum()),
-    )  # fmt: skip
+        ids=torch.from_numpy(ids).to(device),
+        at=torch.from_numpy(at).to(device),
+        pick=torch.from_numpy(pick).to(device),
+        free=len(order) - int(restricted.sum()),
+        real_tokens=int(lengths.sum()),
+    )

@@ -81,9 +81,13 @@ class Sender:
                 port = listener.getsockname()[1]
                 listener.listen(128)
                 self._served = TCPStore(
-                    self._host, port, is_master=True, timeout=seconds(JOIN_S), wait_for_workers=False,
+                    self._host,
+                    port,
+                    is_master=True,
+                    timeout=seconds(JOIN_S),
+                    wait_for_workers=False,
                     master_listen_fd=listener.detach(),
-                )  # fmt: skip
+                )
             except (OSError, RuntimeError) as error:
                 listener.close()
                 raise TrainerError(

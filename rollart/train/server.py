@@ -177,9 +177,13 @@ class TrainerService:
         self._ranks.disk.agree(gone if staged is None else None)
         assert staged is not None, "else all ranks agreed that it is gone"
         path = checkpoint.write(
-            staged, self._root, version, self._tokenizer, ranks=self._ranks.disk,
+            staged,
+            self._root,
+            version,
+            self._tokenizer,
+            ranks=self._ranks.disk,
             wanted=lambda: restores == self._restores,
-        )  # fmt: skip
+        )
         self._version = version
         self._totals["published"] += 1
         read = sum(file.stat().st_size for file in path.glob("model*.safetensors"))

@@ -32,9 +32,16 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation
 __all__ = ["LocalBackend", "Runtime", "contained", "found", "importable"]
 
 _PRELOADED = (
-    "asyncio", "importlib.util", "inspect", "json", "serverless.calling", "serverless.declare", "serverless.errors",
-    "serverless.signatures", "serverless.types",
-)  # fmt: skip
+    "asyncio",
+    "importlib.util",
+    "inspect",
+    "json",
+    "serverless.calling",
+    "serverless.declare",
+    "serverless.errors",
+    "serverless.signatures",
+    "serverless.types",
+)
 """What the handler file needs."""
 
 Runtime = Literal["rollart", "awslambdaric"]

@@ -224,9 +224,16 @@ class Pool:
         return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
 
     def _bill(
-        self, seat: Seat, t0: float, t1: float, run_s: float, items: int, status: str, cause: Cause = Cause.CALL,
+        self,
+        seat: Seat,
+        t0: float,
+        t1: float,
+        run_s: float,
+        items: int,
+        status: str,
+        cause: Cause = Cause.CALL,
         request: str = "",
-    ) -> Invocation:  # fmt: skip
+    ) -> Invocation:
         bill = Invocation(
             function=self._spec.name,
             provider=self._provider,

@@ -25,9 +25,12 @@ _SILENT_S = 6
 (`init_timeout_s`), so that a machine that vanishes is not taken for a function that does not load."""
 
 _KEPT_ALIVE = {
-    "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": _SILENT_S - 2, "TCP_USER_TIMEOUT": 1000 * _SILENT_S,
+    "TCP_KEEPIDLE": 2,
+    "TCP_KEEPINTVL": 1,
+    "TCP_KEEPCNT": _SILENT_S - 2,
+    "TCP_USER_TIMEOUT": 1000 * _SILENT_S,
     "TCP_NODELAY": 1,
-}  # fmt: skip
+}
 
 
 class HostLost(Exception):

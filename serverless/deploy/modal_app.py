@@ -253,11 +253,20 @@ class ModalDeployer:
         status = str(answer.fault.kind) if answer.fault else "ok"
         self._meter.invocation(
             Invocation(
-                function=target.name, provider=self.provider, worker=answer.worker, t0=t0, t1=t1,
-                cold_start_s=answer.init_s, billed_s=billed_seconds(run_s + answer.init_s),
-                memory_mb=target.memory_mb, items=0, status=status, cause=Cause.SMOKE, provider_id=answer.call,
+                function=target.name,
+                provider=self.provider,
+                worker=answer.worker,
+                t0=t0,
+                t1=t1,
+                cold_start_s=answer.init_s,
+                billed_s=billed_seconds(run_s + answer.init_s),
+                memory_mb=target.memory_mb,
+                items=0,
+                status=status,
+                cause=Cause.SMOKE,
+                provider_id=answer.call,
             )
-        )  # fmt: skip
+        )
 
     async def _point(self, name: str, app: Any, ledger: Ledger, number: int) -> Ledger:
         """Make a kept version live, as warm as the one before it."""

@@ -237,9 +237,12 @@ def _merge(
 def _refuse_state(sources: Sources, found: Definition, spec: FunctionSpec) -> tuple[str, ...]:
     """The warnings of a reward that keeps no state."""
     verdict = inspect_source(
-        found, [(path, module) for path, module in sources.modules() if path != found.path],
-        deterministic=spec.deterministic, stateless=spec.stateless, needs=spec.needs,
-    )  # fmt: skip
+        found,
+        [(path, module) for path, module in sources.modules() if path != found.path],
+        deterministic=spec.deterministic,
+        stateless=spec.stateless,
+        needs=spec.needs,
+    )
     if isinstance(verdict, Stateful):
         raise NotOffloadable(spec.name, tuple(map(str, verdict.reasons)), remedy=verdict.remedy)
     return tuple(map(str, verdict.warnings))

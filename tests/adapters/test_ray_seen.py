@@ -14,8 +14,14 @@ from rollart.ports import ActorSpec
 
 def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
     resources = {"CPU": 4.0, "memory": 1.0, "node:10.0.0.1": 1.0}
-    return {"NodeID": ray_id, "NodeName": name, "NodeManagerAddress": "10.0.0.1", "Alive": alive,
-            "Labels": {"zone": "a"}, "Resources": resources}  # fmt: skip
+    return {
+        "NodeID": ray_id,
+        "NodeName": name,
+        "NodeManagerAddress": "10.0.0.1",
+        "Alive": alive,
+        "Labels": {"zone": "a"},
+        "Resources": resources,
+    }
 
 
 def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:

@@ -64,9 +64,11 @@ class Server:
                 return web.json_response({"weight_version": self.version})
             case "/inference/v1/generate":
                 choice = {
-                    "token_ids": [3, 4], "logprobs": {"content": [{"logprob": -1.0}] * 2}, "finish_reason": "length",
+                    "token_ids": [3, 4],
+                    "logprobs": {"content": [{"logprob": -1.0}] * 2},
+                    "finish_reason": "length",
                     "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
-                }  # fmt: skip
+                }
                 return web.json_response({"choices": [choice]})
         return web.json_response({"success": True})
 
@@ -147,8 +149,10 @@ async def test_several_workers_are_asked_so_that_none_of_them_raises() -> None:
     async with loaded(workers=2) as (server, _):
         assert server.version == "3"
         assert [path for path in server.asked if path != "/get_world_size"] == [
-            *["/collective_rpc"] * 3, "/update_weight_version", "/reset_prefix_cache",
-        ]  # fmt: skip
+            *["/collective_rpc"] * 3,
+            "/update_weight_version",
+            "/reset_prefix_cache",
+        ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -113,9 +113,11 @@ class Watched(VllmEngine):
             told(piece)
             self.came.hear(piece)
 
-        return await super().generate(GenerateRequest(
-            request.request_id, request.session, request.token_ids, request.sampling, request.cache_salt, told=both
-        ))  # fmt: skip
+        return await super().generate(
+            GenerateRequest(
+                request.request_id, request.session, request.token_ids, request.sampling, request.cache_salt, told=both
+            )
+        )
 
 
 @contextlib.asynccontextmanager
@@ -135,9 +137,7 @@ async def fleet() -> AsyncIterator[tuple[list[Server], list[Watched], Gateway]]:
 
 
 def ask(gateway: Gateway, asked: Asked) -> asyncio.Future[Completion]:
-    return asyncio.ensure_future(
-        gateway.generate("s", PROMPT, Sampling(MOST), spend=lambda _: None, told=asked.hear)
-    )  # fmt: skip
+    return asyncio.ensure_future(gateway.generate("s", PROMPT, Sampling(MOST), spend=lambda _: None, told=asked.hear))
 
 
 def versions(answer: Completion) -> list[int]:

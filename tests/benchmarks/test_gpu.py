@@ -98,9 +98,12 @@ def test_decoding_by_steps_of_a_fixed_shape_is_measured_too(tmp_path: Path, monk
         runner = serving(made)
         network = runner.network
         runner.cache = KvCache(
-            network.architecture, slots=made.size.slots + 1, context=made.size.context, device=network.device,
+            network.architecture,
+            slots=made.size.slots + 1,
+            context=made.size.context,
+            device=network.device,
             dtype=network.dtype,
-        )  # fmt: skip
+        )
         runner.decoder = Decoder(network, runner.cache, capture=False)
         return runner
 
@@ -119,12 +122,17 @@ def test_decoding_by_steps_of_a_fixed_shape_is_measured_too(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("name", "memory_gb", "known"),
     [
-        ("NVIDIA H100 80GB HBM3", 85.0, "H100"), ("NVIDIA H200", 150.1, "H200"), ("NVIDIA H20", 102.0, "H20"),
-        ("NVIDIA A100-SXM4-80GB", 85.1, "A100-80"), ("NVIDIA A100-SXM4-40GB", 42.4, "NVIDIA-A100-SXM4-40GB"),
-        ("NVIDIA A100-PCIE-40GB", 42.4, "NVIDIA-A100-PCIE-40GB"), ("NVIDIA H100 PCIe", 85.0, "NVIDIA-H100-PCIe"),
-        ("NVIDIA H100 NVL", 99.9, "NVIDIA-H100-NVL"), ("Some Card", 8.0, "Some-Card"),
+        ("NVIDIA H100 80GB HBM3", 85.0, "H100"),
+        ("NVIDIA H200", 150.1, "H200"),
+        ("NVIDIA H20", 102.0, "H20"),
+        ("NVIDIA A100-SXM4-80GB", 85.1, "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", 42.4, "NVIDIA-A100-SXM4-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 42.4, "NVIDIA-A100-PCIE-40GB"),
+        ("NVIDIA H100 PCIe", 85.0, "NVIDIA-H100-PCIe"),
+        ("NVIDIA H100 NVL", 99.9, "NVIDIA-H100-NVL"),
+        ("Some Card", 8.0, "Some-Card"),
     ],
-)  # fmt: skip
+)
 def test_a_card_is_found_in_the_catalogue_by_the_drivers_name_and_its_memory(
     name: str, memory_gb: float, known: str
 ) -> None:

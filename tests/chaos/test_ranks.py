@@ -21,11 +21,9 @@ CLUSTER = {
 
 def test_a_rank_dies_in_a_step_and_the_run_goes_on(home: Home) -> None:
     run = home.launch(
-        tiny(
-            domains__0__environment_args={"turn_s": 0.15}, training__epochs=60, training__lora={"rank": 2}
-        ),
+        tiny(domains__0__environment_args={"turn_s": 0.15}, training__epochs=60, training__lora={"rank": 2}),
         cluster=CLUSTER,
-    )  # fmt: skip
+    )
     run.until(lambda: run.step() >= 1, "step 1 is committed", PATIENT_S)
     [rank] = followers(home)
     rank.kill()

@@ -49,9 +49,17 @@ def test_a_node_dies_under_function_calls(home: Home) -> None:
     gate = home.path / "gate"
     (home.path / "gated.py").write_text(REWARD.format(gate=str(gate)))
     gated = {
-        "name": "gated", "source": str(home.path / "gated.py"), "handler": "gated", "memory_mb": 128, "batch_items": 1,
-        "concurrency": 4, "timeout_s": LIMIT_S, "init_timeout_s": LIMIT_S, "stateless": True, "deterministic": False,
-    }  # fmt: skip
+        "name": "gated",
+        "source": str(home.path / "gated.py"),
+        "handler": "gated",
+        "memory_mb": 128,
+        "batch_items": 1,
+        "concurrency": 4,
+        "timeout_s": LIMIT_S,
+        "init_timeout_s": LIMIT_S,
+        "stateless": True,
+        "deterministic": False,
+    }
     spec = tiny(leases={"reward_s": LIMIT_S}, functions=[gated])
     spec["domains"][0]["rewards"] = [{"function": "gated"}]
     run = home.launch(spec, cluster=CLUSTER)

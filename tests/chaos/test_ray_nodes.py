@@ -29,14 +29,19 @@ CLUSTER: dict[str, Any] = {
     "pools": [
         {"name": "h800", "device": "fast", "count": 1, "labels": {"gpu": "H800"}, "price": 1.0},
         {
-            "name": "h20", "device": "wide", "count": 2, "min": 1, "devices_per_host": 1, "labels": {"gpu": "H20"},
+            "name": "h20",
+            "device": "wide",
+            "count": 2,
+            "min": 1,
+            "devices_per_host": 1,
+            "labels": {"gpu": "H20"},
             "price": 1.0,
         },
         {"name": "cores", "device": "cpu", "count": 1, "labels": {"gpu": "none"}},
     ],
     "engines": {"count": 3, "threads": 1, "max_slots": 16},
     "trainer": {"device": "cpu", "threads": 1},
-}  # fmt: skip
+}
 
 DRAIN = """
 import sys, time

@@ -44,9 +44,11 @@ def test_engines_follow_one_by_one(home: Home, update: str, dies: bool) -> None:
 def test_engines_load_what_has_moved_away_from_theirs(home: Home) -> None:
     """The trainer measures it; where nothing moves far, alpha makes engines load."""
     spec = tiny(
-        domains__0__environment_args={"turn_s": 0.05, "spread_s": 0.05}, steps=8, staleness=2,
+        domains__0__environment_args={"turn_s": 0.05, "spread_s": 0.05},
+        steps=8,
+        staleness=2,
         weights={"update": "on_divergence", "threshold": 50.0},
-    )  # fmt: skip
+    )
     run = home.launch(spec, cluster=THREE)
     run.finished()
     probes = events(home.directory, "weights_probe")

@@ -56,9 +56,10 @@ class TestReferences:
         assert {r.run.steps for r in made} == {STEPS}
         assert [(r.run.evaluation.episodes, r.run.training.epochs) for r in made] == [(0, 1), (0, 2), (0, 1)]
         assert [dict(r.quotas) for r in made] == [
-            {"frozen_lake": 24, "spell_backward": 48}, {"frozen_lake": 128, "spell_backward": 64},
+            {"frozen_lake": 24, "spell_backward": 48},
+            {"frozen_lake": 128, "spell_backward": 64},
             {"spell_backward": 192},
-        ]  # fmt: skip
+        ]
         for reference in made:
             assert sum(reference.quotas.values()) == reference.run.batch.trajectories
             assert type(reference.run).model_validate(reference.run.model_dump()) == reference.run

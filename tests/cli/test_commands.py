@@ -92,9 +92,15 @@ class TestLaunch:
 
     @pytest.mark.parametrize(
         "override",
-        ["seed=3", "model.context=64", "model.init={model_type: llama}", "domains.lake.group_size=4",
-         "domains.lake.environment=tests.contracts.worlds:Coin", "training.lora={rank: 2}"],
-    )  # fmt: skip
+        [
+            "seed=3",
+            "model.context=64",
+            "model.init={model_type: llama}",
+            "domains.lake.group_size=4",
+            "domains.lake.environment=tests.contracts.worlds:Coin",
+            "training.lora={rank: 2}",
+        ],
+    )
     def test_resume_refuses_what_its_records_depend_on(self, rollart: Call, compose: Any, override: str) -> None:
         rollart("launch", "run.yaml", "--name", "mine")
         kept = (Path("runs/mine") / "resolved.yaml").read_text()

@@ -33,12 +33,14 @@ main()
 )
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("click", ["--help"]), ("rollart.cli.launch", ["status"]), ("rollart.spec.run", ["schema", "run"]),
-     ("rollart.compose.simulations", ["simulate"])],
-)  # fmt: skip
-def test_it_ends_in_one_line(
-    sent: signal.Signals, code: int, told: str, module: str, arguments: list[str]
-) -> None:  # fmt: skip
+    [
+        ("click", ["--help"]),
+        ("rollart.cli.launch", ["status"]),
+        ("rollart.spec.run", ["schema", "run"]),
+        ("rollart.compose.simulations", ["simulate"]),
+    ],
+)
+def test_it_ends_in_one_line(sent: signal.Signals, code: int, told: str, module: str, arguments: list[str]) -> None:
     command = [sys.executable, "-c", WHILE, module, str(int(sent)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)

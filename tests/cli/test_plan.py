@@ -235,17 +235,24 @@ class TestTraining:
 
     def test_the_logits_of_a_long_context_are_seen(self, rollart: Call) -> None:
         found = self.planned(
-            rollart, H100.replace("H100, count: 8", "H200, count: 64"), "model.context=40960",
-            "placement.train.split=1", "placement.train.recompute=true",
-        )  # fmt: skip
+            rollart,
+            H100.replace("H100, count: 8", "H200, count: 64"),
+            "model.context=40960",
+            "placement.train.split=1",
+            "placement.train.recompute=true",
+        )
         (row,) = found["tables"]["training"]
         assert row["logits_gb"] == pytest.approx(2 * 40_960 * 151_936 * 4 / 1e9), "two copies"
         assert sum(row[part] for part in ("state_gb", "activations_gb", "logits_gb", "reserve_gb")) <= 141
         assert any("trainer.activation_checkpointing" in note for note in found["notes"])
 
     def test_a_trainer_is_no_larger_than_is_useful(self, rollart: Call) -> None:
-        small = ("model.config.hidden_size=4096", "model.config.intermediate_size=12288",
-                 "model.config.num_hidden_layers=36", "model.config.num_attention_heads=32")  # fmt: skip
+        small = (
+            "model.config.hidden_size=4096",
+            "model.config.intermediate_size=12288",
+            "model.config.num_hidden_layers=36",
+            "model.config.num_attention_heads=32",
+        )
         found = self.planned(rollart, H100.replace("count: 8", "count: 256"), *small)["tables"]
         (row,) = found["training"]
         assert row["devices"] <= row["most_useful"] == 128 * 4500 // 16_384

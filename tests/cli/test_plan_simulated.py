@@ -17,14 +17,22 @@ from tests.compose.test_simulate import CLUSTER, RUN
 from tests.report.test_simulation_page import found
 
 PLAN = Placement(
-    objective=Objective.MAX_THROUGHPUT, rate=4.0, bound=4.0, gap=0.0, usd_per_hour=7.2, usd_per_hour_all=14.4,
+    objective=Objective.MAX_THROUGHPUT,
+    rate=4.0,
+    bound=4.0,
+    gap=0.0,
+    usd_per_hour=7.2,
+    usd_per_hour_all=14.4,
     deployments=(
         Deployment("big", Role.ENGINE, tp=2, replicas=3, utilisation=0.9),
         Deployment("wide", Role.DECODE, tp=1, replicas=2, utilisation=0.5),
         Deployment("big", Role.TRAINER, tp=4, replicas=1, utilisation=0.25),
     ),
-    flows=(), rewards=(), prices=Prices(), binds=(),
-)  # fmt: skip
+    flows=(),
+    rewards=(),
+    prices=Prices(),
+    binds=(),
+)
 
 
 def rows(plan: Placement, *findings: Any, publish_s: float | None = None) -> dict[str, dict[str, Any]]:

@@ -49,8 +49,10 @@ def test_the_list_is_what_a_run_goes_by(rollart: Call) -> None:
         r["name"]: r for r in rows(rollart("prices", "list", "--cluster", "cluster.yaml", "-o", "json").out, "prices")
     }
     assert {name: (r["usd"], r["source"]) for name, r in found.items()} == {
-        "H20": (1.5, "a contract"), "cpu": (0.03, "the spec"), "cpu@here": (0.01, "pool 'here' of cluster.yaml")
-    }  # fmt: skip
+        "H20": (1.5, "a contract"),
+        "cpu": (0.03, "the spec"),
+        "cpu@here": (0.01, "pool 'here' of cluster.yaml"),
+    }
     assert found["H20"]["age_days"] == (dt.date.today() - dt.date(2020, 1, 1)).days
     text = rollart("prices", "list", "--cluster", "cluster.yaml").out
     assert "2 of 3 prices are older than 180 days (H20, cpu)" in text
@@ -143,19 +145,30 @@ def test_the_shipped_list_is_never_written(rollart: Call) -> None:
 
 
 def instance(name: str, usd: str, **more: str) -> Product:
-    attributes = {"instanceType": name, "operatingSystem": "Linux", "tenancy": "Shared", "preInstalledSw": "NA",
-                  "capacitystatus": "Used", "vcpu": "4", "regionCode": "us-east-1"}  # fmt: skip
+    attributes = {
+        "instanceType": name,
+        "operatingSystem": "Linux",
+        "tenancy": "Shared",
+        "preInstalledSw": "NA",
+        "capacitystatus": "Used",
+        "vcpu": "4",
+        "regionCode": "us-east-1",
+    }
     return Product(name + str(more), "Compute Instance", attributes | more, Decimal(usd))
 
 
 def test_a_device_is_its_share_of_the_cheapest_instance() -> None:
     """By hand; Windows, spot capacity, other families and instances without a price are passed over."""
     offered = [
-        instance("p5.48xlarge", "55.04", gpu="8"), instance("g5.xlarge", "1.006", gpu="1"),
-        instance("g5.12xlarge", "3.00", gpu="4"), instance("c7i.xlarge", "0.1785"),
-        instance("c6i.2xlarge", "0.34", vcpu="8"), instance("g6.xlarge", "0.1", gpu="1", operatingSystem="Windows"),
-        instance("m7i.large", "0.01"), instance("g4dn.xlarge", "0", gpu="1"),
-    ]  # fmt: skip
+        instance("p5.48xlarge", "55.04", gpu="8"),
+        instance("g5.xlarge", "1.006", gpu="1"),
+        instance("g5.12xlarge", "3.00", gpu="4"),
+        instance("c7i.xlarge", "0.1785"),
+        instance("c6i.2xlarge", "0.34", vcpu="8"),
+        instance("g6.xlarge", "0.1", gpu="1", operatingSystem="Windows"),
+        instance("m7i.large", "0.01"),
+        instance("g4dn.xlarge", "0", gpu="1"),
+    ]
     found = {p.name: (p.usd, p.source) for p in ec2_prices(offered, dt.date(2026, 11, 1))}
     assert found == {
         "A10G": (0.75, "AWS EC2 us-east-1, g5.12xlarge on demand"),
@@ -167,19 +180,27 @@ def test_a_device_is_its_share_of_the_cheapest_instance() -> None:
 def test_rates_of_modal() -> None:
     """Busy and idle alike; devices that the list has from Modal; surcharges and what is not known are left alone."""
     rates = {
-        "cpu_core_second": "0.00002", "memory_gib_hour": "0.0072", "gpu_l4_second": "0.0003",
-        "gpu_h100_second": "0.001", "cpu_core_second_eu": "9", "volume_gib_month": "0.09", "gpu_l4": "1",
-    }  # fmt: skip
+        "cpu_core_second": "0.00002",
+        "memory_gib_hour": "0.0072",
+        "gpu_l4_second": "0.0003",
+        "gpu_h100_second": "0.001",
+        "cpu_core_second_eu": "9",
+        "volume_gib_month": "0.09",
+        "gpu_l4": "1",
+    }
     found, unused = modal_prices(
         {k: Decimal(v) for k, v in rates.items()}, load_prices(builtin("prices.yaml")), dt.date(2026, 11, 1)
     )
     assert {(p.name, p.unit): p.usd for p in found} == pytest.approx(
         {
-            ("modal", "core-second"): 0.00002, ("modal", "idle-core-second"): 0.00002,
-            ("modal", "GiB-second"): 0.000002, ("modal", "idle-GiB-second"): 0.000002,
-            ("cpu", "device-hour"): 0.072, ("L4", "device-hour"): 1.08,
+            ("modal", "core-second"): 0.00002,
+            ("modal", "idle-core-second"): 0.00002,
+            ("modal", "GiB-second"): 0.000002,
+            ("modal", "idle-GiB-second"): 0.000002,
+            ("cpu", "device-hour"): 0.072,
+            ("L4", "device-hour"): 1.08,
         }
-    )  # fmt: skip
+    )
     assert unused == ["cpu_core_second_eu", "gpu_h100_second", "gpu_l4", "volume_gib_month"]
 
 
@@ -197,10 +218,15 @@ def aws_prices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
             asked.append({"target": self.headers["X-Amz-Target"], "auth": self.headers["Authorization"], **given})
             region = next(f["Value"] for f in given["Filters"] if f["Field"] == "regionCode")
             own = [
-                {"product": p, "serviceCode": "AWSLambda", "publicationDate": offer["publicationDate"],
-                 "terms": {"OnDemand": offer["terms"]["OnDemand"][sku]}}
-                for sku, p in offer["products"].items() if p["attributes"]["regionCode"] == region
-            ]  # fmt: skip
+                {
+                    "product": p,
+                    "serviceCode": "AWSLambda",
+                    "publicationDate": offer["publicationDate"],
+                    "terms": {"OnDemand": offer["terms"]["OnDemand"][sku]},
+                }
+                for sku, p in offer["products"].items()
+                if p["attributes"]["regionCode"] == region
+            ]
             page = own[3:] if given.get("NextToken") else own[:3]
             answer: dict[str, Any] = {"FormatVersion": "aws_v1", "PriceList": [json.dumps(one) for one in page]}
             if own and not given.get("NextToken"):
@@ -232,8 +258,16 @@ def aws_prices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No credentials of any provider, and no host that might give some."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION",
-                 "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "MODAL_PROFILE"):  # fmt: skip
+    for name in (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "MODAL_TOKEN_ID",
+        "MODAL_TOKEN_SECRET",
+        "MODAL_PROFILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "MODAL_CONFIG_PATH"):

@@ -81,8 +81,9 @@ def test_the_total_is_what_is_billed_and_each_price_has_its_source(rollart: Call
     priced = tables["prices"]
     assert sum(row["usd"] for row in priced if row["cost"] == "billed") == pytest.approx(total["total"])
     assert {(row["price"], row["date"]) for row in priced if row["unit"] == "device-hour"} == {
-        ("cpu (here)", "2026-07-01"), ("H20 (own)", "-"),
-    }  # fmt: skip
+        ("cpu (here)", "2026-07-01"),
+        ("H20 (own)", "-"),
+    }
     assert all(row["source"] for row in priced)
     assert "http: no price is known" in rollart("report", "cost").out
 

@@ -32,9 +32,13 @@ def served(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
     template.write(directory / "mine", "mine")
     code = "import sys; from rollart.cli.main import main; main(['rewards', 'serve', *sys.argv[1:]])"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "mine/mine.py", "--json", *arguments], cwd=directory, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TOKEN": "secret"},
-    )  # fmt: skip
+        [sys.executable, "-c", code, "mine/mine.py", "--json", *arguments],
+        cwd=directory,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TOKEN": "secret"},
+    )
     try:
         assert process.stdout is not None
         yield process, json.loads(process.stdout.readline())

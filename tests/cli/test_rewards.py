@@ -136,8 +136,9 @@ def test_untrusted_code_runs_in_a_sandbox_or_not_at_all(rollart: Call) -> None:
 @pytest.mark.slow  # function workers are processes
 def test_a_plan_compares_providers(rollart: Call) -> None:
     rollart("rewards", "init", "mine")
-    done = rollart("rewards", "plan", "mine/mine.py", "--items", "1000000", "--runs-per-month", "3", "--from", "aws",
-                   "-o", "json")  # fmt: skip
+    done = rollart(
+        "rewards", "plan", "mine/mine.py", "--items", "1000000", "--runs-per-month", "3", "--from", "aws", "-o", "json"
+    )
     assert done.code == 0, done.err
     found = {row["provider"]: row for row in rows(done.out, "plan")}
     assert found["aws_lambda"]["usd_per_month"] == pytest.approx(3 * found["aws_lambda"]["usd_per_run"])
@@ -204,10 +205,16 @@ def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ..
 
 
 COMMANDS = (
-    ("list",), ("versions", "f"), ("logs", "f"), ("scale", "f", "--warm", "1"), ("rollback", "f"),
-    ("delete", "f", "--yes"), ("deploy", "f.py"), ("deploy", "f.py", "--dry-run"),
+    ("list",),
+    ("versions", "f"),
+    ("logs", "f"),
+    ("scale", "f", "--warm", "1"),
+    ("rollback", "f"),
+    ("delete", "f", "--yes"),
+    ("deploy", "f.py"),
+    ("deploy", "f.py", "--dry-run"),
     ("invoke", "f.py", "--item", ITEM_TEXT),
-)  # fmt: skip
+)
 """Those that ask a provider."""
 
 

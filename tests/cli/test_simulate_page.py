@@ -25,8 +25,9 @@ def test_a_page_beside_the_figures(rollart: Callable[..., Result], tmp_path: Pat
     Path("run.yaml").write_text(RUN)
     Path("c.yaml").write_text(CLUSTER)
     common = ["simulate", "run.yaml", "--cluster", "c.yaml", "--steps", "2", "--workers", "1"]
-    done = rollart(*common, "--policies", "sync,rollart", "--seeds", "2", "--html", "pages/a.html", "-o", "json",
-                   "--keep", "kept")  # fmt: skip
+    done = rollart(
+        *common, "--policies", "sync,rollart", "--seeds", "2", "--html", "pages/a.html", "-o", "json", "--keep", "kept"
+    )
     assert done.code == 0, done.err
     assert done.err.endswith("page: pages/a.html\n")
     tables = json.loads(done.out)["tables"]

@@ -31,15 +31,29 @@ def listen() -> None:
 )
 def test_a_signal_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, code: int, told: str) -> None:
     command = [
-        sys.executable, "-c", "from rollart.cli.main import main; main()", "simulate",
-        str(builtin("runs/agentic-math-32b.yaml")), "--cluster", str(builtin("clusters/rollart-96h800-32h20.yaml")),
-        "--seeds", "2", "--workers", "2", "--steps", "100",
-    ]  # fmt: skip
+        sys.executable,
+        "-c",
+        "from rollart.cli.main import main; main()",
+        "simulate",
+        str(builtin("runs/agentic-math-32b.yaml")),
+        "--cluster",
+        str(builtin("clusters/rollart-96h800-32h20.yaml")),
+        "--seeds",
+        "2",
+        "--workers",
+        "2",
+        "--steps",
+        "100",
+    ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         preexec_fn=listen,
-    )  # fmt: skip
+    )
     try:
         until = time.monotonic() + 300.0
         while not (started := list(tmp_path.glob("rollart-simulate-*/*/ledger.sqlite"))) or len(started) < 2:

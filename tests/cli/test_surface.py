@@ -15,8 +15,21 @@ import click
 from rollart.cli.main import cli
 
 HELP = Path(__file__).parent / "help.txt"
-HEAVY = ("aiobotocore", "aiohttp", "boto3", "matplotlib", "modal", "numpy", "pydantic", "ray", "rich", "scipy", "torch",
-         "transformers", "yaml")  # fmt: skip
+HEAVY = (
+    "aiobotocore",
+    "aiohttp",
+    "boto3",
+    "matplotlib",
+    "modal",
+    "numpy",
+    "pydantic",
+    "ray",
+    "rich",
+    "scipy",
+    "torch",
+    "transformers",
+    "yaml",
+)
 
 
 def surface() -> str:
@@ -25,9 +38,13 @@ def surface() -> str:
 
 def _pages(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
     with click.Context(
-        command, info_name=name, parent=parent, terminal_width=100, max_content_width=100,
+        command,
+        info_name=name,
+        parent=parent,
+        terminal_width=100,
+        max_content_width=100,
         help_option_names=["-h", "--help"],
-    ) as context:  # fmt: skip
+    ) as context:
         yield f"$ {context.command_path} --help\n{command.get_help(context)}\n"
         if isinstance(command, click.Group):
             for child in sorted(command.commands):

@@ -90,8 +90,12 @@ class Bench:
     def __init__(self, *engines: Engine) -> None:
         self.events, self.trainer, self.engines = Events(), Trainer(), engines
         self.broadcasts = Broadcasts(
-            Leases(self.events), self.events, backend="gloo", bucket_bytes=10, send_s=SEND_S  # type: ignore[arg-type]
-        )  # fmt: skip
+            Leases(self.events),
+            self.events,
+            backend="gloo",
+            bucket_bytes=10,
+            send_s=SEND_S,  # type: ignore[arg-type]
+        )
         for engine in engines:
             self.broadcasts.join(engine)  # type: ignore[arg-type]
 
@@ -259,9 +263,15 @@ MIXED = [{"name": "gpus", "device": "H100", "count": 2, "price": 2.0}, {"name": 
 
 @pytest.mark.parametrize(
     ("trainer", "engines", "asked", "backend"),
-    [("H100", "H100", "auto", "nccl"), ("H100", "cpu", "auto", "gloo"), ("cpu", "cpu", "auto", "gloo"),
-     ("H100", "H100", "gloo", "gloo"), ("H100", "cpu", "nccl", None), ("cpu", "cpu", "nccl", None)],
-)  # fmt: skip
+    [
+        ("H100", "H100", "auto", "nccl"),
+        ("H100", "cpu", "auto", "gloo"),
+        ("cpu", "cpu", "auto", "gloo"),
+        ("H100", "H100", "gloo", "gloo"),
+        ("H100", "cpu", "nccl", None),
+        ("cpu", "cpu", "nccl", None),
+    ],
+)
 def test_nccl_is_for_gpus_on_both_sides(
     tmp_path: Path, trainer: str, engines: str, asked: str, backend: str | None
 ) -> None:
@@ -281,9 +291,11 @@ def test_nccl_is_for_gpus_on_both_sides(
 
 @pytest.mark.parametrize(
     ("run", "cluster", "why"),
-    [({"store": {"kind": "files", "url": "shared"}}, {}, "weights.collective and weights.store are given"),
-     ({}, {"trainer": {"external": "127.0.0.1:0"}}, "trainer.external is somebody else's trainer")],
-)  # fmt: skip
+    [
+        ({"store": {"kind": "files", "url": "shared"}}, {}, "weights.collective and weights.store are given"),
+        ({}, {"trainer": {"external": "127.0.0.1:0"}}, "trainer.external is somebody else's trainer"),
+    ],
+)
 def test_what_does_not_go_with_broadcasts_is_refused(
     tmp_path: Path, run: dict[str, Any], cluster: dict[str, Any], why: str
 ) -> None:

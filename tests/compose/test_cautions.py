@@ -98,9 +98,13 @@ def test_a_long_run_that_keeps_two_versions(
     ],
 )
 def test_cuda_packages_that_no_part_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str,
-    required: list[str], warned: bool,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: str,
+    required: list[str],
+    warned: bool,
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"

@@ -27,8 +27,11 @@ def fake() -> Resolved:
 
 def test_every_host_of_a_pool_is_a_node_and_the_head_has_plain_cores(fake: Resolved) -> None:
     assert [(n.id, dict(n.total)) for n in hosts(fake)] == [
-        ("cores-0", {"CPU": 1.0}), ("h800-0", {"CPU": 1.0}), ("h20-0", {"CPU": 1.0}), ("h20-1", {"CPU": 1.0}),
-    ]  # fmt: skip
+        ("cores-0", {"CPU": 1.0}),
+        ("h800-0", {"CPU": 1.0}),
+        ("h20-0", {"CPU": 1.0}),
+        ("h20-1", {"CPU": 1.0}),
+    ]
     assert dict(hosts(fake)[1].labels) == {"pool": "h800", "device": "compute-rich", "gpu": "H800"}
 
 
@@ -123,8 +126,10 @@ def test_what_happens_to_the_cluster_is_told() -> None:
             await asyncio.sleep(0.1)
             watch.cancel()
         assert told == [
-            ("node_joined", "n0", {}), ("actor_placed", "a", {"node": "n0"}), ("actor_placed", "a", {"node": "n0"}),
-        ]  # fmt: skip
+            ("node_joined", "n0", {}),
+            ("actor_placed", "a", {"node": "n0"}),
+            ("actor_placed", "a", {"node": "n0"}),
+        ]
 
     virtual.run(main())
 

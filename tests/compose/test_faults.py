@@ -230,9 +230,21 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CLUSTER)
     (tmp_path / "f.yaml").write_text("outages: [{parts: [engine-0], at_s: 5, seconds: 10}]\n")
     done = CliRunner().invoke(
-        cli, ["simulate", str(tmp_path / "r.yaml"), "--cluster", str(tmp_path / "c.yaml"), "--faults",
-              str(tmp_path / "f.yaml"), "--steps", "2", "-o", "json", "faults.max_rate=1"],
-    )  # fmt: skip
+        cli,
+        [
+            "simulate",
+            str(tmp_path / "r.yaml"),
+            "--cluster",
+            str(tmp_path / "c.yaml"),
+            "--faults",
+            str(tmp_path / "f.yaml"),
+            "--steps",
+            "2",
+            "-o",
+            "json",
+            "faults.max_rate=1",
+        ],
+    )
     assert done.exit_code == 0, done.output
     rows = {row["what"]: row["async"] for row in json.loads(done.stdout)["tables"]["faults"]}
     assert rows["engine outages"] == 1

@@ -22,9 +22,11 @@ POOLS = [
 def resolved(path: Path) -> Resolved:
     """The trainer on the first two GPUs, an engine on each of the others."""
     cluster = {
-        "name": "c", "pools": POOLS, "engines": {"count": 2, "device": "H20"},
+        "name": "c",
+        "pools": POOLS,
+        "engines": {"count": 2, "device": "H20"},
         "trainer": {"device": "H100", "threads": 2},
-    }  # fmt: skip
+    }
     (path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     return resolve_files(None, path / "cluster.yaml")
 

@@ -34,11 +34,14 @@ def advantages(path: Path, **advantage: Any) -> list[float]:
     config = trained(path, domains__0__advantage=advantage)
     (name,) = config.domains
     return batch_advantages(
-        batch([
-            sample(str(i), domain=name, turns=[(1, 1)], group=f"g{i // SIZE}", rewards=[score])
-            for i, score in enumerate(SCORES)
-        ]), config.domains,
-    ).tolist()  # fmt: skip
+        batch(
+            [
+                sample(str(i), domain=name, turns=[(1, 1)], group=f"g{i // SIZE}", rewards=[score])
+                for i, score in enumerate(SCORES)
+            ]
+        ),
+        config.domains,
+    ).tolist()
 
 
 def test_grpo_can_be_written_in_a_run_file(tmp_path: Path) -> None:
@@ -70,21 +73,34 @@ def test_the_advantages_are_those_of_trl(tmp_path: Path, normalize: str) -> None
             return out
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        return {"prompt_ids": [[3]] * len(prompts), "completion_ids": [[4]] * len(prompts),
-                "logprobs": [[-1.0]] * len(prompts), "paid": SCORES}  # fmt: skip
+        return {
+            "prompt_ids": [[3]] * len(prompts),
+            "completion_ids": [[4]] * len(prompts),
+            "logprobs": [[-1.0]] * len(prompts),
+            "paid": SCORES,
+        }
 
     Seen(
         model=AutoModelForCausalLM.from_pretrained(model),
         reward_funcs=lambda completions, paid, **_: paid,
         args=GRPOConfig(
-            output_dir=str(tmp_path / "trl"), max_steps=1, num_generations=SIZE, max_completion_length=1,
-            per_device_train_batch_size=len(SCORES), logging_strategy="no", save_strategy="no", report_to=[],
-            use_cpu=True, bf16=False, disable_tqdm=True, scale_rewards=normalize,
+            output_dir=str(tmp_path / "trl"),
+            max_steps=1,
+            num_generations=SIZE,
+            max_completion_length=1,
+            per_device_train_batch_size=len(SCORES),
+            logging_strategy="no",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            scale_rewards=normalize,
         ),
         train_dataset=Dataset.from_dict({"prompt": ["say"] * GROUPS}),
         processing_class=AutoTokenizer.from_pretrained(model),
         rollout_func=rollout,
-    ).train()  # fmt: skip
+    ).train()
     # TRL adds 0.0001 to the deviation.
     assert advantages(tmp_path, normalize=normalize) == pytest.approx(seen, rel=3e-4, abs=1e-6)
 

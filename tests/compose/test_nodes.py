@@ -29,12 +29,21 @@ links:
   - {a: big, b: wide, gb_per_s: 100}
 """
 
-COMPUTED = ["placement.tensor_parallel=[1]", "placement.prefill_decode=off", "placement.train.pool=big",
-            "placement.train.devices=2", "placement.rate_tolerance=0"]  # fmt: skip
+COMPUTED = [
+    "placement.tensor_parallel=[1]",
+    "placement.prefill_decode=off",
+    "placement.train.pool=big",
+    "placement.train.devices=2",
+    "placement.rate_tolerance=0",
+]
 
 
-WORK = ["domains.chat.profile.output_tokens=2000", "domains.chat.max_tokens=4096", "cluster.engines.max_slots=4",
-        "placement.rebalance.restart_s=10"]  # fmt: skip
+WORK = [
+    "domains.chat.profile.output_tokens=2000",
+    "domains.chat.max_tokens=4096",
+    "cluster.engines.max_slots=4",
+    "placement.rebalance.restart_s=10",
+]
 """Turns of about ten seconds, four at a time: six engines of one device are not too many."""
 
 EITHER = pytest.mark.parametrize(
@@ -85,8 +94,9 @@ def test_engines_start_on_machines_that_join(name: str, tmp_path: Path, request:
     assert before == 6, "the plan is one for all that there may be"
     played(resolved, tmp_path, LATE)
     assert [(e.t, e.subject) for e in told(tmp_path, "node_joined")] == [
-        (40.0, "machine-wide-1"), (40.0, "machine-wide-2"),
-    ]  # fmt: skip
+        (40.0, "machine-wide-1"),
+        (40.0, "machine-wide-2"),
+    ]
     (rebalanced,) = told(tmp_path, "rebalanced")
     assert rebalanced.subject == "wide has 6 devices after 2"
     assert str(rebalanced.fields["moves"]) == "start 4 × tp 1 on wide: engine"
@@ -136,8 +146,11 @@ def test_every_machine_has_a_name_and_the_trainer_goes_with_its_own(given: Resol
     parts = parts_of(given)
     machines = machines_of(given)
     assert {name: m.devices for name, m in machines.items()} == {
-        "machine-big-0": 2, "machine-wide-0": 2, "machine-wide-1": 2, "machine-wide-2": 2,
-    }  # fmt: skip
+        "machine-big-0": 2,
+        "machine-wide-0": 2,
+        "machine-wide-1": 2,
+        "machine-wide-2": 2,
+    }
     assert parts["machine-big-0"] == ("machine-big-0", "trainer-0")
     assert parts["machine-wide-2"] == ("machine-wide-2",)
     assert machines["machine-big-0"].taken == 1

@@ -299,8 +299,14 @@ def test_hosts_import_from_where_the_controller_does(tmp_path: Path, monkeypatch
     assert decided(resolve_files(run, cluster, [])).cluster.environments.workers == "auto"
 
 
-QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 2, "hidden_size": 16, "num_hidden_layers": 1,
-        "intermediate_size": 32, "vocab_size": 128}  # fmt: skip
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "vocab_size": 128,
+}
 
 
 def weights() -> bytes:
@@ -327,12 +333,15 @@ def weights() -> bytes:
         ({"functions__0__handler": "nobody"}, "name: rule", "function 'rule'"),
         ({"training": {"loss": {"clip_low": 0}}}, "clip_low", "clip_low is 0"),
         (
-            {"domains__0__environment": "rollart.adapters.envs.reasoning_gym:ReasoningGymEnv",
-             "domains__0__environment_args": {"dataset": "spell_bakward"}},
-            "dataset", "has no data set 'spell_bakward'; did you mean 'spell_backward'?",
+            {
+                "domains__0__environment": "rollart.adapters.envs.reasoning_gym:ReasoningGymEnv",
+                "domains__0__environment_args": {"dataset": "spell_bakward"},
+            },
+            "dataset",
+            "has no data set 'spell_bakward'; did you mean 'spell_backward'?",
         ),
     ],
-)  # fmt: skip
+)
 def test_no_command_accepts_a_run_that_no_launch_could_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], place: str, message: str
 ) -> None:
@@ -403,16 +412,27 @@ FILES = {
         ({}, {"pools__0__device": "L4"}, "engine-0 on pool 'here' computes on a GPU, and the torch"),
         ({"training__stream": True}, {"trainer__ranks": 1, "trainer__dtype": "bfloat16"}, "training.stream is true"),
         pytest.param(
-            {"rollout": {"parallelism": {}}}, {"runtime": {"backend": "ray", "elastic": {}}}, "one of them starts",
+            {"rollout": {"parallelism": {}}},
+            {"runtime": {"backend": "ray", "elastic": {}}},
+            "one of them starts",
             marks=EXTRA,
         ),
         ({"weights": {"collective": {"backend": "nccl"}}}, {}, "collective.backend is nccl"),
-        ({"schedule": "sync_plus", "staleness": 0, "training__stream": True, "rollout": {"lending": {}}}, {},
-         "the embedded trainer takes no other devices"),
-        ({}, {"functions": {"backend": "http", "http": {"rule": {"url": "http://h", "token_env": "NO_SUCH"}}}},
-         "NO_SUCH is not set"),
-        ({}, {"functions": {"backend": ["http", "local"], "http": {"other": "http://h"}}},
-         "no URL for function 'rule'"),
+        (
+            {"schedule": "sync_plus", "staleness": 0, "training__stream": True, "rollout": {"lending": {}}},
+            {},
+            "the embedded trainer takes no other devices",
+        ),
+        (
+            {},
+            {"functions": {"backend": "http", "http": {"rule": {"url": "http://h", "token_env": "NO_SUCH"}}}},
+            "NO_SUCH is not set",
+        ),
+        (
+            {},
+            {"functions": {"backend": ["http", "local"], "http": {"other": "http://h"}}},
+            "no URL for function 'rule'",
+        ),
         ({}, {"functions": {"backend": "modal"}}, "modal is not installed"),
         ({}, {"functions": {"backend": "aws_lambda"}}, "boto3 is not installed"),
         ({"training__lora": {"rank": 2}}, {}, "peft is not installed"),
@@ -424,14 +444,21 @@ FILES = {
         ({}, {"trainer__external": "0.0.0.0:0", "trainer__external_token": "env:NO_SUCH"}, "NO_SUCH is not set"),
         ({}, {"trainer__external": "203.0.113.7:80", "trainer__external_token": "file"}, "no server can listen on"),
     ],
-)  # fmt: skip
+)
 def test_every_command_gives_the_answer_of_a_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
-    cluster_changes: dict[str, Any], message: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    cluster_changes: dict[str, Any],
+    message: str,
+) -> None:
     monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name, had=importlib.metadata.version: (
-        "2.13.0+cpu" if name == "torch" else had(name)))  # fmt: skip
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name, had=importlib.metadata.version: "2.13.0+cpu" if name == "torch" else had(name),
+    )
     missing = {message.partition(" ")[0]} if "is not installed" in message else set()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in missing else find(name, *more))
@@ -508,6 +535,10 @@ def test_a_dry_run_looks_at_the_directory_of_the_run(tmp_path: Path, capsys: pyt
 
 def test_the_check_loads_no_torch(tmp_path: Path) -> None:
     code = "import sys; from rollart.cli.main import run; assert run(sys.argv[1:]) == 0; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "validate", str(builtin("runs/quickstart.yaml"))],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, "validate", str(builtin("runs/quickstart.yaml"))],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines()[-1] == "False"

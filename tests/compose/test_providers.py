@@ -63,10 +63,20 @@ def test_trials_are_priced_by_the_list() -> None:
     trials = Trials(PriceBook(load_prices(builtin("prices.yaml"))))
     trials.invocation(
         Invocation(
-            function="f", provider="aws_lambda", worker="w", t0=0.0, t1=1.0, cold_start_s=0.5, billed_s=2.0,
-            memory_mb=512, items=0, status="ok", cause=Cause.SMOKE, provider_id="r",
+            function="f",
+            provider="aws_lambda",
+            worker="w",
+            t0=0.0,
+            t1=1.0,
+            cold_start_s=0.5,
+            billed_s=2.0,
+            memory_mb=512,
+            items=0,
+            status="ok",
+            cause=Cause.SMOKE,
+            provider_id="r",
         )
-    )  # fmt: skip
+    )
     (bill,) = trials.bills
     assert bill.usd == pytest.approx(2.0 * 0.5 * 0.0000166667 + 0.20 / 1e6)
 

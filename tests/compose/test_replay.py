@@ -100,15 +100,38 @@ async def finished(ledger: Ledger, step: int, n: int, at: float) -> Group:
     tokens = first + (TURNS - 1) * later + TURNS * said
     mask = (False,) * (tokens - TURNS * said) + (True,) * (TURNS * said)
     sample = TrainSample(
-        TrajectoryId(name), GroupId(name), "chat", step, tuple(range(tokens)), mask, (0.0,) * tokens,
-        (step,) * tokens, (0,) * tokens, (0.0,) * tokens, 1.0, True,
-    )  # fmt: skip
+        TrajectoryId(name),
+        GroupId(name),
+        "chat",
+        step,
+        tuple(range(tokens)),
+        mask,
+        (0.0,) * tokens,
+        (step,) * tokens,
+        (0,) * tokens,
+        (0.0,) * tokens,
+        1.0,
+        True,
+    )
     await ledger.admit(GroupId(name), "chat", n)
     charge = Charge(
-        TrajectoryId(name), domain="chat", outcome="finished", v0=step, engine_seconds=ENGINE_S, turns=TURNS,
-        prompt_tokens=tokens - TURNS * said, action_tokens=TURNS * said, success=True, score=1.0, purpose="train",
-        t0=at - 0.9, t1=at - 0.1, first_tokens=first, reset_s=0.02, env_s=0.06,
-    )  # fmt: skip
+        TrajectoryId(name),
+        domain="chat",
+        outcome="finished",
+        v0=step,
+        engine_seconds=ENGINE_S,
+        turns=TURNS,
+        prompt_tokens=tokens - TURNS * said,
+        action_tokens=TURNS * said,
+        success=True,
+        score=1.0,
+        purpose="train",
+        t0=at - 0.9,
+        t1=at - 0.1,
+        first_tokens=first,
+        reset_s=0.02,
+        env_s=0.06,
+    )
     await ledger.finish(sample, charge)
     return Group(GroupId(name), "chat", (sample,))
 

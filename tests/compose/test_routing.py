@@ -127,9 +127,12 @@ class TestPlanned:
         assert found is not None
         load = {
             kind: KindLoad(n, n, 0.0, 30.0)
-            for kind, n in ((EngineKind(d.pool, EngineRole(d.role), d.tp), d.replicas)
-                            for d in found.deployments if d.role in SERVING)
-        }  # fmt: skip
+            for kind, n in (
+                (EngineKind(d.pool, EngineRole(d.role), d.tp), d.replicas)
+                for d in found.deployments
+                if d.role in SERVING
+            )
+        }
         observed = Observed(work={}, load=load, rate=1.0, seconds=30.0)
 
         async def ask(planner: PlacementPlanner) -> None:

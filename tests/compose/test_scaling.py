@@ -109,9 +109,16 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
             for n in range(2000):
                 rolling.begin(live(f"c{n}", "code", -990.0))
             async with scaler(
-                resolved, offload, [backend], seen=seen, rolling=rolling, plan=PLAN, live=lambda: 400,
-                events=events, directory=tmp_path,
-            ):  # fmt: skip
+                resolved,
+                offload,
+                [backend],
+                seen=seen,
+                rolling=rolling,
+                plan=PLAN,
+                live=lambda: 400,
+                events=events,
+                directory=tmp_path,
+            ):
                 await asyncio.sleep(20.0)
                 return backend.workers("behave")
 

@@ -165,10 +165,24 @@ def test_a_cluster_of_unknown_speed_is_refused(tmp_path: Path) -> None:
 
 def test_the_command(specs: tuple[Path, Path], tmp_path: Path) -> None:
     done = CliRunner().invoke(
-        cli, ["simulate", str(specs[0]), "--cluster", str(specs[1]), "--policies", "sync,rollart", "--steps", "3",
-              "--workers", "1", "--keep",
-              str(tmp_path / "kept"), "-o", "json"],
-    )  # fmt: skip
+        cli,
+        [
+            "simulate",
+            str(specs[0]),
+            "--cluster",
+            str(specs[1]),
+            "--policies",
+            "sync,rollart",
+            "--steps",
+            "3",
+            "--workers",
+            "1",
+            "--keep",
+            str(tmp_path / "kept"),
+            "-o",
+            "json",
+        ],
+    )
     assert done.exit_code == 0, done.output
     tables = json.loads(done.stdout)["tables"]
     figures = {row["what"]: row for row in tables["figures"]}

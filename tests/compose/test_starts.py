@@ -109,8 +109,9 @@ def test_one_that_goes_on_telling_gets_longer() -> None:
     assert took == 1000.0
     assert len(events.seen) == 99
     assert events.seen[-1].fields == {
-        "seconds": 990.0, "said": "(Worker pid=9) INFO 11-22 18:30:12 [loader.py:5] shard 49",
-    }  # fmt: skip
+        "seconds": 990.0,
+        "said": "(Worker pid=9) INFO 11-22 18:30:12 [loader.py:5] shard 49",
+    }
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,14 @@ class Bench:
         self.place = Place("files", str(root / "store"), str(root / "host"))
         self.events = Events()
         self.stored = StoredWeights(
-            root / "weights", self.place, Leases(self.events), self.events,  # type: ignore[arg-type]
-            bucket_bytes=BUCKET, ahead=ahead, pull_s=60.0,
-        )  # fmt: skip
+            root / "weights",
+            self.place,
+            Leases(self.events),
+            self.events,  # type: ignore[arg-type]
+            bucket_bytes=BUCKET,
+            ahead=ahead,
+            pull_s=60.0,
+        )
         self.runtime = LocalRuntime([Node("here", {}, {}, {})])
 
     async def program(self, name: str) -> Handle:

@@ -148,9 +148,15 @@ def program(name: str, config: Path, *arguments: str) -> ActorSpec:
     """What `trainer_actors` gives for a host of one core."""
     args = (name, "rollart.train", ["--config", str(config), *arguments], str(config.parent / f"{name}.log"))
     return ActorSpec(
-        name=name, factory="rollart.adapters.clusters.ray_host:NodeProgram", args=args, kwargs={"env": {}},
-        resources={"CPU": 1.0}, labels=LEARNERS, max_restarts=-1, max_concurrency=6,
-    )  # fmt: skip
+        name=name,
+        factory="rollart.adapters.clusters.ray_host:NodeProgram",
+        args=args,
+        kwargs={"env": {}},
+        resources={"CPU": 1.0},
+        labels=LEARNERS,
+        max_restarts=-1,
+        max_concurrency=6,
+    )
 
 
 @pytest.mark.slow  # a Ray cluster of four nodes, a trainer of two processes, started twice

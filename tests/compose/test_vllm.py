@@ -185,9 +185,15 @@ def test_a_server_is_held_to_the_options_that_its_engine_would_be_started_with(t
         "kv_transfer_config": None,
     }
     assert [line.split(" ")[0] for line in wrong_options(needed, {"vllm_config": told})] == [
-        "--max-model-len", "--max-num-seqs", "--logprobs-mode", "--weight-transfer-config", "--tensor-parallel-size",
-        "--dtype", "--block-size", "--kv-transfer-config",
-    ]  # fmt: skip
+        "--max-model-len",
+        "--max-num-seqs",
+        "--logprobs-mode",
+        "--weight-transfer-config",
+        "--tensor-parallel-size",
+        "--dtype",
+        "--block-size",
+        "--kv-transfer-config",
+    ]
     right = {
         "model_config": {"max_model_len": 10**6, "logprobs_mode": "processed_logprobs", "dtype": "torch.bfloat16"},
         "scheduler_config": {"max_num_seqs": 64},

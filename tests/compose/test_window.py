@@ -99,8 +99,9 @@ def test_a_link_to_the_store_is_declared_like_one_between_pools(tmp_path: Path) 
 
 
 def test_what_was_measured_is_as_varied_as_the_profile() -> None:
-    domain = DomainProfile("d", Quantity(2.0), Quantity(0.0), Quantity(1000.0, 700.0, 2000.0),
-                           first_tokens=Quantity(10.0))  # fmt: skip
+    domain = DomainProfile(
+        "d", Quantity(2.0), Quantity(0.0), Quantity(1000.0, 700.0, 2000.0), first_tokens=Quantity(10.0)
+    )
     work = DomainWork(share=1.0, turns=3.0, first_tokens=10, new_tokens=0, output_tokens=500, wait_s=0.0, finished=99)
     (found,) = measured([domain], {"d": work})
     assert found.output_tokens == Quantity(500.0, 350.0, 1000.0)

@@ -37,9 +37,7 @@ class _Broadcast(HttpEngine):
             self._sender, self._group = Sender(torch.device("cpu"), rank=0, host="127.0.0.1"), secrets.token_hex(4)
         stamp = secrets.token_hex(4)
         workers = await self.members()
-        order = Order(
-            self._sender.address(), self._group, "gloo", 1 + workers, 1, stamp, weights.version, limit_s=60.0
-        )  # fmt: skip
+        order = Order(self._sender.address(), self._group, "gloo", 1 + workers, 1, stamp, weights.version, limit_s=60.0)
         sent = await give(self._sender, order, Path(weights.path), self)
         if sent.errors:
             raise EngineError(str(sent.errors), retryable=False)

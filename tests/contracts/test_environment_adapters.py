@@ -41,8 +41,11 @@ CASES: dict[str, tuple[str, Case]] = {
             f"{ADAPTERS}.gymnasium:GymnasiumText",
             ["down", "right"],
             {
-                "id": "FrozenLake-v1", "make_args": {"is_slippery": True, "max_episode_steps": 12}, "render": "ansi",
-                "actions": ["left", "down", "right", "up"], "success_at": 1,
+                "id": "FrozenLake-v1",
+                "make_args": {"is_slippery": True, "max_episode_steps": 12},
+                "render": "ansi",
+                "actions": ["left", "down", "right", "up"],
+                "success_at": 1,
             },
         ),
     ),
@@ -68,7 +71,7 @@ CASES: dict[str, tuple[str, Case]] = {
         "verifiers",
         Case(f"{ADAPTERS}.verifiers:VerifiersText", ["4"], {"env": "tests.adapters.vf_worlds:load_environment"}),
     ),
-}  # fmt: skip
+}
 """By name what it needs, a module or a file, and the case."""
 
 SLOW = {"openenv", "verifiers", "verifiers_question", "reasoning_gym", "spell_backward"}

@@ -23,9 +23,12 @@ pytestmark = pytest.mark.slow
 """Reason: a real cluster, and a real client server."""
 
 globals().update(
-    {name: test for name, test in vars(suite).items()
-     if name.startswith("test_") and "on" in inspect.signature(test).parameters}
-)  # fmt: skip
+    {
+        name: test
+        for name, test in vars(suite).items()
+        if name.startswith("test_") and "on" in inspect.signature(test).parameters
+    }
+)
 
 
 class Kept(RayRuntime):

@@ -245,9 +245,7 @@ async def test_a_push_that_ends_early_leaves_no_version_to_anybody(objects: Obje
     pusher = BucketPusher(cut, bucket_bytes=BUCKET, in_flight=2)
     host = BucketWeightStore(cut, tmp_path / "host")
     arrivals = await pusher.prepare(5, str(source))
-    results = await asyncio.gather(
-        pusher.push(str(source), arrivals), host.pull(5, arrivals), return_exceptions=True
-    )  # fmt: skip
+    results = await asyncio.gather(pusher.push(str(source), arrivals), host.pull(5, arrivals), return_exceptions=True)
     assert [str(r) for r in results] == ["the link is down", "version 5 was not pushed whole"]
     assert host.versions() == []
     assert list((tmp_path / "host").iterdir()) == []

@@ -42,10 +42,22 @@ def tiny(**changes: Any) -> Spec:
         "name": "tiny",
         "model": {
             "init": {
-                "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 16,
-                "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-                "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-                "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32", "pad_token_id": 0,
+                "architectures": ["Qwen3ForCausalLM"],
+                "model_type": "qwen3",
+                "vocab_size": 128,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "hidden_act": "silu",
+                "max_position_embeddings": 64,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": False,
+                "torch_dtype": "float32",
+                "pad_token_id": 0,
                 "eos_token_id": 1,
             },
             "tokenizer": "rollart.quickstart.tokenizer:write_tokenizer",
@@ -56,20 +68,29 @@ def tiny(**changes: Any) -> Spec:
         "batch": {"trajectories": BATCH},
         "domains": [
             {
-                "name": "coin", "environment": "tests.e2e.worlds:Coin", "environment_args": {},
-                "group_size": GROUP_SIZE, "max_turns": 2, "max_tokens": 1, "env_reward_weight": 0.0,
+                "name": "coin",
+                "environment": "tests.e2e.worlds:Coin",
+                "environment_args": {},
+                "group_size": GROUP_SIZE,
+                "max_turns": 2,
+                "max_tokens": 1,
+                "env_reward_weight": 0.0,
                 "rewards": [{"function": "rule"}],
             }
         ],
         "functions": [
             {
-                "name": "rule", "source": str(ROOT / "tests/e2e/rewards.py"), "handler": "rule", "memory_mb": 128,
-                "batch_items": 8, "timeout_s": 5.0,
+                "name": "rule",
+                "source": str(ROOT / "tests/e2e/rewards.py"),
+                "handler": "rule",
+                "memory_mb": 128,
+                "batch_items": 8,
+                "timeout_s": 5.0,
             }
         ],
         "training": {"lr": 1e-3},
         "faults": {"min_count": 6},
-    }  # fmt: skip
+    }
     return changed(spec, **changes)
 
 

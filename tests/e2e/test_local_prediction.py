@@ -35,9 +35,18 @@ CONSTANTS = Constants(
 MODEL = "rollart.quickstart.policy_config:policy_config"
 MACHINE = Machine(
     engine=Fit(Calibration(CONSTANTS, "cpu", "cpu", "bf16", MODEL, 0.1), 0.05),
-    update_s=4e-3, token_s=2.4e-5, action_s=5e-6, trajectory_s=4e-4, turn_s=2e-4, said_s=5e-6, function_s=7e-5,
-    publish_s=0.05, queue=0.6, reward_latency_s=0.01, cores=2,
-)  # fmt: skip
+    update_s=4e-3,
+    token_s=2.4e-5,
+    action_s=5e-6,
+    trajectory_s=4e-4,
+    turn_s=2e-4,
+    said_s=5e-6,
+    function_s=7e-5,
+    publish_s=0.05,
+    queue=0.6,
+    reward_latency_s=0.01,
+    cores=2,
+)
 
 LAKE = DomainProfile("frozen_lake", Quantity(5.0, 5.0, 8.0), Quantity(7.0), Quantity(1.0), first_tokens=Quantity(24.0))
 WORDS = DomainProfile(
@@ -124,11 +133,17 @@ def _shown(games: int, words: int, said: float) -> Measured:
     controller = MACHINE.controller_s(mix)
     trained = 2 * (2 * MACHINE.update_s + tokens * MACHINE.token_s + actions * MACHINE.action_s)
     return Measured(
-        rate=1.0, batch=batch, steps=10, seconds=10.0, publish_s=MACHINE.publish_s,
-        handover_s=MACHINE.queue * batch * controller, train=TrainRow(tokens, actions, 2, 2, trained),
+        rate=1.0,
+        batch=batch,
+        steps=10,
+        seconds=10.0,
+        publish_s=MACHINE.publish_s,
+        handover_s=MACHINE.queue * batch * controller,
+        train=TrainRow(tokens, actions, 2, 2, trained),
         reward_latency_s=MACHINE.reward_latency_s,
-        cpu={"controller": controller, "functions": MACHINE.function_s}, profiles=tuple(mix),
-    )  # fmt: skip
+        cpu={"controller": controller, "functions": MACHINE.function_s},
+        profiles=tuple(mix),
+    )
 
 
 def test_a_machine_survives_its_file(tmp_path: Path) -> None:
@@ -139,9 +154,14 @@ def test_a_machine_survives_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "word"),
-    [({"token_s": -1.0}, "token_s"), ({"queue": "fast"}, "queue"), ({"schema_version": 9}, "schema_version"),
-     ({"extra": 1.0}, "extra"), ({"publish_s": float("nan")}, "publish_s")],
-)  # fmt: skip
+    [
+        ({"token_s": -1.0}, "token_s"),
+        ({"queue": "fast"}, "queue"),
+        ({"schema_version": 9}, "schema_version"),
+        ({"extra": 1.0}, "extra"),
+        ({"publish_s": float("nan")}, "publish_s"),
+    ],
+)
 def test_a_file_that_no_machine_wrote(changed: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         Machine.from_dict({**MACHINE.to_dict(), **changed})

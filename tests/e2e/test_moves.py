@@ -39,10 +39,15 @@ def drifting(**changes: Any) -> Spec:
         model__context=32,
         hw_affinity={"long": "left", "short": "right"},
         placement={
-            "objective": "min_cost", "rate": 1300, "in_flight": 5000, "prefill_decode": "off", "tensor_parallel": [1],
-            "train": {"pool": "train"}, "rebalance": {"reprice_s": 0.2, "flows_s": 0.5, "drift": 0.7, **changes},
+            "objective": "min_cost",
+            "rate": 1300,
+            "in_flight": 5000,
+            "prefill_decode": "off",
+            "tensor_parallel": [1],
+            "train": {"pool": "train"},
+            "rebalance": {"reprice_s": 0.2, "flows_s": 0.5, "drift": 0.7, **changes},
         },
-    )  # fmt: skip
+    )
     domain = spec["domains"][0]
     spec["domains"] = [copy.deepcopy(domain) | _domain("long", 5, 2), copy.deepcopy(domain) | _domain("short", 1, 6)]
     return spec

@@ -57,9 +57,16 @@ def test_it_generates_what_the_packed_step_generates(
                 sampling = {"top_p": 0.7 if i % 3 else 1.0, "seed": i}
                 allowed = (3, 5, 8) if i == 4 else None
                 made.add(
-                    job(f"{turn}-{i}", prompt, session=f"s{i}", max_tokens=4 + i, temperature=greedy,
-                        allowed_token_ids=allowed, **sampling)
-                )  # fmt: skip
+                    job(
+                        f"{turn}-{i}",
+                        prompt,
+                        session=f"s{i}",
+                        max_tokens=4 + i,
+                        temperature=greedy,
+                        allowed_token_ids=allowed,
+                        **sampling,
+                    )
+                )
             for _ in range(5):
                 said |= {f.job.request.request_id: f.completion for f in made.step()}
             if turn == 0:

@@ -165,9 +165,14 @@ def test_a_prefill_engine_keeps_the_kv_of_a_last_turn_no_longer_than_the_hand_ov
             d.id: Seat("here", role=EngineRole.DECODE),
         }
         gateway = Gateway(
-            Leases(recorder), limits=GatewayLimits(), version=0, on_suspect=lambda _: None, recorder=recorder,
-            router=Router(rule=rule("remote")), seats=seats,
-        )  # fmt: skip
+            Leases(recorder),
+            limits=GatewayLimits(),
+            version=0,
+            on_suspect=lambda _: None,
+            recorder=recorder,
+            router=Router(rule=rule("remote")),
+            seats=seats,
+        )
         prompts = {f"s{i}": tuple((7 * j + i) % 512 for j in range(200)) for i in range(6)}
         now = asyncio.get_running_loop().time
         for engine in (p, d):

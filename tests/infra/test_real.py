@@ -137,9 +137,11 @@ def deployed(one: Any, name: str, template: Mapping[str, Any], parameters: Mappi
     """The outputs of a stack of this template."""
     stacks = client(one, "cloudformation")
     stacks.create_stack(
-        StackName=name, TemplateBody=json.dumps(template), Capabilities=["CAPABILITY_IAM"],
+        StackName=name,
+        TemplateBody=json.dumps(template),
+        Capabilities=["CAPABILITY_IAM"],
         Parameters=[{"ParameterKey": k, "ParameterValue": v} for k, v in parameters.items()],
-    )  # fmt: skip
+    )
     (stack,) = stacks.describe_stacks(StackName=name)["Stacks"]
     assert stack["StackStatus"] == "CREATE_COMPLETE", stack
     return {o["OutputKey"]: o["OutputValue"] for o in stack.get("Outputs", [])}
@@ -194,8 +196,9 @@ def test_cloudformation_is_deployed_and_called(account: Any, tmp_path: Path) -> 
         pointed(account, name)
     groups = client(account, "logs").describe_log_groups(logGroupNamePrefix="/aws/lambda/cfn-")["logGroups"]
     assert {g["logGroupName"]: g["retentionInDays"] for g in groups} == {
-        "/aws/lambda/cfn-exact": 7, "/aws/lambda/cfn-length": 7,
-    }  # fmt: skip
+        "/aws/lambda/cfn-exact": 7,
+        "/aws/lambda/cfn-length": 7,
+    }
     asyncio.run(works(account, "cfn-"))
 
 

@@ -162,8 +162,9 @@ def test_weights_have_their_bucket_their_disk_and_their_volume(rendered: dict[st
 
 
 def test_the_head_listens_where_the_spec_says() -> None:
-    ours = render("ray", *FLEET, ["cluster.pools.h100.labels={}", "cluster.pools.spot.labels={}",
-                                  "cluster.pools.cores.labels={}"])  # fmt: skip
+    ours = render(
+        "ray", *FLEET, ["cluster.pools.h100.labels={}", "cluster.pools.spot.labels={}", "cluster.pools.cores.labels={}"]
+    )
     assert b"--port=6380" in ours.files["head.sh"]
     assert "RAY_HEAD=its-address:6380" in ours.steps[0]
     with pytest.raises(SpecError, match=r"the head's port is 10005 \(rule: not within 10002 to 19999"):
@@ -350,13 +351,16 @@ def test_what_cannot_be_rendered_is_one_line_and_exit_code_2(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("target", "names", "said"), [
-    ("cfn", ("quick_a", "quick-a"), "function 'quick-a' would be 'QuickA' in a template, as function 'quick_a'"),
-    ("sam", ("exactOne", "exactone"), "as function 'exactOne'"),
-    ("terraform", ("exact", "exact_logs"), "'exact_logs' would be 'ExactLogs' in a template, as function 'exact'"),
-    ("sam", ("bucket", "exact"), "'Bucket' in a template, as what is no function"),
-    ("modal", ("quick_a", "quick-a"), "function 'quick-a' would be the variable quick_a, as 'quick_a' is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "names", "said"),
+    [
+        ("cfn", ("quick_a", "quick-a"), "function 'quick-a' would be 'QuickA' in a template, as function 'quick_a'"),
+        ("sam", ("exactOne", "exactone"), "as function 'exactOne'"),
+        ("terraform", ("exact", "exact_logs"), "'exact_logs' would be 'ExactLogs' in a template, as function 'exact'"),
+        ("sam", ("bucket", "exact"), "'Bucket' in a template, as what is no function"),
+        ("modal", ("quick_a", "quick-a"), "function 'quick-a' would be the variable quick_a, as 'quick_a' is"),
+    ],
+)
 def test_functions_that_would_have_one_name_are_not_lost(
     tmp_path: Path, target: str, names: tuple[str, str], said: str
 ) -> None:
@@ -373,9 +377,11 @@ def test_functions_that_would_have_one_name_are_not_lost(
 def test_some_pools_with_instances_and_some_without_are_no_cluster_of_ray_up() -> None:
     with pytest.raises(SpecError, match="pool 'h20' has no label instance_type"):
         render(
-            "ray", None, cluster("rollart-96h800-32h20"),
+            "ray",
+            None,
+            cluster("rollart-96h800-32h20"),
             ["cluster.pools.h800.labels={instance_type: p5.48xlarge, region: us-east-1}"],
-        )  # fmt: skip
+        )
 
 
 def test_files_are_written_and_scripts_can_be_run(tmp_path: Path) -> None:

@@ -55,8 +55,10 @@ def test_a_clock_emits_what_ended() -> None:
     resource.close()
     resource.enter(State.BUSY)
     assert [(i.state, i.cause, i.t0, i.t1, i.usd) for i in recorder.intervals] == [
-        ("startup", "", 100, 101, 2), ("busy", "", 101, 103, 4), ("sync", "", 103, 106, 6)
-    ]  # fmt: skip
+        ("startup", "", 100, 101, 2),
+        ("busy", "", 101, 103, 4),
+        ("sync", "", 103, 106, 6),
+    ]
     assert [e.kind for e in recorder.events] == [RESOURCE_OPENED, RESOURCE_CLOSED]
     assert recorder.events[0].fields == {"role": "engine", "units": 2, "usd_per_unit_hour": 3600.0}
 
@@ -127,8 +129,10 @@ class TestEngineShares:
         clock.now += 2
         assert (shares.end("a"), shares.end("b")) == (2.0, 1.0)
         assert [(i.state, i.cause, i.seconds) for i in recorder.intervals] == [
-            ("busy", "", 1), ("sync", "publish", 5), ("busy", "", 2)
-        ]  # fmt: skip
+            ("busy", "", 1),
+            ("sync", "publish", 5),
+            ("busy", "", 2),
+        ]
 
     def test_a_request_enters_once(self) -> None:
         resource, _, clock = clocked()

@@ -52,9 +52,19 @@ def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 def charge(id_: str, *, outcome: str = "finished", t1: float = 2.0, **more: Any) -> Charge:
     fields: dict[str, Any] = {
-        "domain": "lake", "outcome": outcome, "v0": 0, "engine_seconds": 0.5, "turns": 2, "prompt_tokens": 10,
-        "action_tokens": 5, "success": True, "score": 1.0, "purpose": "train", "t0": 1.0, "t1": t1,
-    }  # fmt: skip
+        "domain": "lake",
+        "outcome": outcome,
+        "v0": 0,
+        "engine_seconds": 0.5,
+        "turns": 2,
+        "prompt_tokens": 10,
+        "action_tokens": 5,
+        "success": True,
+        "score": 1.0,
+        "purpose": "train",
+        "t0": 1.0,
+        "t1": t1,
+    }
     return Charge(TrajectoryId(id_), **(fields | more))
 
 
@@ -384,8 +394,11 @@ def test_everything_recorded_reaches_the_file(
         assert reader.intervals() == recorded
         assert totals(reader.interval_sums()).usd == pytest.approx(totals(sums(recorded)).usd)
         assert {c.outcome: c.trajectories for c in reader.charge_sums()} == {
-            "trained": 1, "infra_fault": 1, "waiting": 1, "stale": 1
-        }  # fmt: skip
+            "trained": 1,
+            "infra_fault": 1,
+            "waiting": 1,
+            "stale": 1,
+        }
         assert reader.events("publish")[0].fields == {"seconds": 0.5}
         assert [(i.cause, i.items) for i in reader.invocation_sums()] == [("call", 16), ("hedge", 4)]
         assert [(i.estimated, i.estimated_s == i.billed_s) for i in reader.invocation_sums()] == [(1, True), (0, False)]
@@ -476,9 +489,12 @@ def test_a_resumed_run_goes_on_in_time_and_books_the_crash(tmp_path: Path) -> No
     with Reader(tmp_path) as reader:
         assert tears(reader.intervals()) == []
         assert [(i.resource, i.state, i.cause, i.t0, i.t1) for i in reader.intervals()] == [
-            ("a", "startup", "", 0, 4), ("c", "startup", "", 0, 4), ("b", "startup", "", 0, 10),
-            ("a", "down", "crash", 4, 10), ("a", "startup", "", 10, 12),
-        ]  # fmt: skip
+            ("a", "startup", "", 0, 4),
+            ("c", "startup", "", 0, 4),
+            ("b", "startup", "", 0, 10),
+            ("a", "down", "crash", 4, 10),
+            ("a", "startup", "", 10, 12),
+        ]
         assert reader.facts().seconds == 12
 
 

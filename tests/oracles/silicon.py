@@ -41,13 +41,23 @@ class Case:
 
 
 LLAMA = Case(
-    "Llama-3.1-70B FP8, vLLM", "meta-llama/Llama-3.1-70B", "vllm", "fp8",
-    "meta-llama--Meta-Llama-3.1-70B_config.json", 1.0, "fp8",
-)  # fmt: skip
+    "Llama-3.1-70B FP8, vLLM",
+    "meta-llama/Llama-3.1-70B",
+    "vllm",
+    "fp8",
+    "meta-llama--Meta-Llama-3.1-70B_config.json",
+    1.0,
+    "fp8",
+)
 LLAMA_TRT = Case(
-    "Llama-3.1-70B FP8, TensorRT-LLM", "meta-llama/Llama-3.1-70B", "trtllm", "fp8",
-    "meta-llama--Meta-Llama-3.1-70B_config.json", 1.0, "fp8",
-)  # fmt: skip
+    "Llama-3.1-70B FP8, TensorRT-LLM",
+    "meta-llama/Llama-3.1-70B",
+    "trtllm",
+    "fp8",
+    "meta-llama--Meta-Llama-3.1-70B_config.json",
+    1.0,
+    "fp8",
+)
 MINIMAX = Case(
     "MiniMax-M2.5 FP8, vLLM", "MiniMaxAI/MiniMax-M2.5", "vllm", "fp8", "MiniMaxAI--MiniMax-M2.5_config.json", 1.0, "fp8"
 )
@@ -90,9 +100,14 @@ def rows(case: Case, kind: Kind) -> dict[str, list[Row]]:
             if name is None or not _of(case, line):
                 continue
             row = Row(
-                kind, float(line[f"silicon_{kind}_ms"]) / 1000, name, tp=int(line["tp_size"]),
-                new=float(line["isl"]), batch=float(line["batch_size"]), output=float(line["osl"]),
-            )  # fmt: skip
+                kind,
+                float(line[f"silicon_{kind}_ms"]) / 1000,
+                name,
+                tp=int(line["tp_size"]),
+                new=float(line["isl"]),
+                batch=float(line["batch_size"]),
+                output=float(line["osl"]),
+            )
             instance = Roofline(model, DEVICES[name], row.tp, Constants(), precision=case.precision)
             if row.batch * model.kv_bytes(row.new + row.output) <= instance.kv_capacity_bytes:
                 found[name].append(row)

@@ -34,9 +34,14 @@ def fit_h200(case: Case, kind: Kind, start: Constants | None = None) -> Fit:
     """Constants from the H200 rows of the installed file alone."""
     free = ("mfu", "request_s") if kind == "ttft" else FREE
     return fit(
-        rows(case, kind)["H200"], shape(case), DEVICES,
-        precision=case.precision, free=free, start=start, engine=case.backend,
-    )  # fmt: skip
+        rows(case, kind)["H200"],
+        shape(case),
+        DEVICES,
+        precision=case.precision,
+        free=free,
+        start=start,
+        engine=case.backend,
+    )
 
 
 def lines(case: Case, kinds: tuple[Kind, ...] = ("tpot",)) -> list[Line]:

@@ -12,10 +12,16 @@ from placement.types import Link, Pool
 from placement.workload import DomainProfile, EnvironmentCost, Quantity
 
 QWEN3_8B: Mapping[str, object] = {
-    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 """What matters of `config.json` of Qwen/Qwen3-8B."""
 
 PERFORMANCE = RooflinePerformance(shape_of(QWEN3_8B, name="Qwen3-8B"))

@@ -22,9 +22,14 @@ def config(
     model_type: str, vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, width: int | None, **rest: Any
 ) -> Config:
     made: Config = {
-        "model_type": model_type, "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, **rest,
-    }  # fmt: skip
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **rest,
+    }
     return made if width is None else {**made, "intermediate_size": width}
 
 
@@ -32,30 +37,76 @@ LLAMA_8B = config("llama", 128256, 4096, 32, 32, 8, 14336)
 LLAMA_70B = config("llama", 128256, 8192, 80, 64, 8, 28672)
 QWEN3_8B = config("qwen3", 151936, 4096, 36, 32, 8, 12288, head_dim=128)
 QWEN3_30B = config(
-    "qwen3_moe", 151936, 2048, 48, 32, 4, 6144, head_dim=128, num_experts=128, num_experts_per_tok=8,
-    moe_intermediate_size=768, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False,
-)  # fmt: skip
+    "qwen3_moe",
+    151936,
+    2048,
+    48,
+    32,
+    4,
+    6144,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    tie_word_embeddings=False,
+)
 MIXTRAL = config(
     "mixtral", 32000, 4096, 32, 32, 8, 14336, num_local_experts=8, num_experts_per_tok=2, sliding_window=None
 )
 DEEPSEEK_V3 = config(
-    "deepseek_v3", 129280, 7168, 61, 128, 128, 18432, moe_intermediate_size=2048, n_routed_experts=256,
-    n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3, moe_layer_freq=1, q_lora_rank=1536,
-    kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, num_nextn_predict_layers=1,
-)  # fmt: skip
+    "deepseek_v3",
+    129280,
+    7168,
+    61,
+    128,
+    128,
+    18432,
+    moe_intermediate_size=2048,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    first_k_dense_replace=3,
+    moe_layer_freq=1,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    num_nextn_predict_layers=1,
+)
 GPT_OSS_120B = config(
-    "gpt_oss", 201088, 2880, 36, 64, 8, 2880, head_dim=64, num_local_experts=128, num_experts_per_tok=4,
-    attention_bias=True, sliding_window=128, tie_word_embeddings=False,
-    layer_types=["sliding_attention", "full_attention"] * 18, quantization_config={"quant_method": "mxfp4"},
-)  # fmt: skip
+    "gpt_oss",
+    201088,
+    2880,
+    36,
+    64,
+    8,
+    2880,
+    head_dim=64,
+    num_local_experts=128,
+    num_experts_per_tok=4,
+    attention_bias=True,
+    sliding_window=128,
+    tie_word_embeddings=False,
+    layer_types=["sliding_attention", "full_attention"] * 18,
+    quantization_config={"quant_method": "mxfp4"},
+)
 GEMMA3_27B = {  # as published: what the text part leaves out is the default of its reference implementation
     "model_type": "gemma3",
     "text_config": {
-        "model_type": "gemma3_text", "hidden_size": 5376, "num_hidden_layers": 62, "num_attention_heads": 32,
-        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, "sliding_window": 1024,
+        "model_type": "gemma3_text",
+        "hidden_size": 5376,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "sliding_window": 1024,
     },
     "vision_config": {},
-}  # fmt: skip
+}
 MISTRAL = config("mistral", 32000, 4096, 32, 32, 8, 14336, sliding_window=4096)
 
 # Safetensors metadata of the model's page on the Hugging Face hub, which counts every stored number.
@@ -214,12 +265,20 @@ NO_SIZES = (0, -1, math.nan, math.inf, 1.5, "8", True, [], 10**400)
     ("field", "value"),
     [
         *((field, value) for field in SIZES for value in NO_SIZES),
-        ("num_key_value_heads", 5), ("model_type", "bert"), ("model_type", None), ("model_type", 3),
-        ("tie_word_embeddings", "yes"), ("layer_types", ["full_attention"]), ("layer_types", "all"),
-        ("layer_types", ["linear_attention"] * 32), ("num_experts", 8), ("attention_bias", 1), ("text_config", 7),
+        ("num_key_value_heads", 5),
+        ("model_type", "bert"),
+        ("model_type", None),
+        ("model_type", 3),
+        ("tie_word_embeddings", "yes"),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", "all"),
+        ("layer_types", ["linear_attention"] * 32),
+        ("num_experts", 8),
+        ("attention_bias", 1),
+        ("text_config", 7),
         ("sliding_window", -4),
     ],
-)  # fmt: skip
+)
 def test_nonsense_names_the_field(field: str, value: object) -> None:
     base = {**LLAMA_8B, "model_type": "mistral"} if field == "sliding_window" else LLAMA_8B
     with pytest.raises(ValueError, match=rf"model config: {field} is .*rule"):
@@ -240,13 +299,20 @@ def test_a_missing_field_of_a_text_part_is_named_with_its_path() -> None:
 @pytest.mark.parametrize(
     ("base", "field", "value"),
     [
-        (QWEN3_30B, "num_experts_per_tok", 129), (QWEN3_30B, "moe_intermediate_size", None),
-        (QWEN3_30B, "decoder_sparse_step", 0), (QWEN3_30B, "mlp_only_layers", 3), (QWEN3_30B, "num_experts", -1),
-        (DEEPSEEK_V3, "first_k_dense_replace", 62), (DEEPSEEK_V3, "moe_layer_freq", 2),
-        (DEEPSEEK_V3, "qk_rope_head_dim", None), (DEEPSEEK_V3, "v_head_dim", 0), (DEEPSEEK_V3, "kv_lora_rank", -1),
-        (GPT_OSS_120B, "sliding_window", None), (GPT_OSS_120B, "num_experts_per_tok", None),
+        (QWEN3_30B, "num_experts_per_tok", 129),
+        (QWEN3_30B, "moe_intermediate_size", None),
+        (QWEN3_30B, "decoder_sparse_step", 0),
+        (QWEN3_30B, "mlp_only_layers", 3),
+        (QWEN3_30B, "num_experts", -1),
+        (DEEPSEEK_V3, "first_k_dense_replace", 62),
+        (DEEPSEEK_V3, "moe_layer_freq", 2),
+        (DEEPSEEK_V3, "qk_rope_head_dim", None),
+        (DEEPSEEK_V3, "v_head_dim", 0),
+        (DEEPSEEK_V3, "kv_lora_rank", -1),
+        (GPT_OSS_120B, "sliding_window", None),
+        (GPT_OSS_120B, "num_experts_per_tok", None),
     ],
-)  # fmt: skip
+)
 def test_nonsense_about_experts_and_latents(base: Config, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"model config: {field} is .*rule"):
         shape_of({**base, field: value})
@@ -336,36 +402,67 @@ def test_the_quickstart_has_a_shape() -> None:
 
 
 _TINY: Config = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _STEP = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 _AFTER = {
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
-    "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1,
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 _LATENT = {
-    **_AFTER, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12, "v_head_dim": 10,
-}  # fmt: skip
+    **_AFTER,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 _LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS: list[tuple[str, Config]] = [
-    ("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
-    ("llama", {"tie_word_embeddings": True}), ("granite", {}), ("mistral", {"head_dim": 16, "sliding_window": 8}),
-    ("mixtral", _LOCAL), ("qwen2", {}), ("qwen2", {"tie_word_embeddings": True}), ("qwen2_moe", _STEP),
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("granite", {}),
+    ("mistral", {"head_dim": 16, "sliding_window": 8}),
+    ("mixtral", _LOCAL),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2_moe", _STEP),
     ("qwen2_moe", {**_STEP, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
-    ("qwen3", {"head_dim": 16}), ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    ("qwen3", {"head_dim": 16}),
+    ("qwen3", {"head_dim": 16, "attention_bias": True}),
     ("qwen3_moe", {**{k: v for k, v in _STEP.items() if "shared" not in k}, "head_dim": 16, "mlp_only_layers": [0]}),
-    ("deepseek_v2", _LATENT), ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "attention_bias": True}),
-    ("deepseek_v3", _LATENT), ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
+    ("deepseek_v2", _LATENT),
+    ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "attention_bias": True}),
+    ("deepseek_v3", _LATENT),
+    ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
     ("deepseek_v3", {**_LATENT, "attention_bias": True}),
-    ("glm4", {"head_dim": 16, "attention_bias": True}), ("glm4_moe", {**_AFTER, "head_dim": 16}),
+    ("glm4", {"head_dim": 16, "attention_bias": True}),
+    ("glm4_moe", {**_AFTER, "head_dim": 16}),
     ("glm4_moe", {**_AFTER, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
-    ("gpt_oss", {**_LOCAL, "head_dim": 16, "sliding_window": 8}), ("gemma", {"head_dim": 16}),
-    ("gemma2", {"head_dim": 16, "sliding_window": 8}), ("gemma3_text", {"head_dim": 16, "sliding_window": 8}),
-    ("minimax_m2", {**_LOCAL, "head_dim": 16}), ("olmo2", {}), ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    ("gpt_oss", {**_LOCAL, "head_dim": 16, "sliding_window": 8}),
+    ("gemma", {"head_dim": 16}),
+    ("gemma2", {"head_dim": 16, "sliding_window": 8}),
+    ("gemma3_text", {"head_dim": 16, "sliding_window": 8}),
+    ("minimax_m2", {**_LOCAL, "head_dim": 16}),
+    ("olmo2", {}),
+    ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     ("phi3", {"sliding_window": 8}),
-]  # fmt: skip
+]
 
 
 # Imports torch and transformers, and builds a model: seconds.

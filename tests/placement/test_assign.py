@@ -19,8 +19,10 @@ def test_one_pool() -> None:
     plan = assign([Pool("here", CPU, 4, 0.05)], [Demand(Role.ENGINE, 2, 1), Demand(Role.TRAINER, 1, 1)])
     assert isinstance(plan, Plan)
     assert [(a.name, a.devices) for a in plan.assignments] == [
-        ("engine-0", (0,)), ("engine-1", (1,)), ("trainer-0", (2,))
-    ]  # fmt: skip
+        ("engine-0", (0,)),
+        ("engine-1", (1,)),
+        ("trainer-0", (2,)),
+    ]
     assert (plan.idle, plan.usd_per_hour, plan.rates) == ({"here": 1}, 0.2, None)
     assert plan.binds == "cpu of pool 'here': 3 of 4 in use"
     assert len(plan.of(Role.ENGINE)) == 2
@@ -147,8 +149,11 @@ def plainly(pool: Pool, demands: list[Demand]) -> dict[tuple[Role, int], tuple[i
     """The rule for one pool, written out with lists of indices: every part looks at every free device."""
     host = pool.device.devices_per_host
     free = list(range(pool.count))
-    parts = [(d, sum(e.replicas for e in demands[:n] if e.role is d.role) + i)
-             for n, d in enumerate(demands) for i in range(d.replicas)]  # fmt: skip
+    parts = [
+        (d, sum(e.replicas for e in demands[:n] if e.role is d.role) + i)
+        for n, d in enumerate(demands)
+        for i in range(d.replicas)
+    ]
 
     def spans(demand: Demand) -> bool:
         return demand.role is Role.TRAINER or (host is not None and demand.devices > host)

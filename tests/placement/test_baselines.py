@@ -59,8 +59,9 @@ def test_each_baseline_keeps_to_what_it_says() -> None:
     assert all(f.prefill_pool is not None for f in plans["P/D only"].flows)
     mixed = plans["no affinity"]
     for pool in {f.pool for f in mixed.flows}:
-        rates = {name: sum(f.rate for f in mixed.flows if (f.domain, f.pool) == (name, pool)) for name in
-                 ("agentic", "math")}  # fmt: skip
+        rates = {
+            name: sum(f.rate for f in mixed.flows if (f.domain, f.pool) == (name, pool)) for name in ("agentic", "math")
+        }
         assert rates["agentic"] == pytest.approx(2 * rates["math"])
 
 

@@ -18,19 +18,32 @@ from placement.roofline import Roofline, RooflinePerformance
 
 SHAPE = shape_of(
     {
-        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
     },
     name="Llama-3.1-8B",
-)  # fmt: skip
+)
 TINY = shape_of(
     {
-        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 192, "vocab_size": 512, "tie_word_embeddings": True,
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 192,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
     },
     name="tiny",
-    weight_bytes_per_parameter=4.0, kv_bytes_per_element=4.0,
-)  # fmt: skip
+    weight_bytes_per_parameter=4.0,
+    kv_bytes_per_element=4.0,
+)
 DEVICES = {name: device(name) for name in ("H100", "H200", "H20", "cpu")}
 TRUTH = Constants(mfu=0.48, mfu_decode=0.35, mbu=0.74, layer_s=90e-6, row_s=70e-6, alpha_s=9e-6)
 
@@ -41,8 +54,10 @@ def probe(name: str, tps: tuple[int, ...] = (1, 4)) -> list[Row]:
     prefills = [replace(blank, new=n, cached=c, tp=tp) for n in (64, 512, 4096, 16384) for c in (0, 4096) for tp in tps]
     decodes = [
         replace(blank, kind="decode", batch=b, context=c, tp=tp)
-        for b in (1, 8, 64, 256) for c in (256, 2048, 8192) for tp in tps
-    ]  # fmt: skip
+        for b in (1, 8, 64, 256)
+        for c in (256, 2048, 8192)
+        for tp in tps
+    ]
     return prefills + decodes
 
 
@@ -148,8 +163,13 @@ def test_too_few_rows_to_hold_any_out_are_not_trusted() -> None:
 def test_a_weight_counts_as_so_many_rows() -> None:
     one = measured(probe("H200", tps=(1,))[:9])
     twice = fit([*one, *one[:3]], SHAPE, DEVICES, free=("mfu", "layer_s"), holdout=0.0)
-    weighted = fit([replace(r, weight=2.0 if r in one[:3] else 1.0) for r in one], SHAPE, DEVICES,
-                   free=("mfu", "layer_s"), holdout=0.0)  # fmt: skip
+    weighted = fit(
+        [replace(r, weight=2.0 if r in one[:3] else 1.0) for r in one],
+        SHAPE,
+        DEVICES,
+        free=("mfu", "layer_s"),
+        holdout=0.0,
+    )
     assert weighted.constants.mfu == pytest.approx(twice.constants.mfu, rel=1e-3)
     assert weighted.constants.layer_s == pytest.approx(twice.constants.layer_s, rel=1e-3)
 

@@ -23,9 +23,14 @@ from tests.placement.test_rollart_bands import MODELS
 Q = Quantity
 WITHIN = 0.10
 AGENT = DomainProfile(
-    "agent", Q(6), Q(600), Q(150), first_tokens=Q(1200), shared_prefix=0.5,
+    "agent",
+    Q(6),
+    Q(600),
+    Q(150),
+    first_tokens=Q(1200),
+    shared_prefix=0.5,
     environment=EnvironmentCost(wait_s=0.5, reset_s=1.0),
-)  # fmt: skip
+)
 MATH = DomainProfile("math", Q(1), Q(300), Q(2000))
 LONG = DomainProfile("long", Q(20), Q(1500), Q(100), environment=EnvironmentCost(wait_s=1.0))
 SLOW = DomainProfile("slow", Q(5), Q(300), Q(60), environment=EnvironmentCost(wait_s=20.0, reset_s=10.0))
@@ -64,11 +69,13 @@ LARGE = {
     "all kinds of path": fleet((LONG, MATH), 4, 8, in_flight=512),
     "KV dropped in waits": fleet((SLOW, MATH), 1, 1),
     # Short prompts of a mixture of experts: what a step costs before it computes anything counts most.
-    "experts, aggregated": fleet((OBSERVANT,), 8, 8, roles=ENGINES, in_flight=64, performance=EXPERTS,
-                                 tensor_parallel=(4,)),
-    "experts, divided": fleet((OBSERVANT,), 8, 8, roles=DIVIDED, in_flight=64, performance=EXPERTS,
-                              tensor_parallel=(4,)),
-}  # fmt: skip
+    "experts, aggregated": fleet(
+        (OBSERVANT,), 8, 8, roles=ENGINES, in_flight=64, performance=EXPERTS, tensor_parallel=(4,)
+    ),
+    "experts, divided": fleet(
+        (OBSERVANT,), 8, 8, roles=DIVIDED, in_flight=64, performance=EXPERTS, tensor_parallel=(4,)
+    ),
+}
 
 
 def check(problem: Problem) -> None:
@@ -127,8 +134,13 @@ def test_the_paths_are_those_that_are_meant() -> None:
 
 def test_one_trajectory_alone_by_hand() -> None:
     """The simulation itself: nothing waits for anything, so that the seconds of a trajectory add up."""
-    problem = fleet((DomainProfile("d", Q(2), Q(100), Q(1), environment=EnvironmentCost(wait_s=3.0)),), 1, 0,
-                    roles=ENGINES, in_flight=1)  # fmt: skip
+    problem = fleet(
+        (DomainProfile("d", Q(2), Q(100), Q(1), environment=EnvironmentCost(wait_s=3.0)),),
+        1,
+        0,
+        roles=ENGINES,
+        in_flight=1,
+    )
     found = plan(problem)
     model = PERFORMANCE.instance(problem.pools[0].device, 1)
     assert isinstance(model, Roofline)

@@ -95,9 +95,14 @@ def aggregated(problem: Problem, domain: DomainProfile, model: InstanceModel, ba
 
 
 def divided(
-    problem: Problem, domain: DomainProfile, first: InstanceModel, last: InstanceModel, batch: float, link: Link,
+    problem: Problem,
+    domain: DomainProfile,
+    first: InstanceModel,
+    last: InstanceModel,
+    batch: float,
+    link: Link,
     pull: bool,
-) -> Cost:  # fmt: skip
+) -> Cost:
     """`first` prefills, one prompt at a time; `last` decodes `batch` sequences at a time, of which each is at some turn
     and some token of it. `pull`: `first` forgets all but the shared prefix when it has handed over."""
     cost, prefix = Cost(seconds=outside(domain)), domain.prompt.mean * domain.shared_prefix
@@ -152,11 +157,16 @@ def performance(r: random.Random) -> tuple[Performance, list[Device]]:
 def domain(r: random.Random, name: str) -> DomainProfile:
     count = r.choice([1.0, 1.4, 2.0, 4.0, 7.5, 8.5, 20.0, 50.0])
     return DomainProfile(
-        name, Q(count), Q(r.choice([0.0, 40.0, 300.0, 1500.0])), Q(r.uniform(20, 4000 / count)), r.uniform(0.2, 3),
-        first_tokens=Q(r.uniform(100, 3000)), shared_prefix=r.choice([0.0, 0.4]),
+        name,
+        Q(count),
+        Q(r.choice([0.0, 40.0, 300.0, 1500.0])),
+        Q(r.uniform(20, 4000 / count)),
+        r.uniform(0.2, 3),
+        first_tokens=Q(r.uniform(100, 3000)),
+        shared_prefix=r.choice([0.0, 0.4]),
         environment=EnvironmentCost(r.choice([0.0, 0.5, 30.0]), reset_s=r.choice([0.0, 3.0])),
         reward=r.choice([None, RewardCost(2.0)]),
-    )  # fmt: skip
+    )
 
 
 def problem_of(seed: int) -> Problem:
@@ -165,9 +175,14 @@ def problem_of(seed: int) -> Problem:
     pools = tuple(Pool(f"p{i}", d, 4, 1.0 + i, rented=True) for i, d in enumerate(devices))
     links = [Link(a, b, r.choice([0.05, 1.0, 50.0]), r.choice([0, 0.01])) for a, b in ENDS]
     return Problem(
-        pools, (domain(r, "d0"), domain(r, "d1")), model, tuple(links), tensor_parallel=(1, 2), max_batch=256,
+        pools,
+        (domain(r, "d0"), domain(r, "d1")),
+        model,
+        tuple(links),
+        tensor_parallel=(1, 2),
+        max_batch=256,
         in_flight=r.choice([None, 64, 1000]),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -192,8 +207,13 @@ def test_the_sample_has_all_modes() -> None:
 
 def test_long_observations_after_a_short_first_prompt() -> None:
     long = DomainProfile("long", Q(10), Q(4000), Q(50), first_tokens=Q(100))
-    problem = dataclasses.replace(problem_of(1), domains=(long,), performance=RooflinePerformance(shape_of(QWEN3_8B)),
-                                  pools=(Pool("p0", device("H20"), 1),), links=())  # fmt: skip
+    problem = dataclasses.replace(
+        problem_of(1),
+        domains=(long,),
+        performance=RooflinePerformance(shape_of(QWEN3_8B)),
+        pools=(Pool("p0", device("H20"), 1),),
+        links=(),
+    )
     table = tableau(problem)
     for k in range(len(table.paths)):
         assert float(table.paths.load[k]) == pytest.approx(cost_of(problem, table, k).load, rel=WITHIN)
@@ -258,13 +278,26 @@ def test_the_trainer_takes_what_it_can_train(seconds_per_step: float, measured: 
     """The rate of a plan that its trainer bounds is a batch per step, of all tokens of its trajectories."""
     base = problem_of(3)
     train = Train(
-        64, epochs=2, pool="p0", devices=2, bytes_per_parameter=2.0, recompute=False,
-        constants=TrainingConstants(mfu=0.3, overlap=1.0), seconds_per_step=seconds_per_step,
+        64,
+        epochs=2,
+        pool="p0",
+        devices=2,
+        bytes_per_parameter=2.0,
+        recompute=False,
+        constants=TrainingConstants(mfu=0.3, overlap=1.0),
+        seconds_per_step=seconds_per_step,
         seconds_per_token=measured,
-    )  # fmt: skip
-    bound = dataclasses.replace(base, train=train, in_flight=10**6, performance=FakePerformance(), pools=(
-        Pool("p0", Device("slow", 2.0 if measured is None else 400.0, 80.0, 2.0), 4), Pool("p1", device("B200"), 64)
-    ))  # fmt: skip
+    )
+    bound = dataclasses.replace(
+        base,
+        train=train,
+        in_flight=10**6,
+        performance=FakePerformance(),
+        pools=(
+            Pool("p0", Device("slow", 2.0 if measured is None else 400.0, 80.0, 2.0), 4),
+            Pool("p1", device("B200"), 64),
+        ),
+    )
     found = solve(bound)
     assert isinstance(found, Placement), found
     assert found.binds[0] == "the trainer"
@@ -282,9 +315,14 @@ def test_rewards_and_environments_take_cores() -> None:
     """Cores busy: trajectories/s × seconds of scoring, and × turns × seconds of an environment step."""
     work = DomainProfile("d", Q(4), Q(100), Q(200), environment=EnvironmentCost(core_s=0.5), reward=RewardCost(3.0, 2))
     asked = dataclasses.replace(
-        problem_of(1), domains=(work,), performance=FakePerformance(FakeShape(), refuse={"cpu": "no GPU"}), links=(),
-        pools=(Pool("p0", device("H20"), 2), Pool("cores", Device("cpu"), 4000)), tensor_parallel=(1,), in_flight=None,
-    )  # fmt: skip
+        problem_of(1),
+        domains=(work,),
+        performance=FakePerformance(FakeShape(), refuse={"cpu": "no GPU"}),
+        links=(),
+        pools=(Pool("p0", device("H20"), 2), Pool("cores", Device("cpu"), 4000)),
+        tensor_parallel=(1,),
+        in_flight=None,
+    )
     found = solve(asked)
     assert isinstance(found, Placement), found
     (scoring,), (environments,) = found.of(Role.REWARD), found.of(Role.ENVIRONMENT)
@@ -307,9 +345,14 @@ def test_single_turns_reach_the_best_division_of_prefill_and_decode(seed: int) -
     link = Link("p", "d", r.choice([5.0, 50.0]))
     pools = (Pool("p", device("H800"), r.randint(1, 6)), Pool("d", device(r.choice(["H20", "H200"])), r.randint(1, 8)))
     asked = Problem(
-        pools, (work,), RooflinePerformance(shape_of(QWEN3_8B)), (link,), tensor_parallel=(1,), max_batch=256,
+        pools,
+        (work,),
+        RooflinePerformance(shape_of(QWEN3_8B)),
+        (link,),
+        tensor_parallel=(1,),
+        max_batch=256,
         roles=frozenset({Role.PREFILL, Role.DECODE}),
-    )  # fmt: skip
+    )
     found = solve(asked)
     assert isinstance(found, Placement), found
 
@@ -322,9 +365,12 @@ def test_single_turns_reach_the_best_division_of_prefill_and_decode(seed: int) -
         if batch * gigabytes(asked, prompt[0] + prompt[1] / 2) > room[1]:
             return 0.0
         return min(
-            asked.utilisation * first.count / cost.first_load, asked.utilisation * last.count / cost.load,
-            room[0] * first.count / cost.first_kv, room[1] * last.count / cost.kv, link.gb_per_s / cost.moved,
-        )  # fmt: skip
+            asked.utilisation * first.count / cost.first_load,
+            asked.utilisation * last.count / cost.load,
+            room[0] * first.count / cost.first_kv,
+            room[1] * last.count / cost.kv,
+            link.gb_per_s / cost.moved,
+        )
 
     best = max(most(x, y, 2**i) for x, y in (pools, pools[::-1]) for i in range(9))
     assert found.rate >= best * (1 - 1e-3)

@@ -96,8 +96,9 @@ def test_a_trainer_leaves_a_pool_before_one_starts_there(old: list[Deployment], 
     if moves:
         trainers = [sum(d.devices for d in plan if d.role is Role.TRAINER) for plan in (old, new)]
         assert [-sum(m.frees for m in moves if m.kind is k) for k in (MoveKind.DRAIN, MoveKind.START)] == [
-            -trainers[0], trainers[1]
-        ]  # fmt: skip
+            -trainers[0],
+            trainers[1],
+        ]
 
 
 @given(deployments, deployments)
@@ -133,16 +134,20 @@ def test_a_role_change_is_a_flip_and_the_rest_is_drained() -> None:
     old = [Deployment("h20", Role.ENGINE, 4, 5)]
     new = [Deployment("h20", Role.DECODE, 4, 3), Deployment("h20", Role.PREFILL, 4, 1)]
     assert summary(diff(old, new, costs=COSTS)) == [
-        ("flip", "engine→prefill", 4, 1), ("flip", "engine→decode", 4, 3), ("drain", "engine→None", 4, 1)
-    ]  # fmt: skip
+        ("flip", "engine→prefill", 4, 1),
+        ("flip", "engine→decode", 4, 3),
+        ("drain", "engine→None", 4, 1),
+    ]
 
 
 def test_another_tp_is_one_drain_and_one_start_at_a_time() -> None:
     moves = diff([Deployment("h20", Role.ENGINE, 2, 4)], [Deployment("h20", Role.ENGINE, 4, 2)], costs=COSTS)
     assert summary(moves) == [
-        ("drain", "engine→None", 2, 2), ("start", "None→engine", 4, 1),
-        ("drain", "engine→None", 2, 2), ("start", "None→engine", 4, 1),
-    ]  # fmt: skip
+        ("drain", "engine→None", 2, 2),
+        ("start", "None→engine", 4, 1),
+        ("drain", "engine→None", 2, 2),
+        ("start", "None→engine", 4, 1),
+    ]
     assert total(moves).device_seconds == 8 * 10 + 8 * 120
     assert moves[1].words == "start engine 1 × tp 4 on h20 (480 device-seconds)"
 
@@ -152,8 +157,10 @@ def test_a_trainer_that_changes_is_restored_whole() -> None:
     new = [Deployment("h800", Role.TRAINER, 8, 5), Deployment("h800", Role.ENGINE, 8, 1)]
     moves = diff(old, new, costs=COSTS)
     assert summary(moves) == [
-        ("drain", "engine→None", 8, 1), ("drain", "trainer→None", 8, 4), ("start", "None→trainer", 8, 5)
-    ]  # fmt: skip
+        ("drain", "engine→None", 8, 1),
+        ("drain", "trainer→None", 8, 4),
+        ("start", "None→trainer", 8, 5),
+    ]
     assert total(moves).device_seconds == 40 * 10 + 40 * 300
     assert "its devices change" in moves[1].words
     assert "from its checkpoint" in moves[2].words
@@ -163,8 +170,9 @@ def test_pools_with_something_to_drain_come_first() -> None:
     old = [Deployment("h800", Role.ENGINE, 1, 1)]
     new = [Deployment("h20", Role.ENGINE, 1, 1)]
     assert [(m.kind, m.pool) for m in diff(old, new, costs=COSTS)] == [
-        (MoveKind.DRAIN, "h800"), (MoveKind.START, "h20")
-    ]  # fmt: skip
+        (MoveKind.DRAIN, "h800"),
+        (MoveKind.START, "h20"),
+    ]
 
 
 def test_costs_follow_the_problem_and_refuse_nonsense() -> None:

@@ -143,9 +143,17 @@ def test_a_prefix_that_was_cached_is_the_shared_one() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("turns", 0), ("first_tokens", 0), ("output_tokens", 4), ("wait_s", math.nan), ("cached_tokens", 30),
-     ("reward_s", -1.0), ("t", math.inf), ("new_tokens", -1.0)],
-)  # fmt: skip
+    [
+        ("turns", 0),
+        ("first_tokens", 0),
+        ("output_tokens", 4),
+        ("wait_s", math.nan),
+        ("cached_tokens", 30),
+        ("reward_s", -1.0),
+        ("t", math.inf),
+        ("new_tokens", -1.0),
+    ],
+)
 def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         replace(LAKE, **{field: value})  # type: ignore[arg-type]

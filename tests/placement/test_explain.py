@@ -129,8 +129,9 @@ def test_equal_devices_are_called_equal_and_missing_prices_are_not_invented() ->
     pools = (Pool("a", base, 4, 1.85), Pool("b", twin, 4, 1.85))
     alike = replace(SMALL, pools=pools, links=(), domains=(MATH,))
     assert {a.words for a in affinities(alike)} == {
-        "math prefills as cheaply on H20 as on twin per dollar", "math decodes as cheaply on H20 as on twin per dollar"
-    }  # fmt: skip
+        "math prefills as cheaply on H20 as on twin per dollar",
+        "math decodes as cheaply on H20 as on twin per dollar",
+    }
     free = replace(SMALL, pools=tuple(replace(p, usd_per_device_hour=0.0) for p in SMALL.pools), domains=(AGENTIC,))
     prefill = by_phase(affinities(free))["agentic", "prefill"]
     assert (prefill.usd, prefill.best) == (None, "H800")
@@ -174,9 +175,13 @@ def test_a_device_that_binds_is_solved_again_where_its_dual_price_is_0(
 ) -> None:
     """The seconds of training are fixed where duals are taken; one device alone is no instance of four."""
     asked = windowed(
-        Pool("a", GPU, pools[0], 2.0), Pool("b", SLOW, pools[1], 1.0), device_types=frozenset({"small"}), gap=1e-3,
-        tensor_parallel=(tp,), train=Train(64, pool=trained_on, seconds_per_token=8e-3),
-    )  # fmt: skip
+        Pool("a", GPU, pools[0], 2.0),
+        Pool("b", SLOW, pools[1], 1.0),
+        device_types=frozenset({"small"}),
+        gap=1e-3,
+        tensor_parallel=(tp,),
+        train=Train(64, pool=trained_on, seconds_per_token=8e-3),
+    )
     plan = plan_of(asked)
     assert plan.prices.pools[what] / plan.rate < 5e-4
     found = {m.what: m for m in marginals(asked, plan) if m.pool}

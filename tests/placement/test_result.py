@@ -16,9 +16,13 @@ from tests.placement.fakes import FakePerformance
 from tests.placement.fleet import problem as fleet
 
 AGENT = DomainProfile(
-    "agent", Quantity(12), Quantity(800), Quantity(100), environment=EnvironmentCost(3.0, 0.2, 5.0),
+    "agent",
+    Quantity(12),
+    Quantity(800),
+    Quantity(100),
+    environment=EnvironmentCost(3.0, 0.2, 5.0),
     reward=RewardCost(2.0),
-)  # fmt: skip
+)
 JUDGED = DomainProfile("judged", Quantity(1), Quantity(300), Quantity(900), reward=RewardCost(1.0, on_gpu=True))
 
 

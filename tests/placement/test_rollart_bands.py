@@ -29,20 +29,37 @@ from placement.workload import DomainProfile, EnvironmentCost, Quantity
 
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, object]] = {
-    "8B": QWEN3 | {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "8B": QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    "32B": QWEN3 | {
-        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    "32B": QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
-    "30B-A3B": QWEN3 | {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "30B-A3B": QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
-}  # fmt: skip
+}
 """What matters of `config.json` of Qwen/Qwen3-8B, -32B and -30B-A3B."""
 
 USD = {"H800": 5.28, "H20": 1.85}
@@ -130,9 +147,16 @@ def mixes(model: str, restriction: Restriction, *, in_flight: int | None) -> tup
     found = []
     for h800, h20 in ((64, 24), (72, 0), (0, 208)):
         asked = problem(
-            model, h800, h20, (FROZEN_LAKE, GEM_MATH),
-            in_flight=in_flight, links=links(h800, h20), restriction=restriction, tensor_parallel=(1, 2, 4), gap=1e-3,
-        )  # fmt: skip
+            model,
+            h800,
+            h20,
+            (FROZEN_LAKE, GEM_MATH),
+            in_flight=in_flight,
+            links=links(h800, h20),
+            restriction=restriction,
+            tensor_parallel=(1, 2, 4),
+            gap=1e-3,
+        )
         found.append(rate(asked))
     return found[0] / found[1], found[0] / found[2]
 

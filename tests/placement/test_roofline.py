@@ -17,34 +17,64 @@ from placement.types import Device
 
 LLAMA_8B = shape_of(
     {
-        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
     },
     name="Llama-3.1-8B",
-)  # fmt: skip
+)
 MOE = shape_of(
     {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     },
     name="Qwen3-30B-A3B",
-)  # fmt: skip
+)
 DEEPSEEK_V3 = shape_of(
     {
-        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
-        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-        "moe_layer_freq": 1, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "vocab_size": 129280,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     },
-    name="DeepSeek-R1", weight_bytes_per_parameter=1.0,
-)  # fmt: skip
+    name="DeepSeek-R1",
+    weight_bytes_per_parameter=1.0,
+)
 H100, H200, H20 = device("H100"), device("H200"), device("H20")
 PLAIN = Constants(
     mfu=0.5, mfu_decode=0.4, mbu=0.8, step_s=1e-3, layer_s=50e-6, row_s=20e-6, alpha_s=5e-6, expert_passes=200
-)  # fmt: skip
+)
 
 
 def test_prefill_on_one_h100_by_hand() -> None:
@@ -171,10 +201,14 @@ def test_everything_is_finite_and_above_zero(
     instance = RooflinePerformance(shape).instance(gpu, tp)
     assert not isinstance(instance, str)
     answers = (
-        instance.prefill_s(new, cached), instance.decode_step_s(batch, cached), instance.band,
-        instance.turn_s(batch, new, cached, output), instance.mixed_step_s(batch, cached, new, output),
-        instance.tpot_s(batch, new, cached, output), instance.ttft_s(batch, new, cached, output),
-    )  # fmt: skip
+        instance.prefill_s(new, cached),
+        instance.decode_step_s(batch, cached),
+        instance.band,
+        instance.turn_s(batch, new, cached, output),
+        instance.mixed_step_s(batch, cached, new, output),
+        instance.tpot_s(batch, new, cached, output),
+        instance.ttft_s(batch, new, cached, output),
+    )
     assert all(math.isfinite(a) and a > 0 for a in answers)
 
 
@@ -204,9 +238,16 @@ def test_a_larger_batch_is_never_less_efficient(
 
 
 @given(
-    SHAPES, GPUS, TPS, BATCH, TOKENS, TOKENS, TOKENS,
-    st.sampled_from(["tflops_bf16", "memory_tb_per_s", "nvlink_gb_per_s"]), st.floats(1, 20),
-)  # fmt: skip
+    SHAPES,
+    GPUS,
+    TPS,
+    BATCH,
+    TOKENS,
+    TOKENS,
+    TOKENS,
+    st.sampled_from(["tflops_bf16", "memory_tb_per_s", "nvlink_gb_per_s"]),
+    st.floats(1, 20),
+)
 def test_faster_hardware_is_never_slower(
     shape: Shape, gpu: Device, tp: int, batch: float, new: float, cached: float, output: float, figure: str, by: float
 ) -> None:
@@ -242,7 +283,7 @@ def test_faster_hardware_is_never_slower(
         (lambda r: Roofline(LLAMA_8B, H100, 1, PLAIN, kv_capacity_bytes=0), "kv_capacity_bytes is 0"),
         (lambda r: RooflinePerformance(LLAMA_8B, precision="int4"), "precision is 'int4'"),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_refused(call: object, message: str) -> None:
     assert callable(call)
     with pytest.raises(ValueError, match=message):
@@ -277,18 +318,38 @@ def calibration(**changes: object) -> Calibration:
     ("found", "gpu", "band", "words"),
     [
         (calibration(), H200, 0.04, ()),
-        (calibration(), H20, 0.10,
-         ("H20: constants calibrated on H200 (hopper), another device of the same generation: ±10%",)),
-        (calibration(error=0.15), H20, 0.15,
-         ("H20: constants calibrated on H200 (hopper), another device of the same generation: ±15%",)),
-        (calibration(), device("B200"), 0.25,
-         ("B200: constants calibrated on H200 (hopper), generation 'blackwell' is another: ±25%",)),
-        (calibration(precision="fp8"), H200, 0.25,
-         ("H200: constants calibrated on H200 (hopper), calibrated in fp8, asked in bf16: ±25%",)),
-        (calibration(model="Other"), H200, 0.15,
-         ("H200: constants calibrated on H200 (hopper), calibrated with Other, asked for Llama-3.1-8B: ±15%",)),
+        (
+            calibration(),
+            H20,
+            0.10,
+            ("H20: constants calibrated on H200 (hopper), another device of the same generation: ±10%",),
+        ),
+        (
+            calibration(error=0.15),
+            H20,
+            0.15,
+            ("H20: constants calibrated on H200 (hopper), another device of the same generation: ±15%",),
+        ),
+        (
+            calibration(),
+            device("B200"),
+            0.25,
+            ("B200: constants calibrated on H200 (hopper), generation 'blackwell' is another: ±25%",),
+        ),
+        (
+            calibration(precision="fp8"),
+            H200,
+            0.25,
+            ("H200: constants calibrated on H200 (hopper), calibrated in fp8, asked in bf16: ±25%",),
+        ),
+        (
+            calibration(model="Other"),
+            H200,
+            0.15,
+            ("H200: constants calibrated on H200 (hopper), calibrated with Other, asked for Llama-3.1-8B: ±15%",),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_calibration_says_when_it_extrapolates(
     found: Calibration, gpu: Device, band: float, words: tuple[str, ...]
 ) -> None:

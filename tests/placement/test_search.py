@@ -72,9 +72,14 @@ def alike_at_several_prices(seed: int) -> Problem:
     )
     work = DomainProfile("d", Quantity(1), Quantity(r.uniform(50, 1500)), Quantity(r.uniform(50, 800)))
     rollout = Problem(
-        pools, (work,), FakePerformance(), roles=frozenset({Role.ENGINE}), in_flight=10**9, gap=1e-3,
+        pools,
+        (work,),
+        FakePerformance(),
+        roles=frozenset({Role.ENGINE}),
+        in_flight=10**9,
+        gap=1e-3,
         rate_tolerance=0.01,
-    )  # fmt: skip
+    )
     whole = solve(rollout)
     assert isinstance(whole, Placement)
     seconds = r.uniform(2, 12) / (whole.rate * work.total_tokens)  # so many devices train what all of them generate

@@ -102,12 +102,14 @@ BIG_MODEL = FakePerformance(FakeShape(weight_bytes=140e9))
         (
             problem(
                 running=Running((Deployment("a", Role.ENGINE, 1, 8),), max_changed_devices=1),
-                min_replicas={Role.ENGINE: 1}, train=Train(64, devices=4), tensor_parallel=(1,),
+                min_replicas={Role.ENGINE: 1},
+                train=Train(64, devices=4),
+                tensor_parallel=(1,),
             ),
             ["the plan changes 4 devices, 1 may change"],
         ),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_names_its_cause(asked: Problem, words: list[str]) -> None:
     found = refusal(asked)
     for word in words:
@@ -213,9 +215,7 @@ def test_only_what_the_trainer_eats_is_bought() -> None:
 
 def test_the_trainer_takes_as_many_devices_as_balance() -> None:
     found = plan(problem(train=Train(640), tensor_parallel=(1,)))
-    by_size = {
-        n: plan(problem(train=Train(640, devices=n), tensor_parallel=(1,))).rate for n in range(2, 8)
-    }  # fmt: skip
+    by_size = {n: plan(problem(train=Train(640, devices=n), tensor_parallel=(1,))).rate for n in range(2, 8)}
     assert found.rate == pytest.approx(max(by_size.values()), rel=1e-4)
 
 
@@ -307,7 +307,7 @@ def test_a_change_that_does_not_pay_is_not_made() -> None:
     cheap = dataclasses.replace(running, restart_s=1.0, horizon_s=86_400)
     assert [(d.tp, d.replicas) for d in plan(problem(running=cheap, roles=frozenset({Role.ENGINE}))).deployments] == [
         (1, 8)
-    ]  # fmt: skip
+    ]
 
 
 def test_role_flips_are_no_change() -> None:

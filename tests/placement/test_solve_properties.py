@@ -28,9 +28,12 @@ def small(seed: int, *, most: int = 3, **changes: object) -> Problem:
     pools, links = [], []
     for i in range(r.choice([1, 2, 2, 3])):
         device = Device(
-            f"g{i}", r.uniform(50, 1000), r.choice([48.0, 80.0, 141.0]), r.uniform(0.3, 5.0),
+            f"g{i}",
+            r.uniform(50, 1000),
+            r.choice([48.0, 80.0, 141.0]),
+            r.uniform(0.3, 5.0),
             link_gb_per_s=r.choice([None, 2.0, 25.0]),
-        )  # fmt: skip
+        )
         pools.append(Pool(f"p{i}", device, r.randint(1, most), r.uniform(0.5, 6.0), rented=True))
     for a, b in itertools.combinations(pools, 2):
         if r.random() < 0.7:
@@ -41,14 +44,26 @@ def small(seed: int, *, most: int = 3, **changes: object) -> Problem:
         environment = EnvironmentCost(r.choice([0.0, 0.5, 5.0]), reset_s=1.0) if turns > 1 else EnvironmentCost()
         domains.append(
             DomainProfile(
-                f"d{j}", Q(turns), Q(r.uniform(50, 1500)), Q(r.uniform(20, 4000 / turns)), weight=r.uniform(0.2, 3),
-                first_tokens=Q(r.uniform(100, 3000)), shared_prefix=r.choice([0.0, 0.4]), environment=environment,
+                f"d{j}",
+                Q(turns),
+                Q(r.uniform(50, 1500)),
+                Q(r.uniform(20, 4000 / turns)),
+                weight=r.uniform(0.2, 3),
+                first_tokens=Q(r.uniform(100, 3000)),
+                shared_prefix=r.choice([0.0, 0.4]),
+                environment=environment,
             )
-        )  # fmt: skip
+        )
     problem = Problem(
-        tuple(pools), tuple(domains), FakePerformance(FakeShape(kv=r.choice([5e4, 2e5]))), tuple(links),
-        in_flight=r.choice([None, 8, 64, 400]), tensor_parallel=r.choice([(1,), (1, 2)]), gap=1e-9, max_batch=64,
-    )  # fmt: skip
+        tuple(pools),
+        tuple(domains),
+        FakePerformance(FakeShape(kv=r.choice([5e4, 2e5]))),
+        tuple(links),
+        in_flight=r.choice([None, 8, 64, 400]),
+        tensor_parallel=r.choice([(1,), (1, 2)]),
+        gap=1e-9,
+        max_batch=64,
+    )
     return dataclasses.replace(problem, **changes)  # type: ignore[arg-type]
 
 
@@ -146,9 +161,7 @@ def test_prices_are_a_dual_solution(seed: int) -> None:
     table, prices = tableau(problem), found.prices
     shape, names = problem.performance.shape, [p.name for p in problem.pools]
     total = prices.in_flight * problem.trajectories_in_flight if prices.in_flight else 0.0
-    kv_tokens = {
-        (names[u.pool], u.role, u.tp): u.kv_gb * 1e9 / shape.kv_bytes(1.0) for u in table.units
-    }  # fmt: skip
+    kv_tokens = {(names[u.pool], u.role, u.tp): u.kv_gb * 1e9 / shape.kv_bytes(1.0) for u in table.units}
     for d in found.deployments:
         key = (d.pool, d.role, d.tp)
         total += d.replicas * (prices.deployments[key] * problem.utilisation + prices.kv[key] * kv_tokens[key])

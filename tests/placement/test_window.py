@@ -15,9 +15,12 @@ from placement.workload import DomainProfile, Quantity, log_normal
 
 def domain(*, p90: float | None = None, turns: Quantity | None = None) -> DomainProfile:
     return DomainProfile(
-        name="d", turns=turns or Quantity(1.0), new_tokens=Quantity(1.0), output_tokens=Quantity(1000.0, p90=p90),
+        name="d",
+        turns=turns or Quantity(1.0),
+        new_tokens=Quantity(1.0),
+        output_tokens=Quantity(1000.0, p90=p90),
         first_tokens=Quantity(1.0),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("p90", "members", "context"), [(1900.0, 8, 1e9), (1900.0, 4, 3000.0), (2200.0, 8, 4000.0)])

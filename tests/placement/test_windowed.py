@@ -34,9 +34,13 @@ WINDOW = Window({"long": 8, "agent": 8}, 32768.0, publish=publish(20.0))
 
 def problem(*pools: Pool, batch: int = 64, **changes: object) -> Problem:
     base = Problem(
-        pools or (Pool("a", GPU, 8, 2.0, rented=True),), (LONG,), FakePerformance(), tensor_parallel=(1,),
-        train=Train(batch, seconds_per_token=2e-3), window=WINDOW,
-    )  # fmt: skip
+        pools or (Pool("a", GPU, 8, 2.0, rented=True),),
+        (LONG,),
+        FakePerformance(),
+        tensor_parallel=(1,),
+        train=Train(batch, seconds_per_token=2e-3),
+        window=WINDOW,
+    )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -132,12 +136,14 @@ def small(seed: int) -> Problem:
         Pool("b", SLOW, r.choice([2, 4]), 1.0, rented=r.random() < 0.7),
     ]
     return problem(
-        *pools[: r.choice([1, 1, 2])], domains=r.choice([(LONG,), (LONG, AGENT)]), gap=1e-3,
+        *pools[: r.choice([1, 1, 2])],
+        domains=r.choice([(LONG,), (LONG, AGENT)]),
+        gap=1e-3,
         window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5, publish=publish(r.choice([5.0, 20.0, 60.0]))),
         train=Train(
             r.choice([32, 64, 128]), seconds_per_token=r.choice([5e-4, 2e-3, 4e-3]), staleness=r.choice([1, 2])
         ),
-    )  # fmt: skip
+    )
 
 
 def tried(asked: Problem) -> list[Placement]:
@@ -178,9 +184,12 @@ def test_a_simpler_plan_is_never_better(seed: int) -> None:
     r = Random(seed)
     pools = [Pool("a", GPU, r.choice([4, 8, 12])), Pool("b", SLOW, r.choice([4, 8]))]
     asked = problem(
-        *pools[: r.choice([1, 2])], batch=r.choice([32, 128]), domains=r.choice([(LONG,), (LONG, AGENT)]),
-        window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5), gap=1e-3,
-    )  # fmt: skip
+        *pools[: r.choice([1, 2])],
+        batch=r.choice([32, 128]),
+        domains=r.choice([(LONG,), (LONG, AGENT)]),
+        window=dataclasses.replace(WINDOW, aborts=r.random() < 0.5),
+        gap=1e-3,
+    )
     less = r.choice([Restriction.AGGREGATED, Restriction.NO_AFFINITY, Restriction.STRICT])
     found, simpler = solve(asked), solve(dataclasses.replace(asked, restriction=less))
     assume(isinstance(simpler, Placement))
@@ -213,7 +222,7 @@ def test_batches_that_wait_leave_their_longest_groups_the_time_that_they_take(st
             lengths, rest, staleness=staleness, places=staleness + 1.0, aborts=False, waits=waits, groups=32.0
         )[0]
         for waits in (False, True)
-    )  # fmt: skip
+    )
     assert waiting >= free - 1e-5
     tail = lengths[int(0.99 * len(lengths))]
     assert (staleness + 1) * waiting - rest == pytest.approx(tail, rel=0.02) or waiting == pytest.approx(free, rel=1e-3)
@@ -225,9 +234,7 @@ def test_longer_training_never_gives_more_batches(staleness: int, rest: float, a
     lengths = spans(LONG, 8, 32768.0)
 
     def between(rest_s: float) -> float:
-        return step_between(
-            lengths, rest_s, staleness=staleness, places=staleness + 1.0, aborts=aborts, groups=32.0
-        )[0]  # fmt: skip
+        return step_between(lengths, rest_s, staleness=staleness, places=staleness + 1.0, aborts=aborts, groups=32.0)[0]
 
     assert rest <= between(rest) <= between(rest * 1.1) + 1e-5
     assert between(rest * 1.1) <= 1.1 * between(rest) + 1e-5

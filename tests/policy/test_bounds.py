@@ -65,9 +65,13 @@ def test_asynchrony_pays_the_tail_once() -> None:
 
 Steps = st.builds(
     lambda workers, samples, mean, tail, train, epochs: AsyncStep(workers, samples, mean, mean * tail, train, epochs),
-    st.integers(2, 512), st.integers(1, 2048), st.floats(0.01, 100), st.floats(1, 50), st.floats(0.01, 100),
+    st.integers(2, 512),
+    st.integers(1, 2048),
+    st.floats(0.01, 100),
+    st.floats(1, 50),
+    st.floats(0.01, 100),
     st.integers(1, 4),
-)  # fmt: skip
+)
 
 
 @given(Steps, st.floats(0, 64))

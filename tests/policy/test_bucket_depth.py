@@ -51,9 +51,12 @@ def test_none_in_flight_is_refused(number: int) -> None:
 
 
 @given(
-    st.lists(seconds, max_size=20), st.lists(seconds, max_size=100), st.floats(1.0, 1e12), st.floats(1.0, 1e12),
+    st.lists(seconds, max_size=20),
+    st.lists(seconds, max_size=100),
+    st.floats(1.0, 1e12),
+    st.floats(1.0, 1e12),
     st.integers(1, 1000),
-)  # fmt: skip
+)
 def test_bounds(alone: list[float], applied: list[float], memory: float, size: float, moved: int) -> None:
     depth = seen(alone, applied, memory=memory).depth(moved, size)
     assert 1 <= depth <= MOST_BUCKETS

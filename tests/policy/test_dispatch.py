@@ -88,9 +88,13 @@ def every_split(instances: int, long: Group, rest: Group) -> float:
 
 
 @given(
-    st.integers(2, 8), st.integers(1, 40), st.integers(1, 160),
-    st.integers(1, 32_000), st.integers(1, 2_000), st.integers(1, 12),
-)  # fmt: skip
+    st.integers(2, 8),
+    st.integers(1, 40),
+    st.integers(1, 160),
+    st.integers(1, 32_000),
+    st.integers(1, 2_000),
+    st.integers(1, 12),
+)
 @settings(max_examples=40)
 def test_the_split_is_the_best_of_all(
     instances: int, m_long: int, m_rest: int, l_long: int, l_rest: int, most: int

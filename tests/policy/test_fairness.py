@@ -202,8 +202,11 @@ def test_admission_never_wedges_and_never_exceeds_the_window(
         assert sum(held.values()) + training * plan.units <= window * plan.units + sum(extra.values())
         live = [n for n in names if running[n]]
         counts = plan.choose(ready)
-        moves = [m for m, can in (("end", live), ("lose", live), ("start", name), ("take", counts), ("train", training))
-                 if can]  # fmt: skip
+        moves = [
+            m
+            for m, can in (("end", live), ("lose", live), ("start", name), ("take", counts), ("train", training))
+            if can
+        ]
         assert moves, "wedged"
         match data.draw(st.sampled_from([m for m in moves if m != "lose"] * 4 + moves)):
             case "start":

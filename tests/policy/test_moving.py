@@ -43,10 +43,13 @@ def test_the_last_engine_goes_where_its_devices_are_needed() -> None:
 Moves = st.lists(
     st.builds(
         lambda kind, pool, tp, n: (drain if kind else start)(pool, tp, n),
-        st.booleans(), st.sampled_from("xyz"), st.integers(1, 3), st.integers(1, 3),
+        st.booleans(),
+        st.sampled_from("xyz"),
+        st.integers(1, 3),
+        st.integers(1, 3),
     ),
     max_size=6,
-)  # fmt: skip
+)
 
 
 @given(Moves, st.integers(0, 6), st.dictionaries(st.sampled_from("xyz"), st.integers(0, 6)))

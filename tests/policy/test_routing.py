@@ -199,8 +199,11 @@ def test_the_prefill_engine_is_chosen_by_prefix_then_backlog_then_id() -> None:
     # With prices a long queue outweighs the prefix: 800 cached tokens save 0.8 s, 60 s of backlog cost more.
     path = route(
         [view("d", cached=0), view("p", P, backlog_s=60.0, cached=800), view("q", P)],
-        turn, priced(d=4.0), sticky="d", version=0,
-    )  # fmt: skip
+        turn,
+        priced(d=4.0),
+        sticky="d",
+        version=0,
+    )
     assert path is not None
     assert path.prefill == "q"
 
@@ -264,8 +267,15 @@ def test_without_prices_shares_alone_place_homes() -> None:
 
 def test_affinity_ranks_the_wish_then_the_order_then_the_rest() -> None:
     affinity = Affinity({"lake": "H800"}, default="h20", order=("l40",))
-    seats = {name: Seat(pool, device) for name, pool, device in (
-        ("a", "big", "H800"), ("b", "h20", "H20"), ("c", "l40", "L40S"), ("d", "rest", "A100"))}  # fmt: skip
+    seats = {
+        name: Seat(pool, device)
+        for name, pool, device in (
+            ("a", "big", "H800"),
+            ("b", "h20", "H20"),
+            ("c", "l40", "L40S"),
+            ("d", "rest", "A100"),
+        )
+    }
     assert [affinity.rank("lake", seats[n]) for n in "abcd"] == [0, 2, 1, 2]
     assert [affinity.rank("math", seats[n]) for n in "abcd"] == [2, 0, 1, 2]
     assert Affinity({"lake": "H800"}).wants("math") is None

@@ -55,8 +55,11 @@ def overrides(draw: st.DrawFn) -> list[str]:
     if draw(st.booleans()):
         found += ["rollout.redundancy.size=1.25"]
     if draw(st.booleans()):
-        found += ["rollout.filter.zero_variance=true", "rollout.filter.exhausted=keep",
-                  "domains.chat.profile.solved=0.5"]  # fmt: skip
+        found += [
+            "rollout.filter.zero_variance=true",
+            "rollout.filter.exhausted=keep",
+            "domains.chat.profile.solved=0.5",
+        ]
     return [*found, "faults.max_rate=1"]
 
 

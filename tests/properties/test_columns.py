@@ -130,10 +130,17 @@ def test_a_run_killed_at_any_moment_fills_again_and_trains_nothing_twice(
     trained(world)
     committed = journal.versions[-1][0] if journal.versions else 0
     second = make(
-        quotas={d.name: (d.quota, d.group_size) for d in world.domains}, alpha=world.alpha, schedule=world.schedule,
-        steps=world.steps, version=committed, journal=journal, engine_s=lambda r: r.expovariate(1.0),
-        columns=world.columns, redundancy=world.redundancy, tail=world.tail,
-    )  # fmt: skip
+        quotas={d.name: (d.quota, d.group_size) for d in world.domains},
+        alpha=world.alpha,
+        schedule=world.schedule,
+        steps=world.steps,
+        version=committed,
+        journal=journal,
+        engine_s=lambda r: r.expovariate(1.0),
+        columns=world.columns,
+        redundancy=world.redundancy,
+        tail=world.tail,
+    )
     second.trainer.column_s = world.trainer.column_s
 
     async def resume() -> None:
@@ -159,9 +166,15 @@ def test_references_are_computed_while_the_rest_is_rolled_out() -> None:
     exposed = {}
     for columns in ((), (Column.REFERENCE,)):
         world = make(
-            quotas={"a": (8, 2)}, alpha=0, steps=4, engines=8, engine_s=lambda r: r.expovariate(1.0),
-            env_s=lambda r: r.lognormvariate(2.0, 1.0), train_s=lambda r: 1.0, columns=columns,
-        )  # fmt: skip
+            quotas={"a": (8, 2)},
+            alpha=0,
+            steps=4,
+            engines=8,
+            engine_s=lambda r: r.expovariate(1.0),
+            env_s=lambda r: r.lognormvariate(2.0, 1.0),
+            train_s=lambda r: 1.0,
+            columns=columns,
+        )
         world.trainer.column_s = lambda r: 2.0
         done: list[StepDone] = []
         world.on_step = done.append

@@ -96,9 +96,14 @@ def test_a_resume_counts_what_late_batches_went_without(world: SimulatedRun, fuz
     if not journal.versions or (done := journal.versions[-1][1]) == world.steps:
         return
     second = make(
-        quotas={d.name: (d.quota, d.group_size) for d in world.domains}, alpha=world.alpha, schedule=world.schedule,
-        steps=world.steps, version=done, engine_s=lambda r: r.expovariate(1.0), due=world.due,
-    )  # fmt: skip
+        quotas={d.name: (d.quota, d.group_size) for d in world.domains},
+        alpha=world.alpha,
+        schedule=world.schedule,
+        steps=world.steps,
+        version=done,
+        engine_s=lambda r: r.expovariate(1.0),
+        due=world.due,
+    )
     second.trainer = Given(second.trainer)
     watch(second, done=done, journal=journal)
 

@@ -144,9 +144,14 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
         assert sum(recovered.consumed.values()) == done * sum(d.quota // d.group_size for d in world.domains)
         parts = make(version=recovered.version)
         second = replace(
-            world, journal=journal, recorder=journal, published=[], shares={}, engines=parts.engines,
+            world,
+            journal=journal,
+            recorder=journal,
+            published=[],
+            shares={},
+            engines=parts.engines,
             trainer=parts.trainer,
-        )  # fmt: skip
+        )
         await second.run(recovered)
         return second
 
@@ -163,13 +168,19 @@ def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) 
 def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -> None:
     """The version before is published beside the growth of a batch, and shares follow what it cost."""
     world = make(
-        quotas={"a": (4, 1), "b": (4, 1)}, alpha=2, steps=10, turns=1, seed=seed,
-        engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 0.1, overlap=True,
+        quotas={"a": (4, 1), "b": (4, 1)},
+        alpha=2,
+        steps=10,
+        turns=1,
+        seed=seed,
+        engine_s=lambda r: r.expovariate(1.0),
+        train_s=lambda r: 0.1,
+        overlap=True,
         reward_of=lambda r: float(r.random() < 0.4),
         fairness=Fairness(
             (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, Follow(memory=1.0, max_step=1.0, sensitivity=2.0)
         ),
-    )  # fmt: skip
+    )
     world.trainer.streams = True
     world.trainer.push_s = lambda r: 3.0 * r.expovariate(1.0)
     paced(world, [0.1, 3.0], [0.0, 0.0], seed)

@@ -27,8 +27,10 @@ STEPS, HOSTS = 3, 3
 
 PARTS = st.lists(
     st.sampled_from(["engine-*", "engine-0", "engine-1", "trainer-0", "machine-big-0", "host-*", "host-1", "link-*"]),
-    min_size=1, max_size=2, unique=True,
-)  # fmt: skip
+    min_size=1,
+    max_size=2,
+    unique=True,
+)
 SECONDS = st.floats(0.5, 60.0)
 OUTAGES = st.lists(
     st.builds(lambda p, a, s: {"parts": p, "at_s": a, "seconds": s}, PARTS, SECONDS, SECONDS), max_size=3
@@ -41,9 +43,14 @@ RESETS = st.none() | st.builds(
     lambda f, s: {"fail": f, "stall": s, "stall_s": 5.0}, st.floats(0, 0.2), st.floats(0, 0.3)
 )
 FUNCTIONS = st.lists(
-    st.builds(lambda t, c, n: {"throttled": t, "crash": c, "concurrency": n}, st.floats(0, 0.3), st.floats(0, 0.2),
-              st.integers(1, 20)), max_size=1,
-)  # fmt: skip
+    st.builds(
+        lambda t, c, n: {"throttled": t, "crash": c, "concurrency": n},
+        st.floats(0, 0.3),
+        st.floats(0, 0.2),
+        st.integers(1, 20),
+    ),
+    max_size=1,
+)
 
 
 @functools.cache

@@ -171,10 +171,18 @@ def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun,
         assert recovered is not None
         second = make(
             quotas={d.name: (d.quota, d.group_size) for d in world.domains},
-            alpha=world.alpha, schedule=world.schedule, steps=world.steps, journal=journal, recorder=journal,
-            version=recovered.version, reward_of=coin, seed=7,
-            redundancy=world.redundancy, tail=world.tail, filter=world.filter,
-        )  # fmt: skip
+            alpha=world.alpha,
+            schedule=world.schedule,
+            steps=world.steps,
+            journal=journal,
+            recorder=journal,
+            version=recovered.version,
+            reward_of=coin,
+            seed=7,
+            redundancy=world.redundancy,
+            tail=world.tail,
+            filter=world.filter,
+        )
         await second.run(recovered)
         return second
 

@@ -34,10 +34,13 @@ def test_a_gang_fits_if_there_is_a_way(
         for i, (kind, room) in enumerate(rooms)
     ]
     gang = [
-        BundleGroup(f"g{g}", tuple(Bundle(f"g{g}b{b}", {"GPU": float(n)}, {"gpu": label}) for b, (label, n) in
-                                   enumerate(bundles)), strategy)
+        BundleGroup(
+            f"g{g}",
+            tuple(Bundle(f"g{g}b{b}", {"GPU": float(n)}, {"gpu": label}) for b, (label, n) in enumerate(bundles)),
+            strategy,
+        )
         for g, (strategy, bundles) in enumerate(asked)
-    ]  # fmt: skip
+    ]
     bundles = [b for group in gang for b in group.bundles]
     ways = itertools.product(nodes, repeat=len(bundles))
     there = any(holds(gang, dict(zip((b.name for b in bundles), way, strict=True)), nodes) for way in ways)

@@ -39,10 +39,24 @@ class World:
     """A run on hand-off engines: `prefill` and `decode` of them, and some that do both."""
 
     def __init__(
-        self, *, prefill: int, decode: int, both: int = 0, rule_name: str = "remote", versioned: bool = False,
-        priced: bool = False, turns: int = 3, steps: int = 3, seed: int = 0, alpha: int = 1, pace: Pace | None = None,
-        handoff_s: float = 2.0, train_s: float = 0.3, handoffs: int | None = 0, slots: int = 1_000_000,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        prefill: int,
+        decode: int,
+        both: int = 0,
+        rule_name: str = "remote",
+        versioned: bool = False,
+        priced: bool = False,
+        turns: int = 3,
+        steps: int = 3,
+        seed: int = 0,
+        alpha: int = 1,
+        pace: Pace | None = None,
+        handoff_s: float = 2.0,
+        train_s: float = 0.3,
+        handoffs: int | None = 0,
+        slots: int = 1_000_000,
+    ) -> None:
         self.fabric = Fabric()
         self.run: SimulatedRun = make(
             quotas={"a": (4, 2), "b": (2, 1)},
@@ -144,13 +158,29 @@ def watched_queues() -> Iterator[None]:
     queue=st.sampled_from([(0, 1_000_000), (1, 1_000_000), (2, 1), (None, 1), (None, 2)]),
 )
 def test_nothing_is_lost_mixed_or_generated_twice_whatever_fails(
-    prefill: int, decode: int, both: int, rule_name: str, versioned: bool, priced: bool, seed: int, flips: bool,
-    deaths: bool, slow: bool, queue: tuple[int | None, int],
-) -> None:  # fmt: skip
+    prefill: int,
+    decode: int,
+    both: int,
+    rule_name: str,
+    versioned: bool,
+    priced: bool,
+    seed: int,
+    flips: bool,
+    deaths: bool,
+    slow: bool,
+    queue: tuple[int | None, int],
+) -> None:
     world = World(
-        prefill=prefill, decode=decode, both=both, rule_name=rule_name, versioned=versioned, priced=priced, seed=seed,
-        handoffs=queue[0], slots=queue[1],
-    )  # fmt: skip
+        prefill=prefill,
+        decode=decode,
+        both=both,
+        rule_name=rule_name,
+        versioned=versioned,
+        priced=priced,
+        seed=seed,
+        handoffs=queue[0],
+        slots=queue[1],
+    )
     rng = random.Random(seed)
     with watched_queues():
         if flips or deaths or slow:
@@ -173,14 +203,30 @@ def test_nothing_is_lost_mixed_or_generated_twice_whatever_fails(
     handoffs=st.sampled_from([0, 1, None]),
 )
 def test_nothing_is_mixed_where_engines_take_versions_one_by_one(
-    prefill: int, decode: int, both: int, versioned: bool, seed: int, flips: bool, deaths: bool, updates: UpdatePolicy,
+    prefill: int,
+    decode: int,
+    both: int,
+    versioned: bool,
+    seed: int,
+    flips: bool,
+    deaths: bool,
+    updates: UpdatePolicy,
     handoffs: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Both legs of a hand-off are of one version, whichever their engines have."""
     world = World(
-        prefill=prefill, decode=decode, both=both, versioned=versioned, seed=seed, alpha=2, pace=BUSY, handoff_s=20.0,
-        train_s=0.05, steps=6, handoffs=handoffs,
-    )  # fmt: skip
+        prefill=prefill,
+        decode=decode,
+        both=both,
+        versioned=versioned,
+        seed=seed,
+        alpha=2,
+        pace=BUSY,
+        handoff_s=20.0,
+        train_s=0.05,
+        steps=6,
+        handoffs=handoffs,
+    )
     world.run.updates = updates
     if flips or deaths:
         loop.run(disturbed(world, random.Random(seed), flips=flips, deaths=deaths, slow=False), seed=seed)

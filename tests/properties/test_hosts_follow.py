@@ -189,10 +189,17 @@ def played(seed: int) -> World:
     """A run of three steps whose machines come and go all the time."""
     rng, world = random.Random(seed), World({0, 1})
     run = make(
-        quotas={"d": (12, 3)}, steps=3, engines=2, turns=3, seed=seed, max_attempts=1000,
-        engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: r.expovariate(0.5),
-        recorder=world.recorder, journal=world.recorder,
-    )  # fmt: skip
+        quotas={"d": (12, 3)},
+        steps=3,
+        engines=2,
+        turns=3,
+        seed=seed,
+        max_attempts=1000,
+        engine_s=lambda r: r.expovariate(1.0),
+        train_s=lambda r: r.expovariate(0.5),
+        recorder=world.recorder,
+        journal=world.recorder,
+    )
 
     def environment(where: Host) -> SimulatedEnvironment:
         return SimulatedEnvironment(turns=3, seed=seed, seconds=lambda r: r.expovariate(1.0))

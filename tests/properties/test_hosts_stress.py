@@ -62,10 +62,18 @@ class Ended(SimulatedEnvironment):
 def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: int | None) -> None:
     recorder, ends = Watched(), Counter[int]()
     run = make(
-        quotas={"d": (64, 4)}, alpha=1 if schedule != "sync" else 0, steps=25, engines=4, turns=3, seed=11,
-        engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: r.expovariate(0.2), schedule=schedule,
-        recorder=recorder, journal=recorder,
-    )  # fmt: skip
+        quotas={"d": (64, 4)},
+        alpha=1 if schedule != "sync" else 0,
+        steps=25,
+        engines=4,
+        turns=3,
+        seed=11,
+        engine_s=lambda r: r.expovariate(1.0),
+        train_s=lambda r: r.expovariate(0.2),
+        schedule=schedule,
+        recorder=recorder,
+        journal=recorder,
+    )
 
     def environment(where: Host) -> Ended:
         return Ended(ends, turns=3, seed=11, seconds=lambda r: r.expovariate(0.5))

@@ -39,9 +39,14 @@ class Lent:
         self.recorder = MemoryRecorder()
         world = World(Generated(PRESETS[domain], seed, name=domain), seed=seed, name=domain)
         made = self.run = make(
-            quotas={domain: (24, 4)}, steps=4, alpha=0, schedule="sync_plus", recorder=self.recorder,
-            journal=self.recorder, max_attempts=50,
-        )  # fmt: skip
+            quotas={domain: (24, 4)},
+            steps=4,
+            alpha=0,
+            schedule="sync_plus",
+            recorder=self.recorder,
+            journal=self.recorder,
+            max_attempts=50,
+        )
         limits = EngineLimits(kv_tokens=kv)
         self.engines = [ModelledEngine(f"e{i}", steps("H20"), limits=limits) for i in range(DEVICES)]
         made.engines = self.engines  # type: ignore[assignment]

@@ -121,14 +121,22 @@ class World:
         self.made = 0
         self.drained_last = 0
         self.run: SimulatedRun = make(
-            quotas={"a": (4, 2), "b": (2, 1)}, steps=8, turns=4, tokens=2, seed=seed,
-            env_s=lambda r: r.expovariate(2.0), train_s=lambda r: r.expovariate(1.0), max_attempts=100,
+            quotas={"a": (4, 2), "b": (2, 1)},
+            steps=8,
+            turns=4,
+            tokens=2,
+            seed=seed,
+            env_s=lambda r: r.expovariate(2.0),
+            train_s=lambda r: r.expovariate(1.0),
+            max_attempts=100,
             limits=GatewayLimits(generate_s=20.0, engine_s=400.0, handoff_s=2.0),
-            recorder=self.recorder, journal=self.recorder,
+            recorder=self.recorder,
+            journal=self.recorder,
             planner=GivenPlanner(resolved(), None),
             rebalance=RebalanceSettings(reprice_s=0.0, flows_s=0.0, measure_s=5.0, settle_s=0.1),
-            kinds=[KIND], drain_s=20.0,
-        )  # fmt: skip
+            kinds=[KIND],
+            drain_s=20.0,
+        )
         self.run.site = self.site
         self.nodes = Nodes(PresenceSettings(settle_s, 60.0), self.site.where, {"wide": 6})
 

@@ -129,9 +129,14 @@ def test_a_controller_killed_at_any_moment_resumes(world: World, fuzz: int, mome
     committed = journal.versions[-1][0] if journal.versions else 0
     second = make(
         quotas={d.name: (d.quota, d.group_size) for d in world.domains},
-        alpha=world.alpha, schedule=world.schedule, steps=world.steps, version=committed, journal=journal,
-        engine_s=lambda r: r.expovariate(1.0), env_s=lambda r: r.lognormvariate(0.0, 1.0),
-    )  # fmt: skip
+        alpha=world.alpha,
+        schedule=world.schedule,
+        steps=world.steps,
+        version=committed,
+        journal=journal,
+        engine_s=lambda r: r.expovariate(1.0),
+        env_s=lambda r: r.lognormvariate(0.0, 1.0),
+    )
     second.overlap = True
     second.trainer.push_s = lambda r: r.expovariate(0.5)
 

@@ -42,12 +42,20 @@ def test_nothing_begun_is_lost_for_its_length(world: SimulatedRun, fuzz: int) ->
 @example(alpha=0, kind="deadline", faults=True, fuzz=33)  # streamed: a prompt started while the batch was given
 def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, faults: bool, fuzz: int) -> None:
     world = make(
-        quotas={"a": (6, 2), "b": (2, 1)}, alpha=alpha, steps=5, schedule="paced", seed=fuzz % 1000,
-        engine_s=lambda r: r.lognormvariate(0.0, 1.5), env_s=lambda r: r.expovariate(1.0),
-        train_s=lambda r: r.expovariate(0.5), env_faults=0.05 if faults else 0.0, max_attempts=4,
-        token_budget=30 if kind == "tokens" else None, due=Due(3.0, 0.5) if kind == "deadline" else None,
+        quotas={"a": (6, 2), "b": (2, 1)},
+        alpha=alpha,
+        steps=5,
+        schedule="paced",
+        seed=fuzz % 1000,
+        engine_s=lambda r: r.lognormvariate(0.0, 1.5),
+        env_s=lambda r: r.expovariate(1.0),
+        train_s=lambda r: r.expovariate(0.5),
+        env_faults=0.05 if faults else 0.0,
+        max_attempts=4,
+        token_budget=30 if kind == "tokens" else None,
+        due=Due(3.0, 0.5) if kind == "deadline" else None,
         redundancy=Redundancy(groups=1.5) if kind == "redundancy" else Redundancy(),
-    )  # fmt: skip
+    )
     world.trainer.streams = fuzz % 2 == 1
     loop.run(world.run(), seed=fuzz)
     assert len(world.trainer.batches) == 5
@@ -58,8 +66,14 @@ def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, fault
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_wait_is_bounded_by_its_lease(streams: bool) -> None:
     """One trajectory in thirty takes 1,000 s: the batch goes without it after the lease, and the run goes on."""
-    world = make(schedule="paced", quotas={"a": (4, 2)}, steps=8, turns=1, train_s=lambda r: 1.0,
-                 engine_s=lambda r: 1000.0 if r.random() < 1 / 30 else 1.0)  # fmt: skip
+    world = make(
+        schedule="paced",
+        quotas={"a": (4, 2)},
+        steps=8,
+        turns=1,
+        train_s=lambda r: 1.0,
+        engine_s=lambda r: 1000.0 if r.random() < 1 / 30 else 1.0,
+    )
     world.trainer.streams = streams
     world.pace_s = 50.0
     loop.run(world.run(), seed=3)

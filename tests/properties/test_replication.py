@@ -154,10 +154,18 @@ def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fu
         assert recovered is not None
         second = make(
             quotas={d.name: (d.quota, d.group_size) for d in world.domains},
-            alpha=world.alpha, schedule=world.schedule, steps=world.steps, journal=journal, recorder=journal,
-            version=recovered.version, seed=7, redundancy=world.redundancy, tail=world.tail, together=True,
+            alpha=world.alpha,
+            schedule=world.schedule,
+            steps=world.steps,
+            journal=journal,
+            recorder=journal,
+            version=recovered.version,
+            seed=7,
+            redundancy=world.redundancy,
+            tail=world.tail,
+            together=True,
             concurrency=world.concurrency,
-        )  # fmt: skip
+        )
         watched(second)
         await second.run(recovered)
         return second
@@ -179,10 +187,17 @@ def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
     """Seconds of a step of 12 groups of 8 with a heavy tail, and the most that lived on an engine; four engines that
     take 8 each."""
     world = make(
-        quotas={"d": (96, 8)}, alpha=0, steps=1, engines=4, turns=1, seed=seed, schedule="sync_plus",
-        engine_s=lambda r: r.lognormvariate(0.0, 1.2), together=together,
+        quotas={"d": (96, 8)},
+        alpha=0,
+        steps=1,
+        engines=4,
+        turns=1,
+        seed=seed,
+        schedule="sync_plus",
+        engine_s=lambda r: r.lognormvariate(0.0, 1.2),
+        together=together,
         concurrency=ConcurrencySettings(AimdSettings(start=8, most=8)),
-    )  # fmt: skip
+    )
     most = 0
 
     async def run() -> float:

@@ -57,12 +57,21 @@ def world(
     recorder = MemoryRecorder()
     Pressed.pressure = 0
     run = make(
-        quotas={"a": (60, 2)}, steps=len(pressure), turns=3, seed=seed, alpha=1,
-        env_s=lambda r: r.expovariate(2.0), train_s=lambda r: 5 + r.expovariate(1.0),
-        limits=GatewayLimits(generate_s=20.0, engine_s=200.0), max_attempts=50, recorder=recorder, journal=recorder,
-        kinds=[EngineKind("p", EngineRole.ENGINE, tp)] * (DEVICES // tp), drain_s=5.0,
+        quotas={"a": (60, 2)},
+        steps=len(pressure),
+        turns=3,
+        seed=seed,
+        alpha=1,
+        env_s=lambda r: r.expovariate(2.0),
+        train_s=lambda r: 5 + r.expovariate(1.0),
+        limits=GatewayLimits(generate_s=20.0, engine_s=200.0),
+        max_attempts=50,
+        recorder=recorder,
+        journal=recorder,
+        kinds=[EngineKind("p", EngineRole.ENGINE, tp)] * (DEVICES // tp),
+        drain_s=5.0,
         reshard=ReshardSettings({"p": RULE}, horizon_s=horizon_s, restart_s=1.0, refuses=lambda _: refuses),
-    )  # fmt: skip
+    )
     run.trainer = Pressing(run.trainer.seed, run.trainer.seconds)
     run.trainer.pressure = iter(pressure)
     site = run.site = SimulatedSite(

@@ -149,9 +149,18 @@ def reasons(world: World) -> Counter[str]:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_delayed_update_interrupts_nothing_that_may_end(seed: int) -> None:
     world = make(
-        quotas={"a": (8, 2)}, alpha=2, steps=8, engines=3, turns=3, seed=seed, engine_s=lambda r: r.expovariate(1.0),
-        load_s=lambda r: 0.3, env_s=lambda r: r.lognormvariate(0.0, 1.0), train_s=lambda r: 0.5, updates=Delayed(1e6),
-    )  # fmt: skip
+        quotas={"a": (8, 2)},
+        alpha=2,
+        steps=8,
+        engines=3,
+        turns=3,
+        seed=seed,
+        engine_s=lambda r: r.expovariate(1.0),
+        load_s=lambda r: 0.3,
+        env_s=lambda r: r.lognormvariate(0.0, 1.0),
+        train_s=lambda r: 0.5,
+        updates=Delayed(1e6),
+    )
     seen = Seen(world, 2, judges=True)
     for engine in world.engines:
         seen.watch(engine)
@@ -168,9 +177,16 @@ def test_a_delayed_update_interrupts_nothing_that_may_end(seed: int) -> None:
 
 def test_an_update_is_put_off_no_longer_than_that() -> None:
     world = make(
-        quotas={"a": (8, 2)}, alpha=3, steps=6, engines=2, turns=6, engine_s=lambda r: r.expovariate(0.5),
-        env_s=lambda r: r.expovariate(0.5), train_s=lambda r: 0.5, updates=Delayed(3.0),
-    )  # fmt: skip
+        quotas={"a": (8, 2)},
+        alpha=3,
+        steps=6,
+        engines=2,
+        turns=6,
+        engine_s=lambda r: r.expovariate(0.5),
+        env_s=lambda r: r.expovariate(0.5),
+        train_s=lambda r: 0.5,
+        updates=Delayed(3.0),
+    )
     published: list[float] = []
 
     class Published(list[int]):
@@ -192,9 +208,17 @@ def test_staggered_updates_keep_somebody_serving_where_one_of_all_stops_everybod
     gaps = {}
     for name, updates in (("all", None), ("staggered", Staggered(0.25))):
         world = make(
-            quotas={"a": (16, 1)}, alpha=2, steps=6, engines=4, turns=4, engine_s=lambda r: 0.2 + r.random() / 10,
-            env_s=lambda r: 0.2 + r.random() / 10, load_s=lambda r: 5.0, train_s=lambda r: 4.0, updates=updates,
-        )  # fmt: skip
+            quotas={"a": (16, 1)},
+            alpha=2,
+            steps=6,
+            engines=4,
+            turns=4,
+            engine_s=lambda r: 0.2 + r.random() / 10,
+            env_s=lambda r: 0.2 + r.random() / 10,
+            load_s=lambda r: 5.0,
+            train_s=lambda r: 4.0,
+            updates=updates,
+        )
         times: list[float] = []
         for engine in world.engines:
 
@@ -224,9 +248,16 @@ def loads(alpha: int, threshold: float | None, steps: int = 12) -> int:
     """Loads of weights by all three engines, of versions 1.00e-3 nats apart."""
     updates = None if threshold is None else OnDivergence(Probe(-1, "", {}), threshold)
     world = make(
-        quotas={"a": (8, 2)}, alpha=alpha, steps=steps, engines=3, turns=2, engine_s=lambda r: r.expovariate(2.0),
-        env_s=lambda r: r.expovariate(2.0), train_s=lambda r: 0.5, updates=updates,
-    )  # fmt: skip
+        quotas={"a": (8, 2)},
+        alpha=alpha,
+        steps=steps,
+        engines=3,
+        turns=2,
+        engine_s=lambda r: r.expovariate(2.0),
+        env_s=lambda r: r.expovariate(2.0),
+        train_s=lambda r: 0.5,
+        updates=updates,
+    )
     world.trainer.drift = 0.001
     count = 0
     for engine in world.engines:

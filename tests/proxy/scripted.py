@@ -55,11 +55,25 @@ def scripted(directory: Path, *, sharp: float = 12.0, endless: bool = False) -> 
     head = torch.zeros(size, size)
     for last, following in says.items():
         head[at(following), at(last)] = sharp / size**0.5  # the final norm makes a one-hot vector sqrt(size) long
-    shape = {"hidden_size": size, "intermediate_size": 4, "num_attention_heads": 1, "num_key_value_heads": 1,
-             "head_dim": 4, "vocab_size": size, "num_hidden_layers": 1}  # fmt: skip
-    architecture = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **shape, "rms_norm_eps": 1e-6,
-                    "tie_word_embeddings": False, "rope_theta": 10000.0, "max_position_embeddings": 4096,
-                    "eos_token_id": at(END)}  # fmt: skip
+    shape = {
+        "hidden_size": size,
+        "intermediate_size": 4,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "vocab_size": size,
+        "num_hidden_layers": 1,
+    }
+    architecture = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **shape,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "eos_token_id": at(END),
+    }
     (directory / "config.json").write_text(json.dumps(architecture))
     layer = "model.layers.0."
     tensors = {

@@ -17,11 +17,14 @@ from rollart.adapters.proxy.scanning import Scan
 from rollart.adapters.proxy.tools import PARSERS
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
-)  # fmt: skip
+)
 arguments = st.dictionaries(st.text(max_size=4), json_values, max_size=4)
 
 
@@ -34,8 +37,27 @@ def written(draw: st.DrawFn) -> str:
         text = text[: draw(st.integers(1, len(text)))]
     if draw(st.integers(0, 3)) == 0:
         at = draw(st.integers(1, len(text)))
-        odd = ["}", "{", '"', "\\", "\\ud83d", "\\ude00", "\\u12", "1e999", "NaN", "tru", "x", ",", "\n",
-               "</tool_call>", "<tool_call>", "-", "01", "[", ":"]  # fmt: skip
+        odd = [
+            "}",
+            "{",
+            '"',
+            "\\",
+            "\\ud83d",
+            "\\ude00",
+            "\\u12",
+            "1e999",
+            "NaN",
+            "tru",
+            "x",
+            ",",
+            "\n",
+            "</tool_call>",
+            "<tool_call>",
+            "-",
+            "01",
+            "[",
+            ":",
+        ]
         text = text[:at] + draw(st.sampled_from(odd)) + text[at:]
     return text
 
@@ -51,8 +73,15 @@ def answers(draw: st.DrawFn) -> str:
             f'<tool_call>{{"name": "{name}", "arguments": {body}, "id": 3}}</tool_call>',
             f'<tool_call>{{"name": "{name}", "arguments": {body}',
             f'{{"name": "{name}", "parameters": {body}}}',
-            "<tool_call>", "</tool_call>", "<tool", " ", "\n", "Hello.", "é", '{"name": 3}',
-        ]  # fmt: skip
+            "<tool_call>",
+            "</tool_call>",
+            "<tool",
+            " ",
+            "\n",
+            "Hello.",
+            "é",
+            '{"name": 3}',
+        ]
         return draw(st.sampled_from(forms))
 
     return "".join(piece() for _ in range(draw(st.integers(0, 4))))
@@ -135,24 +164,46 @@ def _nothing_lost(text: str, parts: Sequence[Part], reader: Reader) -> bool:
 
 def test_arguments_leave_as_they_are_drawn() -> None:
     reader = Reader("hermes")
-    seen = [reader.feed(piece) for piece in (
-        "Well.\n", '<tool_call>\n{"na', 'me": "f", "arguments": {"ci', 'ty": "Os', "lo\\", 'n", "n": 1', "2", "}",
-        "}\n</tool_", "call>",
-    )]  # fmt: skip
+    seen = [
+        reader.feed(piece)
+        for piece in (
+            "Well.\n",
+            '<tool_call>\n{"na',
+            'me": "f", "arguments": {"ci',
+            'ty": "Os',
+            "lo\\",
+            'n", "n": 1',
+            "2",
+            "}",
+            "}\n</tool_",
+            "call>",
+        )
+    ]
     call = Call("f", {"city": "Oslo\n", "n": 12})
     assert seen == [
-        [Text("Well.")], [], [Begun(0, "f"), More(0, '{"ci')], [More(0, 'ty": "Os')], [More(0, "lo")],
-        [More(0, '\\n", "n": ')], [], [More(0, "12}")], [], [Done(0, call)],
-    ]  # fmt: skip
+        [Text("Well.")],
+        [],
+        [Begun(0, "f"), More(0, '{"ci')],
+        [More(0, 'ty": "Os')],
+        [More(0, "lo")],
+        [More(0, '\\n", "n": ')],
+        [],
+        [More(0, "12}")],
+        [],
+        [Done(0, call)],
+    ]
 
 
-@pytest.mark.parametrize(("said", "content", "arguments", "rest"), [
-    ('{"a": 12', "", {}, "12"),
-    ('{"a": "Os', "", {}, ""),
-    ('{"a": [1, {"b": tru', "", {"a": [1, {}]}, "tru"),
-    ('{"a": 1, "b": nope}}</tool_call>', "", {"a": 1}, "nope}}</tool_call>"),
-    ('{"a": 1}, "x</tool_call>', "", {"a": 1}, ', "x</tool_call>'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "content", "arguments", "rest"),
+    [
+        ('{"a": 12', "", {}, "12"),
+        ('{"a": "Os', "", {}, ""),
+        ('{"a": [1, {"b": tru', "", {"a": [1, {}]}, "tru"),
+        ('{"a": 1, "b": nope}}</tool_call>', "", {"a": 1}, "nope}}</tool_call>"),
+        ('{"a": 1}, "x</tool_call>', "", {"a": 1}, ', "x</tool_call>'),
+    ],
+)
 def test_a_call_that_breaks_off_keeps_what_was_given_out(said: str, content: str, arguments: Any, rest: str) -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + said
     parts = folded(read("hermes", text, [3] * 40)[0])

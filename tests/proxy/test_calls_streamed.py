@@ -82,9 +82,11 @@ def _events(events: Any, drawn: list[tuple[Head, Delta]], answer: Answer) -> Ite
 
 
 drawn_answers = {
-    "text": answers(), "sizes": st.lists(st.integers(1, 7), max_size=60), "cut": st.booleans(),
+    "text": answers(),
+    "sizes": st.lists(st.integers(1, 7), max_size=60),
+    "cut": st.booleans(),
     "tools": st.sampled_from(["hermes", "json"]),
-}  # fmt: skip
+}
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,8 +153,11 @@ def test_openai_responses(text: str, sizes: list[int], cut: bool, tools: str) ->
         shown = [i.arguments if i.type == "function_call" else i.content[0].text for i in whole.output]
         assert [texts.get(i, "") for i in range(len(shown))] == shown
         echoed = [item.model_dump(exclude_none=True) for item in whole.output]
-        results = [{"type": "function_call_output", "call_id": i.call_id, "output": "?"}
-                   for i in whole.output if i.type == "function_call"]  # fmt: skip
+        results = [
+            {"type": "function_call_output", "call_id": i.call_id, "output": "?"}
+            for i in whole.output
+            if i.type == "function_call"
+        ]
         client.responses.create(**{**options, "input": [*HI, *echoed, *results, *HI]})
 
 
@@ -167,16 +172,21 @@ def _item(item: Any) -> Any:
 def test_anthropic_messages(text: str, sizes: list[int], cut: bool, tools: str) -> None:
     saying = Saying(_FORMS[tools], text, sizes, cut=cut)
     with anthropic.Anthropic(api_key="none", http_client=http.Client(transport=http.MockTransport(saying))) as client:
-        options: dict[str, Any] = {"model": "m", "messages": HI, "max_tokens": 999,
-                                   "tools": [{"name": "f", "input_schema": SCHEMA}]}  # fmt: skip
+        options: dict[str, Any] = {
+            "model": "m",
+            "messages": HI,
+            "max_tokens": 999,
+            "tools": [{"name": "f", "input_schema": SCHEMA}],
+        }
         whole = client.messages.create(**options)
         with client.messages.stream(**options) as events:
             final = events.get_final_message()
         assert [_block(b) for b in final.content] == [_block(b) for b in whole.content]
         assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
         said = {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in whole.content]}
-        results = [{"type": "tool_result", "tool_use_id": b.id, "content": "?"} for b in whole.content
-                   if b.type == "tool_use"]  # fmt: skip
+        results = [
+            {"type": "tool_result", "tool_use_id": b.id, "content": "?"} for b in whole.content if b.type == "tool_use"
+        ]
         client.messages.create(**{**options, "messages": [*HI, said, {"role": "user", "content": results or "?"}]})
 
 

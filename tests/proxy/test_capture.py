@@ -64,8 +64,12 @@ def test_the_tokens_that_were_sampled_are_sent_again_as_they_are(form: ChatForma
     assert second.shown == form.encode("<|user|>world<|end|><|answer|>")
     turn = capture.keep(second, letters(form, "world"), Message("assistant", "world"))
     (branch,) = capture.branches()
-    assert [s.kind for s in branch.segments] == [SegmentKind.PROMPT, *2 * [SegmentKind.ACTION], SegmentKind.OBSERVATION,
-                                                 *2 * [SegmentKind.ACTION]]  # fmt: skip
+    assert [s.kind for s in branch.segments] == [
+        SegmentKind.PROMPT,
+        *2 * [SegmentKind.ACTION],
+        SegmentKind.OBSERVATION,
+        *2 * [SegmentKind.ACTION],
+    ]
     assert [s.policy_version for s in branch.segments] == [None, 3, 4, None, 3, 4]
     assert sum((s.token_ids for s in branch.segments), ()) == turn.token_ids
 
@@ -88,12 +92,15 @@ def test_an_answer_that_was_cut_off_is_ended_by_tokens_that_are_shown(form: Chat
     assert planned.token_ids == turn.token_ids + planned.shown
 
 
-@pytest.mark.parametrize("messages", [
-    (user("hello"), Message("assistant", "world"), user("x")),
-    (user("hi"), Message("assistant", "word"), user("x")),
-    (Message("system", "be brief"), user("hi"), Message("assistant", "world"), user("x")),
-    (user("x"),),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (user("hello"), Message("assistant", "world"), user("x")),
+        (user("hi"), Message("assistant", "word"), user("x")),
+        (Message("system", "be brief"), user("hi"), Message("assistant", "world"), user("x")),
+        (user("x"),),
+    ],
+)
 def test_what_goes_on_from_nothing_is_a_branch_of_its_own(form: ChatFormat, messages: tuple[Message, ...]) -> None:
     capture = Capture(form)
     say(capture, form, Prompt((user("hi"),)), "world")
@@ -239,9 +246,11 @@ def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> N
     for tools in ((), TOOLS):
         for prompt in (True, False):
             rendered = theirs.apply_chat_template(
-                [m.for_template() for m in messages], tools=list(tools) or None, add_generation_prompt=prompt,
+                [m.for_template() for m in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=prompt,
                 tokenize=False,
-            )  # fmt: skip
+            )
             assert form.render(messages, tools, prompt=prompt) == rendered
     assert form.encode(rendered) == tuple(theirs(rendered, add_special_tokens=False)["input_ids"])
     assert form.stops == {theirs.convert_tokens_to_ids(END): END}

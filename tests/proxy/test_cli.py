@@ -11,15 +11,18 @@ from rollart.cli.main import run
 from tests.proxy.scripted import spelling
 
 
-@pytest.mark.parametrize(("options", "code", "said"), [
-    (["--listen", "everywhere"], 2, "--listen everywhere (rule: HOST:PORT)"),
-    (["--listen", "0.0.0.0:0"], 2, "is reachable from elsewhere (rule: with a key"),
-    (["--token-env", "NOBODY_SET_THIS"], 3, "NOBODY_SET_THIS is not set"),
-    (["--chat-template", "none.jinja"], 2, "cannot read none.jinja"),
-    (["--record", "/proc/none/turns.jsonl"], 2, "cannot write /proc/none/turns.jsonl"),
-    (["--engine", "127.0.0.1:2"], 2, "--engine 127.0.0.1:2 (rule: a URL)"),
-    ([], 1, "/v1/models failed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--listen", "everywhere"], 2, "--listen everywhere (rule: HOST:PORT)"),
+        (["--listen", "0.0.0.0:0"], 2, "is reachable from elsewhere (rule: with a key"),
+        (["--token-env", "NOBODY_SET_THIS"], 3, "NOBODY_SET_THIS is not set"),
+        (["--chat-template", "none.jinja"], 2, "cannot read none.jinja"),
+        (["--record", "/proc/none/turns.jsonl"], 2, "cannot write /proc/none/turns.jsonl"),
+        (["--engine", "127.0.0.1:2"], 2, "--engine 127.0.0.1:2 (rule: a URL)"),
+        ([], 1, "/v1/models failed"),
+    ],
+)
 def test_what_cannot_be_served_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, said: str
 ) -> None:

@@ -25,8 +25,11 @@ openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 
 KEY = "sk-none"
-WEATHER = {"name": "weather", "description": "The weather in a city.",
-           "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}  # fmt: skip
+WEATHER = {
+    "name": "weather",
+    "description": "The weather in a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +123,13 @@ def test_openai_chat_with_tools_over_two_turns(url: str, stream: bool) -> None:
     said, usage, finish = ask()
     assert finish == "tool_calls"
     assert (said.tool_calls[0].function.name, json.loads(said.tool_calls[0].function.arguments)) == (
-        "weather", {"city": "Oslo"},
-    )  # fmt: skip
-    messages += [said.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": said.tool_calls[0].id,
-                                                      "content": "sunny"}]  # fmt: skip
+        "weather",
+        {"city": "Oslo"},
+    )
+    messages += [
+        said.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "sunny"},
+    ]
     before = usage.prompt_tokens + usage.completion_tokens
     said, usage, finish = ask()
     assert (said.content, finish) == ("world", "stop")
@@ -152,8 +158,14 @@ def test_openai_responses_remember(url: str, stream: bool) -> None:
     tools = [{"type": "function", "strict": False, **WEATHER}]
 
     def ask(given: Any, previous: str | None) -> Any:
-        options = {"model": "any", "input": given, "tools": tools, "temperature": 0, "instructions": "Be brief.",
-                   "previous_response_id": previous}  # fmt: skip
+        options = {
+            "model": "any",
+            "input": given,
+            "tools": tools,
+            "temperature": 0,
+            "instructions": "Be brief.",
+            "previous_response_id": previous,
+        }
         options = {name: value for name, value in options.items() if value is not None}
         if not stream:
             return client.responses.create(**options)
@@ -178,8 +190,14 @@ def test_anthropic_messages_with_tools(url: str, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 
     def ask() -> Any:
-        options = {"model": "any", "messages": messages, "tools": tools, "max_tokens": 64, "system": "Be brief.",
-                   "extra_body": {"temperature": 0}}  # fmt: skip
+        options = {
+            "model": "any",
+            "messages": messages,
+            "tools": tools,
+            "max_tokens": 64,
+            "system": "Be brief.",
+            "extra_body": {"temperature": 0},
+        }
         if not stream:
             return client.messages.create(**options)
         with client.messages.stream(**options) as events:
@@ -189,14 +207,23 @@ def test_anthropic_messages_with_tools(url: str, stream: bool) -> None:
     first = ask()
     assert first.usage.input_tokens + first.usage.cache_read_input_tokens == counted.input_tokens
     assert (first.stop_reason, first.content[0].name, first.content[0].input) == (
-        "tool_use", "weather", {"city": "Oslo"},
-    )  # fmt: skip
+        "tool_use",
+        "weather",
+        {"city": "Oslo"},
+    )
     messages += [
         {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in first.content]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": first.content[0].id, "content": [{"type": "text", "text": "sunny"}]},
-        ]},
-    ]  # fmt: skip
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": first.content[0].id,
+                    "content": [{"type": "text", "text": "sunny"}],
+                },
+            ],
+        },
+    ]
     second = ask()
     assert (second.stop_reason, second.content[0].text) == ("end_turn", "world")
     assert second.usage.output_tokens == 6
@@ -217,9 +244,12 @@ def test_a_third_party_agent_loop_is_a_rollout(url: str) -> None:
     async def episode(session: str, model: Any, *, stream: bool) -> Any:
         client = openai.AsyncOpenAI(base_url=f"{url}/s/{session}/v1", api_key=KEY)
         agent = agents.Agent(
-            name="agent", instructions="Be brief.", tools=[weather], model=model("any", openai_client=client),
+            name="agent",
+            instructions="Be brief.",
+            tools=[weather],
+            model=model("any", openai_client=client),
             model_settings=agents.ModelSettings(temperature=0.0),
-        )  # fmt: skip
+        )
         async with client:
             if not stream:
                 return (await agents.Runner.run(agent, "What is the weather?")).final_output
@@ -258,8 +288,12 @@ def test_errors_have_the_shape_of_the_api_that_was_called(url: str) -> None:
 
 
 def test_a_paused_engine_is_waited_for_and_says_when(url: str, engine: str) -> None:
-    plain = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8,
-             "extra_body": {"temperature": 0}}  # fmt: skip
+    plain = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 8,
+        "extra_body": {"temperature": 0},
+    }
     call(f"{engine}/pause?mode=keep", {}, method="POST")
     try:
         with pytest.raises(openai.InternalServerError, match="paused for new weights") as refused:

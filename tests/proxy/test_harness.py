@@ -215,11 +215,14 @@ def test_one_that_is_closed_while_it_waits_is_cancelled(form: ChatFormat) -> Non
     assert ended == ["lake-1.0r2"]
 
 
-@pytest.mark.parametrize(("harness", "arguments", "said"), [
-    ("tests.proxy.agents:nobody", {}, "has no 'nobody'"),
-    ("json:dumps", {}, "is no coroutine function"),
-    ("tests.proxy.agents:endless", {"word": "x"}, "refuses its arguments"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("harness", "arguments", "said"),
+    [
+        ("tests.proxy.agents:nobody", {}, "has no 'nobody'"),
+        ("json:dumps", {}, "is no coroutine function"),
+        ("tests.proxy.agents:endless", {"word": "x"}, "refuses its arguments"),
+    ],
+)
 def test_a_harness_that_is_none_is_told_before_a_run(harness: str, arguments: dict[str, Any], said: str) -> None:
     spec = DomainSpec(name="odd", environment=HarnessSpec(harness=harness), environment_args=arguments)
     with pytest.raises(SpecError, match=said):

@@ -22,10 +22,16 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 def test_agents_are_trained_on_what_they_were_told(home: Home) -> None:
     domains: list[dict[str, Any]] = [
-        {"name": name, "environment": {"harness": f"tests.proxy.agents:{agent}"}, "group_size": 2, "max_turns": 4,
-         "max_tokens": 1, "trajectories": BATCH // 2}
+        {
+            "name": name,
+            "environment": {"harness": f"tests.proxy.agents:{agent}"},
+            "group_size": 2,
+            "max_turns": 4,
+            "max_tokens": 1,
+            "trajectories": BATCH // 2,
+        }
         for name, agent in (("two", "two_answers"), ("more", "endless"))
-    ]  # fmt: skip
+    ]
     spec = tiny(domains=domains, functions=[], evaluation={"episodes": 2, "at": ["end"]})
     home.launch(spec).finished()
     sound(home.directory, paid={0.0, 0.5, 1.0})

@@ -101,9 +101,12 @@ def with_proxy(form: ChatFormat, scenario: Callable[[Ask, Speaker, str], Awaitab
 def test_a_session_is_named_by_path_or_header_or_not_at_all(form: ChatFormat) -> None:
     async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
         for path, headers, name in (
-            ("/s/a-1" + CHAT, {}, "a-1"), (CHAT, {"X-Rollart-Session": "b:2"}, "b:2"), (CHAT, {}, "default"),
-            (CHAT, {"X-Session-ID": "t"}, "t"), (CHAT, {"X-Session-ID": "t", "X-Rollart-Session": "c"}, "c"),
-        ):  # fmt: skip
+            ("/s/a-1" + CHAT, {}, "a-1"),
+            (CHAT, {"X-Rollart-Session": "b:2"}, "b:2"),
+            (CHAT, {}, "default"),
+            (CHAT, {"X-Session-ID": "t"}, "t"),
+            (CHAT, {"X-Session-ID": "t", "X-Rollart-Session": "c"}, "c"),
+        ):
             _, _, said = await ask(path, HI, **headers)
             assert (said["X-Rollart-Session"], said["X-Rollart-Turn"]) == (name, "0")
         status, body, _ = await ask("/s/%20" + CHAT, HI)
@@ -135,29 +138,45 @@ def test_what_failed_is_said_in_the_apis_words_and_not_captured(form: ChatFormat
     with_proxy(form, scenario)
 
 
-@pytest.mark.parametrize(("path", "body", "wrong"), [
-    (CHAT, {"messages": []}, "messages is empty"),
-    (CHAT, {"messages": "hi"}, "messages must be a list"),
-    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
-    (CHAT, {**HI, "temperature": "hot"}, "temperature is 'hot'"),
-    (CHAT, {**HI, "temperature": 10**400}, "temperature is 1000"),
-    (CHAT, {**HI, "top_p": 0}, "top_p is 0"),
-    (CHAT, {**HI, "max_tokens": 0}, "max_tokens is 0"),
-    (CHAT, {**HI, "stop": [1]}, "stop must be"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "must be a JSON object"),
-    *((CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": odd}}]}]},
-       "must be a JSON object") for odd in ('{"a": "\\ud800"}', '{"a": NaN}', '{"a": ' + "[" * 3000)),
-    (CHAT, {"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the body is not JSON"),
-    ("/v1/completions", {}, "prompt must be"),
-    ("/v1/completions", {"prompt": [2**64]}, "prompt must be"),
-    (CHAT, {**HI, "seed": 2**64}, "seed is 18446744073709551616"),
-    ("/v1/completions", {"prompt": "x", "echo": True}, "only False is served"),
-    ("/v1/responses", {"input": "x", "previous_response_id": "resp-other-1"}, "not of this session"),
-    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
-    ("/v1/messages", HI, "max_tokens: field required"),
-    ("/v1/messages", {**HI, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "run by a server"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "wrong"),
+    [
+        (CHAT, {"messages": []}, "messages is empty"),
+        (CHAT, {"messages": "hi"}, "messages must be a list"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "role 'robot'"),
+        (CHAT, {**HI, "temperature": "hot"}, "temperature is 'hot'"),
+        (CHAT, {**HI, "temperature": 10**400}, "temperature is 1000"),
+        (CHAT, {**HI, "top_p": 0}, "top_p is 0"),
+        (CHAT, {**HI, "max_tokens": 0}, "max_tokens is 0"),
+        (CHAT, {**HI, "stop": [1]}, "stop must be"),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "must be a JSON object",
+        ),
+        *(
+            (
+                CHAT,
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": odd}}]}]},
+                "must be a JSON object",
+            )
+            for odd in ('{"a": "\\ud800"}', '{"a": NaN}', '{"a": ' + "[" * 3000)
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "the body is not JSON"),
+        ("/v1/completions", {}, "prompt must be"),
+        ("/v1/completions", {"prompt": [2**64]}, "prompt must be"),
+        (CHAT, {**HI, "seed": 2**64}, "seed is 18446744073709551616"),
+        ("/v1/completions", {"prompt": "x", "echo": True}, "only False is served"),
+        ("/v1/responses", {"input": "x", "previous_response_id": "resp-other-1"}, "not of this session"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("/v1/messages", HI, "max_tokens: field required"),
+        (
+            "/v1/messages",
+            {**HI, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "run by a server",
+        ),
+    ],
+)
 def test_a_request_that_cannot_be_served_is_told_why(
     form: ChatFormat, path: str, body: dict[str, Any], wrong: str
 ) -> None:
@@ -170,14 +189,17 @@ def test_a_request_that_cannot_be_served_is_told_why(
     with_proxy(form, scenario)
 
 
-@pytest.mark.parametrize(("path", "body", "wrong"), [
-    (CHAT, b'{"prompt": "\xed\xa0\x80"}', "the body is not JSON"),
-    (CHAT, b"[" * 100_000, "the body is not JSON"),
-    ("/sessions/a/end", b'{"reward": NaN}', "reward is nan"),
-    ("/sessions/a/end", b'{"reward": 1e999}', "reward is inf"),
-    ("/sessions/a/end", b'{"reward": 1' + b"0" * 400 + b"}", "reward is 1000"),
-    ("/sessions/a/end", b'{"reward": true}', "reward is True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body", "wrong"),
+    [
+        (CHAT, b'{"prompt": "\xed\xa0\x80"}', "the body is not JSON"),
+        (CHAT, b"[" * 100_000, "the body is not JSON"),
+        ("/sessions/a/end", b'{"reward": NaN}', "reward is nan"),
+        ("/sessions/a/end", b'{"reward": 1e999}', "reward is inf"),
+        ("/sessions/a/end", b'{"reward": 1' + b"0" * 400 + b"}", "reward is 1000"),
+        ("/sessions/a/end", b'{"reward": true}', "reward is True"),
+    ],
+)
 def test_a_body_that_no_client_writes_is_told_why(form: ChatFormat, path: str, body: bytes, wrong: str) -> None:
     async def scenario(ask: Ask, speaker: Speaker, url: str) -> None:
         await ask("/s/a" + CHAT, HI)
@@ -202,10 +224,15 @@ def test_a_client_that_goes_away_aborts_its_generation(form: ChatFormat, stream:
     with_proxy(form, scenario)
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    (CHAT, HI), ("/v1/completions", {"prompt": "hi"}), ("/v1/responses", {"input": "hi"}),
-    ("/v1/messages", {**HI, "max_tokens": 99}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HI),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {**HI, "max_tokens": 99}),
+    ],
+)
 def test_a_stream_that_waits_long_says_so_and_tells_a_late_failure(
     form: ChatFormat, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,9 +252,11 @@ def test_a_stream_that_waits_long_says_so_and_tells_a_late_failure(
 
 
 STREAMS = [
-    (CHAT, HI), ("/v1/completions", {"prompt": "hi"}), ("/v1/responses", {"input": "hi"}),
+    (CHAT, HI),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/responses", {"input": "hi"}),
     ("/v1/messages", {**HI, "max_tokens": 99}),
-]  # fmt: skip
+]
 
 
 async def _until(answer: aiohttp.ClientResponse, text: bytes) -> bytes:

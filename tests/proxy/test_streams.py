@@ -39,9 +39,13 @@ def begun(url: str, session: str, engine: str) -> tuple[str, Any]:
     client = openai.OpenAI(base_url=f"{url}/s/{session}/v1", api_key=KEY, max_retries=0)
     for _ in range(TRIES):
         chunks = client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "hi"}], temperature=0, max_tokens=MOST, stream=True,
+            model="any",
+            messages=[{"role": "user", "content": "hi"}],
+            temperature=0,
+            max_tokens=MOST,
+            stream=True,
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         first = next(c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content)
         call(f"{engine}/pause?mode=keep", {}, method="POST")
         if _running(engine):

@@ -22,8 +22,28 @@ _FORMS: dict[str, ChatFormat] = {}
 
 CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 BARE = '{"name": "f", "parameters": {}}'
-WORDS = ["a", " ", "\n", "é", "日本", "🙂", "world", "wor", "<tool", "<tool_call>", "</tool_call>", CALLED, CALL, BARE,
-         "{", "}", "stop", "st", "op", "\ufffd"]  # fmt: skip
+WORDS = [
+    "a",
+    " ",
+    "\n",
+    "é",
+    "日本",
+    "🙂",
+    "world",
+    "wor",
+    "<tool",
+    "<tool_call>",
+    "</tool_call>",
+    CALLED,
+    CALL,
+    BARE,
+    "{",
+    "}",
+    "stop",
+    "st",
+    "op",
+    "\ufffd",
+]
 said = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 stopping = st.lists(st.sampled_from(["stop", "o", "日本a", "a\n", "<tool_call>x", "<|e"]), max_size=2, unique=True)
 
@@ -66,9 +86,14 @@ def answered(form: ChatFormat, ask: Ask, policy: Telling, *, streamed: bool) -> 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    text=said, raw=st.lists(st.integers(0, 255), max_size=6), stops=stopping, ended=st.booleans(), tools=st.booleans(),
-    parser=st.sampled_from(["hermes", "json", "none"]), sizes=st.lists(st.integers(1, 5), max_size=80),
-)  # fmt: skip
+    text=said,
+    raw=st.lists(st.integers(0, 255), max_size=6),
+    stops=stopping,
+    ended=st.booleans(),
+    tools=st.booleans(),
+    parser=st.sampled_from(["hermes", "json", "none"]),
+    sizes=st.lists(st.integers(1, 5), max_size=80),
+)
 def test_what_was_streamed_is_how_the_answer_begins(
     text: str, raw: list[int], stops: list[str], ended: bool, tools: bool, parser: str, sizes: list[int]
 ) -> None:

@@ -77,17 +77,39 @@ class Recorded:
 
 def charge(trajectory: str, length: int, outcome: str, score: float | None = None) -> Charge:
     return Charge(
-        TrajectoryId(trajectory), domain="math", outcome=outcome, v0=0, engine_seconds=1.0, turns=1, prompt_tokens=1,
-        action_tokens=length, success=None, score=score, purpose="train", t0=0.0, t1=1.0, first_tokens=1,
-    )  # fmt: skip
+        TrajectoryId(trajectory),
+        domain="math",
+        outcome=outcome,
+        v0=0,
+        engine_seconds=1.0,
+        turns=1,
+        prompt_tokens=1,
+        action_tokens=length,
+        success=None,
+        score=score,
+        purpose="train",
+        t0=0.0,
+        t1=1.0,
+        first_tokens=1,
+    )
 
 
 def sample(trajectory: TrajectoryId, group: GroupId, length: int) -> TrainSample:
     n = length + 1
     return TrainSample(
-        trajectory, group, "math", 0, (1,) * n, (False, *(True,) * length), (0.0,) * n, (0,) * n, (0,) * n,
-        (0.0,) * n, 1.0, True,
-    )  # fmt: skip
+        trajectory,
+        group,
+        "math",
+        0,
+        (1,) * n,
+        (False, *(True,) * length),
+        (0.0,) * n,
+        (0,) * n,
+        (0,) * n,
+        (0.0,) * n,
+        1.0,
+        True,
+    )
 
 
 @pytest.fixture
@@ -165,8 +187,11 @@ def test_every_reason_of_loss_has_its_rows(report: Any, capsys: pytest.CaptureFi
     sets = {r["set"]: r for r in tables["sets"]}
     assert list(sets) == ["drawn", "trained", *sorted(reasons), "open"]
     assert {name: sets[name]["prompts"] for name in ("drawn", "refused", "open", "stale")} == {
-        "drawn": 8, "refused": 2, "open": 1, "stale": 1,
-    }  # fmt: skip
+        "drawn": 8,
+        "refused": 2,
+        "open": 1,
+        "stale": 1,
+    }
     assert sets["infra_fault"]["cut_short"] == 1.0
     assert {r["set"] for r in tables["bias"]} == {"trained", *reasons}, "what is open is no loss"
 
@@ -181,8 +206,10 @@ def test_prompts_that_started_late_have_a_row_and_are_no_loss(report: Any, capsy
     tables = report(write, capsys)
     sets = {r["set"]: r for r in tables["sets"]}
     assert {name: (r["prompts"], r["length"]) for name, r in sets.items()} == {
-        "drawn": (4, 15.0), "trained": (4, 15.0), "delayed": (2, 25.0),
-    }  # fmt: skip
+        "drawn": (4, 15.0),
+        "trained": (4, 15.0),
+        "delayed": (2, 25.0),
+    }
     assert row(tables, "bias", set="delayed", figure="length")["against"] == "drawn"
 
 
@@ -204,5 +231,7 @@ def test_a_prompt_that_was_put_off_or_tried_again_is_drawn_once(
     assert (drawn["prompts"], drawn["trajectories"], drawn["length"]) == (3, 3, (90 + 60 + 500) / 3)
     assert (trained["prompts"], trained["length"]) == (3, 40.0)
     assert {name: sets[name]["trajectories"] for name in ("deferred", "infra_fault", "stale")} == {
-        "deferred": 1, "infra_fault": 1, "stale": 1,
-    }  # fmt: skip
+        "deferred": 1,
+        "infra_fault": 1,
+        "stale": 1,
+    }

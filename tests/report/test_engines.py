@@ -18,16 +18,39 @@ DEVICES = {"engine-0": ("H200", 2), "prefill-0": ("H800", 4)}
 
 def did(subject: str, **fields: float) -> RunEvent:
     none = dict.fromkeys(
-        ("prompt_tokens", "generated_tokens", "cached_tokens", "external_tokens", "prefill_seconds", "decode_seconds",
-         "preemptions", "ended", "steps", "latencies", "latency_seconds", "kv_used"), 0.0,
-    )  # fmt: skip
+        (
+            "prompt_tokens",
+            "generated_tokens",
+            "cached_tokens",
+            "external_tokens",
+            "prefill_seconds",
+            "decode_seconds",
+            "preemptions",
+            "ended",
+            "steps",
+            "latencies",
+            "latency_seconds",
+            "kv_used",
+        ),
+        0.0,
+    )
     return RunEvent(0.0, ENGINE_DID, subject, {**none, **fields})
 
 
 VLLM = did(
-    "engine-0", prompt_tokens=1000.0, generated_tokens=400.0, cached_tokens=600.0, external_tokens=100.0, ended=10.0,
-    steps=50.0, latencies=390.0, latency_seconds=7.8, prefill_seconds=0.5, kv_used=0.25, preemptions=2.0,
-)  # fmt: skip
+    "engine-0",
+    prompt_tokens=1000.0,
+    generated_tokens=400.0,
+    cached_tokens=600.0,
+    external_tokens=100.0,
+    ended=10.0,
+    steps=50.0,
+    latencies=390.0,
+    latency_seconds=7.8,
+    prefill_seconds=0.5,
+    kv_used=0.25,
+    preemptions=2.0,
+)
 
 
 def test_an_interval_of_vllm_is_one_mean_step() -> None:
@@ -37,18 +60,32 @@ def test_an_interval_of_vllm_is_one_mean_step() -> None:
 
 def test_an_embedded_engine_says_how_long_it_computed() -> None:
     (row,) = engine_rows(
-        [did("engine-0", prompt_tokens=100.0, generated_tokens=80.0, ended=10.0, steps=40.0, prefill_seconds=0.3,
-             decode_seconds=0.1)],
+        [
+            did(
+                "engine-0",
+                prompt_tokens=100.0,
+                generated_tokens=80.0,
+                ended=10.0,
+                steps=40.0,
+                prefill_seconds=0.3,
+                decode_seconds=0.1,
+            )
+        ],
         DEVICES,
-    )  # fmt: skip
+    )
     assert (row.kind, row.seconds, row.batch) == ("step", pytest.approx(0.01), 2.0)
 
 
 def test_an_engine_that_only_prefills_gives_the_time_to_a_token() -> None:
     alone = did(
-        "prefill-0", prompt_tokens=9000.0, cached_tokens=3000.0, generated_tokens=30.0, ended=30.0, steps=30.0,
+        "prefill-0",
+        prompt_tokens=9000.0,
+        cached_tokens=3000.0,
+        generated_tokens=30.0,
+        ended=30.0,
+        steps=30.0,
         prefill_seconds=6.0,
-    )  # fmt: skip
+    )
     (row,) = engine_rows([alone], DEVICES)
     assert row == Row("prefill", 0.2, "H800", 4, new=200.0, cached=100.0, weight=30.0)
 

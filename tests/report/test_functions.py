@@ -17,8 +17,9 @@ CORE, GIB = 0.0000131, 0.00000222
 
 
 def call(t0: float, t1: float, *, worker: str = "c1", cold: float = 0.0, billed: float | None = None) -> CallRow:
-    return CallRow("f", "modal", worker, t0, t1, cold, t1 - t0 if billed is None else billed, cold, 1024, 4, "ok",
-                   "call", 0.0)  # fmt: skip
+    return CallRow(
+        "f", "modal", worker, t0, t1, cold, t1 - t0 if billed is None else billed, cold, 1024, 4, "ok", "call", 0.0
+    )
 
 
 def test_a_first_call_is_split_and_the_sum_stays() -> None:
@@ -30,8 +31,10 @@ def test_a_first_call_is_split_and_the_sum_stays() -> None:
     run = rows(intervals=[], charges=[], invocations=calls)
     lines = cost_lines(run)
     assert [(x.state, x.cause, x.seconds) for x in lines] == [
-        ("busy", "", 7.0), ("startup", "function cold start", 3.0), ("busy", "function crash", 2.0)
-    ]  # fmt: skip
+        ("busy", "", 7.0),
+        ("startup", "function cold start", 3.0),
+        ("busy", "function crash", 2.0),
+    ]
     assert [x.usd for x in lines] == pytest.approx([7 * LAMBDA + 4 * REQUEST, 3 * LAMBDA, 2 * LAMBDA + REQUEST])
     assert waste(run, lines) == pytest.approx(
         {("reward", "function cold start"): 3 * LAMBDA, ("reward", "function crash"): 2 * LAMBDA + REQUEST}
@@ -70,8 +73,13 @@ def test_where_nothing_idled_no_idle_price_is_stated() -> None:
 def test_idle_time_from_the_gaps_of_a_container() -> None:
     """By hand, keep-alive 10 s: a gap of 3 s, one of 50 s (it can only have been 10), overlapping calls, two tails."""
     calls = [
-        call(0, 2, cold=1.0), call(5, 6), call(56, 58), call(57, 60), call(0, 1, worker="c2"), call(70, 71, worker=""),
-    ]  # fmt: skip
+        call(0, 2, cold=1.0),
+        call(5, 6),
+        call(56, 58),
+        call(57, 60),
+        call(0, 1, worker="c2"),
+        call(70, 71, worker=""),
+    ]
     found = {w.state: w.seconds for w in estimated_workers(calls, {"f": 10.0})}
     assert found["idle"] == pytest.approx(3 + 10 + 10 + 10)
     assert found["cold"] == 1.0
@@ -130,9 +138,21 @@ def test_tables_of_functions_fit_a_hundred_columns() -> None:
     run = rows(
         invocations=calls,
         workers=[WorkerSum(name, "aws_lambda", 1024, "idle", 12_345.6)],
-        stages=[RunEvent(1.0, "offload_stage", name, {"stage": "admission", "entered": 1_234_567, "acted": 123_456,
-                                                      "waited_s": 12_345.6, "saved_calls": 1000})],
-    )  # fmt: skip
+        stages=[
+            RunEvent(
+                1.0,
+                "offload_stage",
+                name,
+                {
+                    "stage": "admission",
+                    "entered": 1_234_567,
+                    "acted": 123_456,
+                    "waited_s": 12_345.6,
+                    "saved_calls": 1000,
+                },
+            )
+        ],
+    )
     text = render(cost(run), "table", width=100)
     assert all(len(line) <= 100 for line in text.splitlines())
     assert text.count(name) >= 3, "on one line but where the numbers are as long as these"

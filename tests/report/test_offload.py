@@ -21,19 +21,32 @@ from tests.report.test_report import cells, rows
 
 def call(t0: float, seconds: float = 2.0, *, function: str = "f", items: int = 1, **more: Any) -> CallRow:
     fields: dict[str, Any] = {
-        "function": function, "provider": "local", "worker": "w", "t0": t0, "t1": t0 + seconds, "cold_start_s": 0.0,
-        "billed_s": seconds, "cold_billed_s": 0.0, "memory_mb": 1024, "items": items, "status": "ok",
-        "cause": "call", "queued_s": 0.0,
-    }  # fmt: skip
+        "function": function,
+        "provider": "local",
+        "worker": "w",
+        "t0": t0,
+        "t1": t0 + seconds,
+        "cold_start_s": 0.0,
+        "billed_s": seconds,
+        "cold_billed_s": 0.0,
+        "memory_mb": 1024,
+        "items": items,
+        "status": "ok",
+        "cause": "call",
+        "queued_s": 0.0,
+    }
     return CallRow(**(fields | more))
 
 
 def given(calls: list[CallRow], **more: Any) -> Trace:
     spec = FunctionSpec.model_construct(name="f", source="f.py", keep_alive_s=3.0, concurrency=8)
     fields: dict[str, Any] = {
-        "calls": calls, "lives": [], "domains": {"f": frozenset({"lake"})}, "specs": {"f": spec, "g": spec},
+        "calls": calls,
+        "lives": [],
+        "domains": {"f": frozenset({"lake"})},
+        "specs": {"f": spec, "g": spec},
         "core_usd_hour": 3.6,
-    }  # fmt: skip
+    }
     return Trace(**(fields | more))
 
 
@@ -78,8 +91,15 @@ def test_elastic_replays_are_billed_as_functions() -> None:
 
 
 def test_what_no_deployment_would_serve_is_left_out_and_functions_can_share() -> None:
-    calls = [call(0), call(0, cause="hedge"), call(0, items=0, cause="warm"), call(1, cause="retry"),
-             call(0.5, function="g"), call(0, cause="fallback"), call(0, cause="smoke")]  # fmt: skip
+    calls = [
+        call(0),
+        call(0, cause="hedge"),
+        call(0, items=0, cause="warm"),
+        call(1, cause="retry"),
+        call(0.5, function="g"),
+        call(0, cause="fallback"),
+        call(0, cause="smoke"),
+    ]
     report = offload(rows(invocations=[]), given(calls))
     assert {r["function"]: r["calls"] for r in cells(report, "summary")} == {"f": 2, "g": 1, "(all)": 3}
     assert [r["served_by"] for r in cells(report, "ways") if r["function"] == "(all)"][-1].startswith("dedicated")
@@ -114,10 +134,14 @@ def test_a_recorded_run(tmp_path: Path) -> None:
             "functions": [{"name": "f", "source": "f.py", "keep_alive_s": 7.0, "concurrency": 2, "memory_mb": None}],
             "faults": {"max_rate": 0.05},
         },
-        "cluster": {"pools": [{"name": "gpus", "device": "H20", "count": 8}, {"name": "here", "device": "cpu",
-                    "count": 4, "memory_gb": 16.0}]},
+        "cluster": {
+            "pools": [
+                {"name": "gpus", "device": "H20", "count": 8},
+                {"name": "here", "device": "cpu", "count": 4, "memory_gb": 16.0},
+            ]
+        },
         "usd_per_device_hour": {"gpus": 2.0, "here": 0.5},
-    }  # fmt: skip
+    }
 
     async def main() -> None:
         with Ledger(tmp_path, clock=lambda: 0.0, config=config, inline=True) as ledger:
@@ -125,11 +149,23 @@ def test_a_recorded_run(tmp_path: Path) -> None:
                 ledger.invocation(
                     Invocation("f", "local", "w", n + 0.5, n + 1.0, 0, 0.5, 512, 1, "ok", Cause.CALL, queued_s=0.25)
                 )
-                ledger.charge(Charge(
-                    TrajectoryId(str(n)), domain="lake", outcome="finished", v0=0, engine_seconds=0.1, turns=1,
-                    prompt_tokens=1, action_tokens=1, success=None, score=None, purpose="train", t0=n - 3.0,
-                    t1=n + 1.01,
-                ))  # fmt: skip
+                ledger.charge(
+                    Charge(
+                        TrajectoryId(str(n)),
+                        domain="lake",
+                        outcome="finished",
+                        v0=0,
+                        engine_seconds=0.1,
+                        turns=1,
+                        prompt_tokens=1,
+                        action_tokens=1,
+                        success=None,
+                        score=None,
+                        purpose="train",
+                        t0=n - 3.0,
+                        t1=n + 1.01,
+                    )
+                )
             await ledger.flush()
 
     asyncio.run(main())

@@ -83,10 +83,23 @@ async def _written(directory: Path) -> None:
 
 def _charge(name: TrajectoryId, row: FinishedRow, outcome: str, purpose: str) -> Charge:
     return Charge(
-        name, domain=row.domain, outcome=outcome, v0=0, engine_seconds=0.1, turns=row.turns, prompt_tokens=1,
-        action_tokens=row.action_tokens, success=None, score=1.0, purpose=purpose, t0=row.t0, t1=row.t1, 
-        first_tokens=row.first_tokens, reset_s=row.reset_s, env_s=row.env_s,
-    )  # fmt: skip
+        name,
+        domain=row.domain,
+        outcome=outcome,
+        v0=0,
+        engine_seconds=0.1,
+        turns=row.turns,
+        prompt_tokens=1,
+        action_tokens=row.action_tokens,
+        success=None,
+        score=1.0,
+        purpose=purpose,
+        t0=row.t0,
+        t1=row.t1,
+        first_tokens=row.first_tokens,
+        reset_s=row.reset_s,
+        env_s=row.env_s,
+    )
 
 
 def test_profiles_of_a_run(tmp_path: Path) -> None:

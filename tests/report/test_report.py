@@ -56,7 +56,7 @@ def rows(**more: Any) -> RunRows:
             RunEvent(9.0, "evaluation", "pond", {"version": 2, "episodes": 0, "successes": 0}),
         ],
         "prices": PRICES,
-    }  # fmt: skip
+    }
     return RunRows(**(fields | more))
 
 
@@ -97,9 +97,13 @@ def test_the_numbers_of_a_small_run() -> None:
     )
     lost = {(row["role"], row["cause"]): row["usd"] for row in cells(report, "waste")}
     assert lost == pytest.approx(
-        {("engine", "idle: starved"): 3, ("engine", "sync"): 1, ("engine", "trajectory stale"): 1,
-         ("reward", "function timeout"): 600 * 0.0000166667 + 0.2e-6}
-    )  # fmt: skip
+        {
+            ("engine", "idle: starved"): 3,
+            ("engine", "sync"): 1,
+            ("engine", "trajectory stale"): 1,
+            ("reward", "function timeout"): 600 * 0.0000166667 + 0.2e-6,
+        }
+    )
     by_fate = {row["fate"]: row["usd"] for row in cells(report, "trajectories")}
     assert by_fate == pytest.approx({"trained": 4, "stale": 1, "evaluated": 0.4, "unattributed": 0.6})
     assert [row["gb_s"] for row in cells(report, "functions")] == [6000, 600]
@@ -123,8 +127,15 @@ def test_lost_seconds_are_told_by_cause(tmp_path: Path) -> None:
     def life(state: str, cause: str, seconds: float) -> IntervalSum:
         return IntervalSum("engine", "engine-0", state, cause, seconds, seconds, 0.0, 0.0, seconds)
 
-    run = replace(rows(), intervals=[life("startup", "", 3), life("down", "engine_down", 2),
-                                     life("startup", "engine_restart", 4), life("busy", "", 9)])  # fmt: skip
+    run = replace(
+        rows(),
+        intervals=[
+            life("startup", "", 3),
+            life("down", "engine_down", 2),
+            life("startup", "engine_restart", 4),
+            life("busy", "", 9),
+        ],
+    )
     found = [(row["cause"], row["resource"], row["seconds"]) for row in cells(utilization(run), "down")]
     assert found == [("engine_down", "engine-0", 2), ("engine_restart", "engine-0", 4)]
 
@@ -293,9 +304,14 @@ def test_what_was_cancelled_as_redundant_stands_beside_what_was_kept() -> None:
 
     def event(t: float, figure: str, cancelled: float, notable: bool) -> RunEvent:
         fields: dict[str, Any] = {
-            "version": 1, "kept": 2.0, "cancelled": cancelled, "kept_count": 40, "cancelled_count": 20,
-            "delta": 0.5 if notable else 0.1, "notable": notable,
-        }  # fmt: skip
+            "version": 1,
+            "kept": 2.0,
+            "cancelled": cancelled,
+            "kept_count": 40,
+            "cancelled_count": 20,
+            "delta": 0.5 if notable else 0.1,
+            "notable": notable,
+        }
         return RunEvent(t, "cancelled_against_kept", figure, fields)
 
     run = rows(
@@ -311,9 +327,14 @@ def test_what_was_cancelled_as_redundant_stands_beside_what_was_kept() -> None:
 
 def test_what_was_filtered_stands_beside_what_was_kept_and_is_waste_of_its_own() -> None:
     fields: dict[str, Any] = {
-        "version": 1, "kept": 0.5, "cancelled": 0.9, "kept_count": 40, "cancelled_count": 20, "delta": 0.6,
+        "version": 1,
+        "kept": 0.5,
+        "cancelled": 0.9,
+        "kept_count": 40,
+        "cancelled_count": 20,
+        "delta": 0.6,
         "notable": True,
-    }  # fmt: skip
+    }
     run = rows(
         filtered=[RunEvent(1.0, "filtered_against_kept", "difficulty", fields)],
         charges=[ChargeSum("lake", "train", "filtered", 0, 5, 10.0, 20, 250, 50, 0, 0, 25.0)],

@@ -53,9 +53,13 @@ def test_every_report_is_a_page_whatever_names_hold(make: Any) -> None:
 
 def test_a_run_that_has_done_nothing_has_tables_only() -> None:
     empty = rows(
-        facts=RunFacts(0.0, None, None, 0, 0, 0, 0, 0), intervals=[], charges=[], invocations=[], versions=[],
+        facts=RunFacts(0.0, None, None, 0, 0, 0, 0, 0),
+        intervals=[],
+        charges=[],
+        invocations=[],
+        versions=[],
         evaluations=[],
-    )  # fmt: skip
+    )
     text = cost_page(cost(empty))
     closed(text)
     assert not list(parsed(text).iter("svg"))

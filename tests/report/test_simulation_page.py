@@ -25,11 +25,25 @@ EVIL = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>\x00"
 
 def found(schedule: str, seed: int, **more: Any) -> Finding:
     fields: dict[str, Any] = {
-        "schedule": schedule, "seed": seed, "trace": "t", "seconds": 100.0, "steps": 4, "skipped": 1,
-        "step_s": 20.0 + seed, "waited_s": 10.0 + seed, "train_s": 8.0, "publish_s": 2.0, "trajectories_per_s": 3.0,
-        "tokens_per_s": 900.0, "engine_busy": 0.5, "usd_per_1k": 40.0, "wasted": 0.25, "lags": {0: 30, 1: 10},
-        "waste": {"engine: idle": 3.0, "engine: sync": 1.0}, "waits": {"engine: idle": 7200.0},
-    }  # fmt: skip
+        "schedule": schedule,
+        "seed": seed,
+        "trace": "t",
+        "seconds": 100.0,
+        "steps": 4,
+        "skipped": 1,
+        "step_s": 20.0 + seed,
+        "waited_s": 10.0 + seed,
+        "train_s": 8.0,
+        "publish_s": 2.0,
+        "trajectories_per_s": 3.0,
+        "tokens_per_s": 900.0,
+        "engine_busy": 0.5,
+        "usd_per_1k": 40.0,
+        "wasted": 0.25,
+        "lags": {0: 30, 1: 10},
+        "waste": {"engine: idle": 3.0, "engine: sync": 1.0},
+        "waits": {"engine: idle": 7200.0},
+    }
     return Finding(**(fields | more))
 
 
@@ -55,10 +69,38 @@ class Tags(HTMLParser):
 
 
 ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "main", "header", "h1", "h2", "h3", "p", "section", "div",
-    "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "ul", "li", "span",
-    "svg", "g", "rect", "line", "path", "text",
-}  # fmt: skip
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "main",
+    "header",
+    "h1",
+    "h2",
+    "h3",
+    "p",
+    "section",
+    "div",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "details",
+    "summary",
+    "ul",
+    "li",
+    "span",
+    "svg",
+    "g",
+    "rect",
+    "line",
+    "path",
+    "text",
+}
 
 
 def closed(text: str) -> None:
@@ -82,8 +124,16 @@ def test_a_page_with_everything() -> None:
     closed(text)
     root = parsed(text)
     assert texts(root, "h1") == ["Simulation of r"]
-    assert {"Step time", "Throughput", "Cost", "Staleness", "Idle and waste by cause", "Waiting by cause",
-            "sync, seed 0", "rollart, seed 0"} <= set(texts(root, "h3"))  # fmt: skip
+    assert {
+        "Step time",
+        "Throughput",
+        "Cost",
+        "Staleness",
+        "Idle and waste by cause",
+        "Waiting by cause",
+        "sync, seed 0",
+        "rollart, seed 0",
+    } <= set(texts(root, "h3"))
     assert len(list(root.iter("svg"))) == 6 + 2
     assert "a note" in texts(root, "li")
 
@@ -128,8 +178,10 @@ def test_the_json_is_keyed_and_has_every_simulation() -> None:
     assert tables["waste"][0]["areal"] == 0
     assert tables["waste"][0]["areal ±"] is None, "one seed has no interval"
     assert [(row["schedule"], row["seed"], row["step_s"]) for row in tables["simulations"]] == [
-        ("sync", 0, 20.0), ("sync", 1, 21.0), ("areal", 0, 20.0),
-    ]  # fmt: skip
+        ("sync", 0, 20.0),
+        ("sync", 1, 21.0),
+        ("areal", 0, 20.0),
+    ]
     assert "Simulations" not in render(report, "table")
     assert "±" in render(report, "table")
 
@@ -178,13 +230,21 @@ def test_markup_is_escaped_by_construction() -> None:
 @pytest.mark.parametrize(
     ("value", "half", "unit", "told"),
     [
-        (1.0012, 0.0569, PLAIN, "1.001 ± 0.057"), (907.3, 27.13, PLAIN, "907 ± 27"),
+        (1.0012, 0.0569, PLAIN, "1.001 ± 0.057"),
+        (907.3, 27.13, PLAIN, "907 ± 27"),
         (22.5, 15.88, PLAIN, "22.5 ± 15.9"),
-        (0.878, 0.00417, PERCENT, "87.80% ± 0.42%"), (156.1, 2e-12, PLAIN, "156 ± 0"), (0.0, 0.0, PLAIN, "0"),
-        (12345.6, 804.0, PLAIN, "12,346 ± 804"), (0.583, None, PLAIN, "0.583"), (3.2, None, DOLLARS, "$3.20"),
-        (0.0, 0.5, DOLLARS, "$0.00 ± $0.50"), (0.0012, None, DOLLARS, "$0.0012"), (0.125, None, PERCENT, "12.5%"),
-        (4310.2, None, DOLLARS, "$4,310"), (-3.14159, 0.02, PLAIN, "-3.142 ± 0.020"),
+        (0.878, 0.00417, PERCENT, "87.80% ± 0.42%"),
+        (156.1, 2e-12, PLAIN, "156 ± 0"),
+        (0.0, 0.0, PLAIN, "0"),
+        (12345.6, 804.0, PLAIN, "12,346 ± 804"),
+        (0.583, None, PLAIN, "0.583"),
+        (3.2, None, DOLLARS, "$3.20"),
+        (0.0, 0.5, DOLLARS, "$0.00 ± $0.50"),
+        (0.0012, None, DOLLARS, "$0.0012"),
+        (0.125, None, PERCENT, "12.5%"),
+        (4310.2, None, DOLLARS, "$4,310"),
+        (-3.14159, 0.02, PLAIN, "-3.142 ± 0.020"),
     ],
-)  # fmt: skip
+)
 def test_a_mean_has_the_digits_that_its_interval_bears(value: float, half: float | None, unit: str, told: str) -> None:
     assert estimate(value, half, unit) == told

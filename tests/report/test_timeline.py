@@ -63,8 +63,10 @@ def test_few_resources_have_rows_and_many_have_bands() -> None:
     many.append(span("trainer-0", 2, 10, "sync", 8.0, role="trainer"))
     found = timeline_of(10.0, many, pools={f"engine-{n}": "ab"[n % 2] for n in range(3000)}, bins=5)
     assert [(b.name, b.members, b.whole) for b in found.bands] == [
-        ("engine on a", 1500, 3000.0), ("engine on b", 1500, 3000.0), ("trainer-0", 1, 8.0),
-    ]  # fmt: skip
+        ("engine on a", 1500, 3000.0),
+        ("engine on b", 1500, 3000.0),
+        ("trainer-0", 1, 8.0),
+    ]
     assert found.bands[0].share("busy") == pytest.approx(0.5)
     assert seconds(found.bands[2], found, "sync") == pytest.approx(64.0)
     assert len(str(timeline_chart(found))) < 200_000
@@ -114,8 +116,9 @@ def test_faults_are_counted_where_they_were() -> None:
     root = ElementTree.fromstring(str(timeline_chart(found)))
     marks = [r for r in root.iter("rect") if r.get("class") == "down"]
     assert ["".join(m.itertext()) for m in marks] == [
-        "1 s to 2 s\nengine lost: 1\nlease expired: 2", "9 s to 10 s\nstalled: 1",
-    ]  # fmt: skip
+        "1 s to 2 s\nengine lost: 1\nlease expired: 2",
+        "9 s to 10 s\nstalled: 1",
+    ]
     assert float(marks[0].get("height") or 0) > float(marks[1].get("height") or 0)
     assert "Faults and drops" in render(timeline_report("quick", found), "table")
     assert not timeline_of(10.0, [], events=events[:1], bins=10).bands

@@ -28,7 +28,9 @@ WRONG = {
     "token id 1.0": {"token_ids": (1.0,)},
     "token id 7 (rule: one of": {"token_ids": (7,)},
     "2 tokens (rule: at most the 1": {
-        "token_ids": (1, 1), "logprobs": (-1.0, -1.0), "spans": (VersionSpan(0, 0, 2),),
+        "token_ids": (1, 1),
+        "logprobs": (-1.0, -1.0),
+        "spans": (VersionSpan(0, 0, 2),),
     },
     "tokens of v1000": {"spans": (VersionSpan(1000, 0, 1),)},
     "tokens of v-1": {"spans": (VersionSpan(-1, 0, 1),)},
@@ -36,7 +38,7 @@ WRONG = {
     "after token 0": {"spans": (VersionSpan(0, 1, 1),)},
     "no tokens": {"token_ids": (), "logprobs": (), "spans": ()},
     "usage": {"prompt_tokens": -3},
-}  # fmt: skip
+}
 
 LIMITS = GatewayLimits(generate_s=20.0, engine_s=60.0, vocab=128)
 ASKED = Sampling(max_tokens=1, allowed_token_ids=(1, 2, 500, -1))

@@ -48,9 +48,13 @@ class Drive:
             for n, room in enumerate(self.rooms)
         ]
         self.gateway = Gateway(
-            Leases(self.recorder), limits=GatewayLimits(generate_s=1e5, engine_s=50.0), version=0,
-            on_suspect=lambda _: None, recorder=self.recorder, concurrency=self.concurrency,
-        )  # fmt: skip
+            Leases(self.recorder),
+            limits=GatewayLimits(generate_s=1e5, engine_s=50.0),
+            version=0,
+            on_suspect=lambda _: None,
+            recorder=self.recorder,
+            concurrency=self.concurrency,
+        )
         for engine in self.engines:
             self.join(engine)
         async with asyncio.TaskGroup() as tasks:
@@ -113,9 +117,16 @@ class Silent(ModelledEngine):
     async def stats(self) -> EngineStats:
         s = await super().stats()
         return EngineStats(
-            s.running, s.waiting, s.prompt_tokens, s.generated_tokens, s.cached_tokens, s.prefill_seconds,
-            s.decode_seconds, s.kv_used, s.preemptions,
-        )  # fmt: skip
+            s.running,
+            s.waiting,
+            s.prompt_tokens,
+            s.generated_tokens,
+            s.cached_tokens,
+            s.prefill_seconds,
+            s.decode_seconds,
+            s.kv_used,
+            s.preemptions,
+        )
 
 
 FINAL = PROMPT + 5 * (OUTPUT + NEW) + OUTPUT

@@ -101,11 +101,14 @@ def test_it_has_as_many_turns_as_its_domain() -> None:
     assert {p.wanted_so_far for p in programs.begun if p.exhausted} == {4}
 
 
-@pytest.mark.parametrize(("script", "cause"), [
-    ({"asks": 2, "breaks": True}, "harness raised OSError: the sandbox is gone"),
-    ({"asks": 2, "think_s": 1e9}, "request of its harness"),
-    ({"asks": 0}, "ended without an answer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ({"asks": 2, "breaks": True}, "harness raised OSError: the sandbox is gone"),
+        ({"asks": 2, "think_s": 1e9}, "request of its harness"),
+        ({"asks": 0}, "ended without an answer"),
+    ],
+)
 def test_one_that_breaks_stalls_or_says_nothing_is_a_fault_and_no_reward(script: dict[str, Any], cause: str) -> None:
     programs = Programs(**script)
     run = run_of(programs, max_fault_rate=0.5)

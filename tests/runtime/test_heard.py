@@ -68,9 +68,13 @@ class Telling(SimulatedEngine):
 def gateway_of(engines: list[Telling]) -> Gateway:
     recorder = MemoryRecorder()
     gateway = Gateway(
-        Leases(recorder), limits=GatewayLimits(engine_s=50.0), version=0, on_suspect=lambda _: None,
-        recorder=recorder, pause=PauseMode.ABORT,
-    )  # fmt: skip
+        Leases(recorder),
+        limits=GatewayLimits(engine_s=50.0),
+        version=0,
+        on_suspect=lambda _: None,
+        recorder=recorder,
+        pause=PauseMode.ABORT,
+    )
     now = asyncio.get_running_loop().time
     for engine in engines:
         clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)

@@ -128,9 +128,14 @@ def test_a_close_waits_for_the_call_before_it() -> None:
 
 
 @pytest.mark.parametrize("kind", [Asked, Quick])
-@pytest.mark.parametrize(("step", "words"), [
-    (interrupting, "it raised KeyboardInterrupt"), (exiting, "it exited with 3"), (leaving, "it raised GeneratorExit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (interrupting, "it raised KeyboardInterrupt"),
+        (exiting, "it exited with 3"),
+        (leaving, "it raised GeneratorExit"),
+    ],
+)
 def test_what_is_no_exception_is_one_outside(
     kind: type[Asked], step: Callable[[], Awaitable[object]], words: str
 ) -> None:
@@ -141,9 +146,13 @@ def test_what_is_no_exception_is_one_outside(
     loop.run(main(), seed=1)
 
 
-@pytest.mark.parametrize(("step", "words"), [
-    (helper_cancelled, "CancelledError of its own"), (itself_cancelled, "cancelled its own task"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (helper_cancelled, "CancelledError of its own"),
+        (itself_cancelled, "cancelled its own task"),
+    ],
+)
 def test_a_cancellation_of_its_own_is_an_error(step: Callable[[], Awaitable[object]], words: str) -> None:
     async def main() -> None:
         with pytest.raises(RuntimeError, match=words):

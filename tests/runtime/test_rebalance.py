@@ -210,12 +210,12 @@ def test_a_gain_that_pays_flips_roles_and_routes_and_is_measured_later() -> None
             bench.finish(1)
 
     bench = running(body)
-    (subject, fields), = bench.events("rebalanced")  # fmt: skip
+    ((subject, fields),) = bench.events("rebalanced")
     assert subject == "price change"
     assert fields["rate_now"] == 1.0
     assert fields["rate_after"] == 1.2
     assert fields["moves"] == "flip 1 × tp 1 on x: engine → prefill"
-    (_, measured), = bench.events("rebalance_measured")  # fmt: skip
+    ((_, measured),) = bench.events("rebalance_measured")
     assert measured["predicted_gain"] == pytest.approx(0.2)
     assert measured["rate_before"] == pytest.approx(1.0, rel=0.1)
     assert measured["rate_after"] == pytest.approx(2.0, rel=0.1)
@@ -238,7 +238,7 @@ def test_what_does_not_pay_is_rejected_and_changes_nothing(proposal: Proposal, w
         await asyncio.sleep(1.0)
 
     bench = running(body)
-    (_, fields), = bench.events("rebalance_rejected")  # fmt: skip
+    ((_, fields),) = bench.events("rebalance_rejected")
     assert why in str(fields["why"])
     assert set(bench.roles().values()) == {"engine"}
     assert bench.events("rebalanced") == []
@@ -303,7 +303,7 @@ def test_moves_that_nobody_can_make_are_proposals() -> None:
         await asyncio.sleep(1.0)
 
     bench = running(body)
-    (_, fields), = bench.events("rebalance_proposed")  # fmt: skip
+    ((_, fields),) = bench.events("rebalance_proposed")
     assert fields["moves"] == "flip 1 × tp 1 on x: engine → prefill; start 1 × tp 1 on y: engine"
     assert set(bench.roles().values()) == {"engine"}, "what it predicts holds for all of it"
 

@@ -133,9 +133,14 @@ def test_redundancy_of_health_starts_more_once_environments_break() -> None:
     """It starts at none, and covers what breaks once it has seen 50 ends."""
     rng = random.Random(3)
     run = sleeping(
-        4, 8, by_trajectory(), broken=lambda: rng.random() < 0.1, max_attempts=10,
-        redundancy=Redundancy(size=1.5, health=True), steps=20,
-    )  # fmt: skip
+        4,
+        8,
+        by_trajectory(),
+        broken=lambda: rng.random() < 0.1,
+        max_attempts=10,
+        redundancy=Redundancy(size=1.5, health=True),
+        steps=20,
+    )
     steps(run)
     assert outcomes(run)["redundant"] > 0
     first = min(c.t0 for c in run.recorder.charges if c.outcome == "redundant")

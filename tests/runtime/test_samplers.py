@@ -22,9 +22,14 @@ from rollart.sim.run import SimulatedRun, make
 def tailed(**more: object) -> SimulatedRun:
     """Most steps of an environment take a second at most, some 25."""
     return make(
-        quotas={"a": (8, 2), "b": (4, 1)}, alpha=2, steps=8, engine_s=lambda r: r.expovariate(1.0),
-        env_s=lambda r: 25.0 if r.random() < 0.05 else r.random(), train_s=lambda r: 0.5, **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+        quotas={"a": (8, 2), "b": (4, 1)},
+        alpha=2,
+        steps=8,
+        engine_s=lambda r: r.expovariate(1.0),
+        env_s=lambda r: 25.0 if r.random() < 0.05 else r.random(),
+        train_s=lambda r: 0.5,
+        **more,
+    )  # type: ignore[arg-type]
 
 
 @settings(max_examples=15, deadline=None)
@@ -75,10 +80,19 @@ def test_a_deadline_bounds_the_wait_for_stragglers() -> None:
 
 def sample(name: str, group: str, length: int, paid: float = 1.0) -> TrainSample:
     return TrainSample(
-        TrajectoryId(name), GroupId(group), "a", 0, tuple(range(length)), (False, *[True] * (length - 1)),
-        (0.0, *[-1.0] * (length - 1)), (-1, *[0] * (length - 1)), (-1, *[0] * (length - 1)),
-        (*[0.0] * (length - 1), paid), paid, None,
-    )  # fmt: skip
+        TrajectoryId(name),
+        GroupId(group),
+        "a",
+        0,
+        tuple(range(length)),
+        (False, *[True] * (length - 1)),
+        (0.0, *[-1.0] * (length - 1)),
+        (-1, *[0] * (length - 1)),
+        (-1, *[0] * (length - 1)),
+        (*[0.0] * (length - 1), paid),
+        paid,
+        None,
+    )
 
 
 @settings(max_examples=60, deadline=None)

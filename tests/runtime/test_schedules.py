@@ -149,8 +149,15 @@ def test_a_slow_trainer_is_the_bound_of_all_asynchronous_schedules() -> None:
 
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "areal"])
 def test_what_a_token_budget_leaves_behind_is_never_trained_too_late(schedule: str) -> None:
-    world = make(schedule=schedule, alpha=FIXED_LAG.get(schedule, 1), steps=6, token_budget=20, quotas={"a": (8, 2)},
-                 engine_s=lambda r: r.expovariate(1.0), train_s=lambda r: 2.0)  # fmt: skip
+    world = make(
+        schedule=schedule,
+        alpha=FIXED_LAG.get(schedule, 1),
+        steps=6,
+        token_budget=20,
+        quotas={"a": (8, 2)},
+        engine_s=lambda r: r.expovariate(1.0),
+        train_s=lambda r: 2.0,
+    )
     loop.run(world.run(), seed=1)
     assert any(len(batch) < 8 for _, batch in world.trainer.batches), "the budget leaves groups behind"
     assert all(version - s.v0 <= world.alpha for version, batch in world.trainer.batches for s in batch)

@@ -47,9 +47,13 @@ class Rollout:
         now, recorder = asyncio.get_running_loop().time, MemoryRecorder()
         aimd = AimdSettings(start=self.slots, most=self.slots, interval_s=1.0, settle_s=5.0)
         self.gateway = Gateway(
-            Leases(recorder), limits=GatewayLimits(generate_s=1e5), version=0, on_suspect=lambda _: None,
-            recorder=recorder, concurrency=ConcurrencySettings(aimd, skew_aware=self.skew_aware),
-        )  # fmt: skip
+            Leases(recorder),
+            limits=GatewayLimits(generate_s=1e5),
+            version=0,
+            on_suspect=lambda _: None,
+            recorder=recorder,
+            concurrency=ConcurrencySettings(aimd, skew_aware=self.skew_aware),
+        )
         for n in range(self.engines):
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
             clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
@@ -77,9 +81,15 @@ class Rollout:
             self.homes[prompt] = home
 
         await self.gateway.generate(
-            name, (PROMPT,), Sampling(self.lengths[prompt]), spend=lambda _: None, sent=sent, domain="d",
-            length=PROMPT, prompt=str(prompt),
-        )  # fmt: skip
+            name,
+            (PROMPT,),
+            Sampling(self.lengths[prompt]),
+            spend=lambda _: None,
+            sent=sent,
+            domain="d",
+            length=PROMPT,
+            prompt=str(prompt),
+        )
         self.gateway.finished(name)
         await self.gateway.forget(name)
         self.ended.append((epoch, prompt))
@@ -146,9 +156,13 @@ def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared
     async def main() -> tuple[int, int]:
         now, recorder = asyncio.get_running_loop().time, MemoryRecorder()
         gateway = Gateway(
-            Leases(recorder), limits=GatewayLimits(generate_s=1e5), version=0, on_suspect=lambda _: None,
-            recorder=recorder, concurrency=ConcurrencySettings(AimdSettings(start=8, most=8), skew_aware=True),
-        )  # fmt: skip
+            Leases(recorder),
+            limits=GatewayLimits(generate_s=1e5),
+            version=0,
+            on_suspect=lambda _: None,
+            recorder=recorder,
+            concurrency=ConcurrencySettings(AimdSettings(start=8, most=8), skew_aware=True),
+        )
         for n in range(2):
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
             clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
@@ -156,9 +170,15 @@ def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared
 
         async def turn(n: int) -> None:
             await gateway.generate(
-                f"d-{n}", (PROMPT,), Sampling(20 + n), spend=lambda _: None, sent=lambda _: None, domain="d",
-                length=PROMPT, prompt=str(n),
-            )  # fmt: skip
+                f"d-{n}",
+                (PROMPT,),
+                Sampling(20 + n),
+                spend=lambda _: None,
+                sent=lambda _: None,
+                domain="d",
+                length=PROMPT,
+                prompt=str(n),
+            )
 
         for n in range(6):
             await turn(n)

@@ -22,9 +22,14 @@ def streaming(
     *, fail: tuple[int, ...] = (), refuse: tuple[int, ...] = (), steps: int = 3, **more: object
 ) -> SimulatedRun:
     run = make(
-        quotas={"a": (8, 2), "b": (3, 1)}, steps=steps, engine_s=lambda r: r.expovariate(1.0),
-        env_s=lambda r: r.lognormvariate(0.5, 1.0), train_s=lambda r: 0.5, fail_steps=frozenset(fail), **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+        quotas={"a": (8, 2), "b": (3, 1)},
+        steps=steps,
+        engine_s=lambda r: r.expovariate(1.0),
+        env_s=lambda r: r.lognormvariate(0.5, 1.0),
+        train_s=lambda r: 0.5,
+        fail_steps=frozenset(fail),
+        **more,
+    )  # type: ignore[arg-type]
     run.trainer.streams = True
     run.trainer.refuse_steps = frozenset(refuse)
     return run
@@ -51,9 +56,13 @@ def test_groups_are_accumulated_while_the_rest_is_rolled_out() -> None:
     exposed = {}
     for streams in (False, True):
         run = make(
-            quotas={"a": (8, 2)}, alpha=0, steps=4, engine_s=lambda r: r.expovariate(1.0),
-            env_s=lambda r: r.lognormvariate(1.0, 1.0), train_s=lambda r, s=streams: 1.0 if s else 5.0,
-        )  # fmt: skip
+            quotas={"a": (8, 2)},
+            alpha=0,
+            steps=4,
+            engine_s=lambda r: r.expovariate(1.0),
+            env_s=lambda r: r.lognormvariate(1.0, 1.0),
+            train_s=lambda r, s=streams: 1.0 if s else 5.0,
+        )
         run.trainer.streams = streams
         done: list[StepDone] = []
         run.on_step = done.append
@@ -124,12 +133,21 @@ def test_with_a_token_budget_the_batch_comes_in_one_piece() -> None:
 def group(name: str, domain: str, size: int, v0: int = 0) -> Group:
     samples = tuple(
         TrainSample(
-            id=TrajectoryId(f"{name}.{i}"), group=GroupId(name), domain=domain, v0=v0, token_ids=(1, 2),
-            loss_mask=(False, True), logprobs=(0.0, -1.0), versions=(-1, v0), turn=(-1, 0), rewards=(0.0, 1.0),
-            score=1.0, success=None,
+            id=TrajectoryId(f"{name}.{i}"),
+            group=GroupId(name),
+            domain=domain,
+            v0=v0,
+            token_ids=(1, 2),
+            loss_mask=(False, True),
+            logprobs=(0.0, -1.0),
+            versions=(-1, v0),
+            turn=(-1, 0),
+            rewards=(0.0, 1.0),
+            score=1.0,
+            success=None,
         )
         for i in range(size)
-    )  # fmt: skip
+    )
     return Group(GroupId(name), domain, samples)
 
 

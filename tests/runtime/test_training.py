@@ -105,8 +105,13 @@ def test_a_close_during_the_schedulers_own_await_ends_it(schedule: str) -> None:
     for seed in range(5):
         journal = SlowToDrop()
         run = make(
-            steps=2, schedule=schedule, alpha=int(schedule == "rollart"), redundancy=Redundancy(groups=2.0),
-            engine_s=lambda r: r.expovariate(1.0), journal=journal, recorder=journal,
-        )  # fmt: skip
+            steps=2,
+            schedule=schedule,
+            alpha=int(schedule == "rollart"),
+            redundancy=Redundancy(groups=2.0),
+            engine_s=lambda r: r.expovariate(1.0),
+            journal=journal,
+            recorder=journal,
+        )
         loop.run(run.run(), seed=seed)
         assert len(run.trainer.batches) == 2

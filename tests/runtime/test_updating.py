@@ -28,9 +28,13 @@ class Fleet:
         self.recorder = MemoryRecorder()
         self.engines = [SimulatedEngine(f"e{n}", version=0, load_s=lambda _: LOAD_S) for n in range(2)]
         self.gateway = Gateway(
-            Leases(self.recorder), limits=GatewayLimits(), version=0, on_suspect=lambda _: None,
-            recorder=self.recorder, updates=None if updates is None else UpdateRule(updates, alpha),
-        )  # fmt: skip
+            Leases(self.recorder),
+            limits=GatewayLimits(),
+            version=0,
+            on_suspect=lambda _: None,
+            recorder=self.recorder,
+            updates=None if updates is None else UpdateRule(updates, alpha),
+        )
         self.clocks = [
             ResourceClock(role="rollout", resource=e.id, recorder=self.recorder, clock=now) for e in self.engines
         ]

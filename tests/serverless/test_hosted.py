@@ -59,9 +59,14 @@ class Machines:
 
     async def program(self, name: str) -> str:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serverless.backends.worker_host", "--logs", str(self._logs),
-            stdout=asyncio.subprocess.PIPE, env={**os.environ, TOKEN: "the token"},
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "serverless.backends.worker_host",
+            "--logs",
+            str(self._logs),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, TOKEN: "the token"},
+        )
         self.processes[name] = process
         self._stack.push_async_callback(self._end, process)
         assert process.stdout is not None

@@ -63,8 +63,13 @@ class Bursts:
         self.left = Load()
 
     async def run(self) -> Bursts:
-        one = package(name="judge", concurrency=self.batch, keep_alive_s=5.0, deterministic=False,
-                      batch=BatchSpec(max_items=1, max_wait_ms=0.0))  # fmt: skip
+        one = package(
+            name="judge",
+            concurrency=self.batch,
+            keep_alive_s=5.0,
+            deterministic=False,
+            batch=BatchSpec(max_items=1, max_wait_ms=0.0),
+        )
         seen, profile = Seen(self.books), Profile(cold_start_s=COLD_S, call_s=WORK_S, item_s=0.0)
         around, rng, loop = (
             Surroundings(self.rollouts, tell=self.told.append),
@@ -240,9 +245,13 @@ class Paid:
         self.one = package(name="judge", concurrency=10, memory_mb=1024)
         wanted = {"provisioned": True, "forecast": OFF, **settings}
         self.scaler = Scaler(
-            {"judge": self.one.spec}, [backend], seen=self.seen, meter=self.seen,
-            settings=ScalingSpec.model_validate(wanted), around=Surroundings(tell=self.told.append, remember=remember),
-        )  # fmt: skip
+            {"judge": self.one.spec},
+            [backend],
+            seen=self.seen,
+            meter=self.seen,
+            settings=ScalingSpec.model_validate(wanted),
+            around=Surroundings(tell=self.told.append, remember=remember),
+        )
 
     async def busy(self, calls: int, seconds: float) -> None:
         """So many calls at once for so long."""

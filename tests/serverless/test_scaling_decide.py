@@ -112,9 +112,10 @@ class TestDecider:
 
     @settings(max_examples=40)
     @given(
-        ticks=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 500), st.floats(0, 1e4), st.integers(0, 50)),
-                       max_size=30)
-    )  # fmt: skip
+        ticks=st.lists(
+            st.tuples(st.integers(0, 50), st.integers(0, 500), st.floats(0, 1e4), st.integers(0, 50)), max_size=30
+        )
+    )
     def test_it_is_always_within_its_bounds(self, ticks: list[tuple[int, int, float, int]]) -> None:
         one = decider(concurrency=50)
         for t, (busy, waiting, mean, starting) in enumerate(ticks):
@@ -128,8 +129,15 @@ class TestDecider:
 
 
 class TestKeepAlive:
-    def rule(self, coming: Coming = lambda _: None, *, waited: float = 1.0, longest: float = 1e6, idle: float = 1e-5,
-             **keep_alive: object) -> float | None:  # fmt: skip
+    def rule(
+        self,
+        coming: Coming = lambda _: None,
+        *,
+        waited: float = 1.0,
+        longest: float = 1e6,
+        idle: float = 1e-5,
+        **keep_alive: object,
+    ) -> float | None:
         one = decider(reactive=OFF, forecast=OFF, keep_alive=keep_alive, keep_alive_s=longest)
         book = Book(service_s=2.0, items=1.0, cold_s=5.0, waited=waited)
         return one.decide(look(coming=coming, book=book, idle_usd_per_s=idle, waiting_usd_per_s=9e-5)).keep_alive_s
@@ -208,9 +216,16 @@ class TestSeen:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tick_s": 0}, {"forecast": {"horizon_s": "soon"}}, {"forecast": {"horizon_s": 0}}, {"reactive": {"max_down": 1}},
-     {"keep_alive": {"trust": 0}}, {"unknown": 1}, {"provisioned": "perhaps"}],
-)  # fmt: skip
+    [
+        {"tick_s": 0},
+        {"forecast": {"horizon_s": "soon"}},
+        {"forecast": {"horizon_s": 0}},
+        {"reactive": {"max_down": 1}},
+        {"keep_alive": {"trust": 0}},
+        {"unknown": 1},
+        {"provisioned": "perhaps"},
+    ],
+)
 def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ScalingSpec.model_validate(wrong)

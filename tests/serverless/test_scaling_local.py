@@ -48,9 +48,13 @@ def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> No
         "behave", concurrency=CALLS, keep_alive_s=60.0, deterministic=False, batch=BatchSpec(max_items=1, max_wait_ms=0)
     )
     settings = ScalingSpec.model_validate(
-        {"tick_s": 0.05, "reactive": {"enabled": False}, "forecast": {"horizon_s": 1.0, "z": 0.0, "min_seen": CALLS},
-         "keep_alive": {"min_s": 0.2, "max_s": 0.2}}
-    )  # fmt: skip
+        {
+            "tick_s": 0.05,
+            "reactive": {"enabled": False},
+            "forecast": {"horizon_s": 1.0, "z": 0.0, "min_seen": CALLS},
+            "keep_alive": {"min_s": 0.2, "max_s": 0.2},
+        }
+    )
 
     async def burst(offload: Offload, name: str) -> None:
         """Calls that need a worker each, as they all run at once."""

@@ -39,10 +39,14 @@ class Run:
             {"tick_s": 0.1, "provisioned": True, "reactive": {"stable_s": 1.0, "panic_share": 0.5}}
         )
         self.scaler = Scaler(
-            {"behave": self.one.spec}, [backend], seen=seen, meter=seen, settings=settings,
+            {"behave": self.one.spec},
+            [backend],
+            seen=seen,
+            meter=seen,
+            settings=settings,
             around=Surroundings(tell=self.told.append, remember=remember),
             hysteresis=lambda: Hysteresis(up_s=0.2, down_s=0.5),
-        )  # fmt: skip
+        )
 
     async def call(self) -> None:
         while True:

@@ -26,10 +26,19 @@ def virtual(main: Callable[[], Awaitable[None]]) -> None:
 
 def sample(name: str, group: str, score: float, *, v0: int = 0) -> TrainSample:
     return TrainSample(
-        id=TrajectoryId(name), group=GroupId(group), domain="coin", v0=v0, token_ids=(5, 6, 7),
-        loss_mask=(False, True, True), logprobs=(0.0, -0.5, -0.25), versions=(-1, v0, v0 + 1), turn=(-1, 0, 0),
-        rewards=(0.0, 0.0, 0.0), score=score, success=None,
-    )  # fmt: skip
+        id=TrajectoryId(name),
+        group=GroupId(group),
+        domain="coin",
+        v0=v0,
+        token_ids=(5, 6, 7),
+        loss_mask=(False, True, True),
+        logprobs=(0.0, -0.5, -0.25),
+        versions=(-1, v0, v0 + 1),
+        turn=(-1, 0, 0),
+        rewards=(0.0, 0.0, 0.0),
+        score=score,
+        success=None,
+    )
 
 
 def batch(version: int) -> dict[str, Any]:
@@ -58,8 +67,11 @@ def test_a_batch_goes_out_whole_and_its_version_comes_back(tmp_path: Path) -> No
             training = tasks.create_task(bridge.train(batch(0)))
             lease, (rows,) = await desk.lend(Wish(TASK, 1), 60.0, lease_s=60.0, key="k")
             assert [(r.values["group"], r.values["score"], r.values["batch"], r.version) for r in rows] == [
-                (0, 0.0, 1, 0), (0, 1.0, 1, 0), (1, 0.0, 1, 0), (1, 1.0, 1, 0),
-            ]  # fmt: skip
+                (0, 0.0, 1, 0),
+                (0, 1.0, 1, 0),
+                (1, 0.0, 1, 0),
+                (1, 1.0, 1, 0),
+            ]
             assert rows[0].values["token_ids"] == [5, 6, 7]
             assert rows[0].values["loss_mask"] == [0, 1, 1]
             assert rows[0].values["logprobs"] == pytest.approx([0.0, -0.5, -0.25])

@@ -101,14 +101,17 @@ def test_new_weights_are_heard_of_and_drop_what_is_too_old() -> None:
     virtual(main)
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    (lambda it: it.put_prompts([{"odd": 1}], 1), "unknown column 'odd'"),
-    (lambda it: it.put_prompts([{"prompt": 1}], 0), "group_size 0"),
-    (lambda it: it.get(Wish("sleep", 1), 0.0), "unknown task 'sleep'"),
-    (lambda it: it.get(Wish("rollout", 0), 0.0), "count 0"),
-    (lambda it: it.get(Wish("train", 1, at_least=1), 0.0), "at_least is for tasks that take single rows"),
-    (lambda it: it.put("g0.0", {"prompt": 2}, None), "was written before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda it: it.put_prompts([{"odd": 1}], 1), "unknown column 'odd'"),
+        (lambda it: it.put_prompts([{"prompt": 1}], 0), "group_size 0"),
+        (lambda it: it.get(Wish("sleep", 1), 0.0), "unknown task 'sleep'"),
+        (lambda it: it.get(Wish("rollout", 0), 0.0), "count 0"),
+        (lambda it: it.get(Wish("train", 1, at_least=1), 0.0), "at_least is for tasks that take single rows"),
+        (lambda it: it.put("g0.0", {"prompt": 2}, None), "was written before"),
+    ],
+)
 def test_a_call_that_breaks_a_rule_is_told(wrong: Callable[[Desk], Awaitable[object]], said: str) -> None:
     async def main() -> None:
         it = desk()
@@ -129,8 +132,10 @@ def test_batches_for_several_consumers_are_even() -> None:
     virtual(main)
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["prompts", "respond", "reward", "take", "publish", "drop"]),
-                           st.integers(0, 7)), max_size=40)  # fmt: skip
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["prompts", "respond", "reward", "take", "publish", "drop"]), st.integers(0, 7)),
+    max_size=40,
+)
 
 
 class Play:

@@ -54,10 +54,19 @@ def test_what_was_packed_is_the_same_again(values: list[list[Any]], words: str) 
             assert isinstance(back, Packed), "floats always are"
 
 
-@pytest.mark.parametrize(("values", "code", "size"), [
-    ([0, 1] * 20, "b", 1), ([-(2**15)] * 40, "h", 2), ([150_000] * 40, "i", 4), ([2**31] * 40, "q", 8),
-    ([-0.5] * 40, "f", 4), ([0.1] * 40, "d", 8), ([math.nan] * 40, "f", 4), ([1e300] * 40, "d", 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "code", "size"),
+    [
+        ([0, 1] * 20, "b", 1),
+        ([-(2**15)] * 40, "h", 2),
+        ([150_000] * 40, "i", 4),
+        ([2**31] * 40, "q", 8),
+        ([-0.5] * 40, "f", 4),
+        ([0.1] * 40, "d", 8),
+        ([math.nan] * 40, "f", 4),
+        ([1e300] * 40, "d", 8),
+    ],
+)
 def test_it_takes_as_few_bytes_as_hold_it(values: list[Any], code: str, size: int) -> None:
     found = pack(values)
     assert (found.code, len(found.data)) == (code, 40 * size)

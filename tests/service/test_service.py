@@ -64,8 +64,12 @@ def test_a_trainer_and_an_engine_meet() -> None:
             assert refused.value.status == 400
         trainer.drop("g3")
         assert trainer.status()["counts"] == {
-            "dropped.given up": 9, "late": 1, "put": 13, "taken.rollout": 4, "taken.train": 4,
-        }  # fmt: skip
+            "dropped.given up": 9,
+            "late": 1,
+            "put": 13,
+            "taken.rollout": 4,
+            "taken.train": 4,
+        }
 
     with_service(scenario)
 
@@ -110,9 +114,13 @@ def test_a_service_that_is_not_there_is_told() -> None:
 def test_trl_learns_from_what_our_engine_generates() -> None:
     pytest.importorskip("trl")
     done = subprocess.run(
-        [sys.executable, "examples/trl_trainer.py", "--steps", "12"], cwd=ROOT, text=True, capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, timeout=1100,
-    )  # fmt: skip
+        [sys.executable, "examples/trl_trainer.py", "--steps", "12"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        timeout=1100,
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["steps"] == 12

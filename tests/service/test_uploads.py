@@ -165,7 +165,7 @@ def test_a_run_that_went_back_uploads_the_same_version_again(tmp_path: Path) -> 
 
 def test_a_version_that_is_announced_twice_at_once_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     made: list[Path] = []
     original = Uploads._make
 

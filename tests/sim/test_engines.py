@@ -21,9 +21,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-ASKS = st.lists(
-    st.builds(Ask, st.floats(0, 0.4), st.integers(1, 3000), st.integers(1, 40)), min_size=1, max_size=6
-)  # fmt: skip
+ASKS = st.lists(st.builds(Ask, st.floats(0, 0.4), st.integers(1, 3000), st.integers(1, 40)), min_size=1, max_size=6)
 
 
 async def play(e: ModelledEngine, asks: list[Ask]) -> list[float]:
@@ -178,9 +176,13 @@ def test_a_session_s_prefix_is_found_and_the_oldest_is_evicted_first() -> None:
         e = engine(kv_tokens=3000)
         found = []
         for name, session, prompt in [
-            ("a1", "a", 900), ("b1", "b", 900), ("a2", "a", 1000), ("c1", "c", 1200), ("b2", "b", 1000),
+            ("a1", "a", 900),
+            ("b1", "b", 900),
+            ("a2", "a", 1000),
+            ("c1", "c", 1200),
+            ("b2", "b", 1000),
             ("a3", "a", 1100),
-        ]:  # fmt: skip
+        ]:
             found.append((await e.generate(turn(name, prompt, 50, session=session))).cached_tokens)
         return found
 

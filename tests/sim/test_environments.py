@@ -146,9 +146,19 @@ def test_a_host_that_is_down_breaks_what_runs_there_and_takes_nothing_new() -> N
 def sample(name: str, prompt: int, answer: int) -> TrainSample:
     none = (0.0, 0.0)
     return TrainSample(
-        TrajectoryId(name), GroupId("g"), "d", 0, (prompt, answer), (False, True), none, (-1, 0), (-1, 0), none, 1.0,
+        TrajectoryId(name),
+        GroupId("g"),
+        "d",
+        0,
+        (prompt, answer),
+        (False, True),
+        none,
+        (-1, 0),
+        (-1, 0),
+        none,
+        1.0,
         success=True,
-    )  # fmt: skip
+    )
 
 
 def test_a_step_takes_the_flops_of_its_tokens() -> None:
@@ -217,8 +227,12 @@ def test_outages_happen_when_they_are_due_and_overlap_without_harm() -> None:
             await e.generate(turn("a", 10, 10))
         assert plan.down() == {"way"}
         assert [(h.t, h.subject, h.up) for h in plan.happened] == [
-            (10.0, "e", False), (15.0, "way", False), (45.0, "e", True), (45.0, "way", True), (90.0, "way", False),
-        ]  # fmt: skip
+            (10.0, "e", False),
+            (15.0, "way", False),
+            (45.0, "e", True),
+            (45.0, "way", True),
+            (90.0, "way", False),
+        ]
 
     run(main())
 

@@ -40,9 +40,12 @@ def test_contexts_wait_for_slots_no_more_than_the_depth_and_the_run_is_as_fast(
     found = {}
     for handoffs in ("0", "auto", "1", "4"):
         overrides = (
-            "placement.prefill_decode=only", "placement.router=remote", "batch.trajectories=256", "schedule=sync_plus",
+            "placement.prefill_decode=only",
+            "placement.router=remote",
+            "batch.trajectories=256",
+            "schedule=sync_plus",
             f"rollout.handoffs={handoffs}",
-        )  # fmt: skip
+        )
         waiting[0] = 0
         with patch.object(Pulls, "pull", watched):
             done = simulate(forecast(read_specs(*specs, overrides)), tmp_path / handoffs, steps=2)

@@ -78,9 +78,14 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
     seats = {f"p{i}": Seat("h800", "H800", EngineRole.PREFILL, 4) for i in range(PREFILLS)}
     seats |= {f"d{i}": Seat("h20", "H20", EngineRole.DECODE, 4) for i in range(DECODES)}
     gateway = Gateway(
-        leases, limits=GatewayLimits(generate_s=1e5, handoff_s=1e5), version=0, on_suspect=lambda _: None,
-        recorder=recorder, router=Router(planned(w), rule=RULES[rule]), seats=seats,
-    )  # fmt: skip
+        leases,
+        limits=GatewayLimits(generate_s=1e5, handoff_s=1e5),
+        version=0,
+        on_suspect=lambda _: None,
+        recorder=recorder,
+        router=Router(planned(w), rule=RULES[rule]),
+        seats=seats,
+    )
     turns = tokens = 0
 
     def warm(session: str, index: int, tokens: int) -> None:
@@ -102,8 +107,12 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
                 length = 300 + turn * (w.new + OUTPUT)
                 await asyncio.sleep(w.wait_s * (0.5 + (index * 7 + turn * 13) % 11 / 10))
                 await gateway.generate(
-                    session, range(length + w.new), Sampling(OUTPUT), spend=lambda _: None, domain="agentic"  # type: ignore[arg-type]
-                )  # fmt: skip
+                    session,
+                    range(length + w.new),
+                    Sampling(OUTPUT),
+                    spend=lambda _: None,
+                    domain="agentic",  # type: ignore[arg-type]
+                )
                 turns += WARM_S <= now() < END_S
             await gateway.forget(session)
 
@@ -116,8 +125,12 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
             # In pieces, so that what is generated counts when it is.
             for piece in range(start, 16):
                 await gateway.generate(
-                    session, range(500 + piece * MATH // 16), Sampling(MATH // 16), spend=lambda _: None, domain="math"  # type: ignore[arg-type]
-                )  # fmt: skip
+                    session,
+                    range(500 + piece * MATH // 16),
+                    Sampling(MATH // 16),
+                    spend=lambda _: None,
+                    domain="math",  # type: ignore[arg-type]
+                )
                 tokens += (MATH // 16) * (WARM_S <= now() < END_S)
             await gateway.forget(session)
 

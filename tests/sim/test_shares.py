@@ -35,10 +35,14 @@ async def homes(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[st
     model = SpeedModel(SPEEDS, dict.fromkeys(TIMES, 6.0), float(PROMPT), 0.0, 0.0)
     prices = RoutePrices({kinds[pool]: times for pool, times in TIMES.items()})
     gateway = Gateway(
-        Leases(recorder), limits=GatewayLimits(generate_s=1e6), version=0, on_suspect=lambda _: None,
-        recorder=recorder, router=Router(Routes(prices, model, {"x": shares})),
+        Leases(recorder),
+        limits=GatewayLimits(generate_s=1e6),
+        version=0,
+        on_suspect=lambda _: None,
+        recorder=recorder,
+        router=Router(Routes(prices, model, {"x": shares})),
         seats={pool: Seat(pool, pool, EngineRole.ENGINE, 1) for pool in TIMES},
-    )  # fmt: skip
+    )
     given: Counter[str] = Counter()
     left = iter(range(TURNS))
 

@@ -45,9 +45,9 @@ def test_accepting_a_request_costs_once_however_many_steps_its_prompt_takes() ->
         assert totals[0] - totals[1] == pytest.approx(0.5)
 
 
-LINES = st.tuples(
-    st.floats(1e-3, 1e-2), st.floats(0, 1e-8), st.floats(1e-4, 1e-2), st.floats(1e-8, 1e-6)
-).map(lambda t: Lines(*t))  # fmt: skip
+LINES = st.tuples(st.floats(1e-3, 1e-2), st.floats(0, 1e-8), st.floats(1e-4, 1e-2), st.floats(1e-8, 1e-6)).map(
+    lambda t: Lines(*t)
+)
 
 
 @given(LINES, st.integers(1, 60), st.integers(1, 20_000), st.integers(1, 300))

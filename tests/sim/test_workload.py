@@ -132,8 +132,12 @@ ROWS = st.builds(
     lambda turns, first, later, action, env: FinishedRow(
         "d", turns, first + (turns - 1) * later + turns * action, turns * action, 0.0, 0.0, 1.0, first, 2.0, env
     ),
-    st.integers(1, 40), st.integers(1, 500), st.integers(1, 300), st.integers(1, 900), st.floats(0, 100),
-)  # fmt: skip
+    st.integers(1, 40),
+    st.integers(1, 500),
+    st.integers(1, 300),
+    st.integers(1, 900),
+    st.floats(0, 100),
+)
 
 
 @settings(max_examples=30)

@@ -32,8 +32,11 @@ def cluster(write: Write, functions: str) -> Path:
     ("functions", "place", "expected"),
     [
         ("pipeline:\n  hedge: {budget: 2}", "6:21", "functions.pipeline.hedge.budget is 2 (rule: less than or equal"),
-        ("pipeline:\n  hedge: {budgt: 0.1}", "6:13", "'budgt' in functions.pipeline.hedge (rule: only its own keys; "
-         "did you mean 'budget'?)"),
+        (
+            "pipeline:\n  hedge: {budgt: 0.1}",
+            "6:13",
+            "'budgt' in functions.pipeline.hedge (rule: only its own keys; did you mean 'budget'?)",
+        ),
         ("pipeline: {hedg: {}}", "5:14", "did you mean 'hedge'?"),
         ("pipeline: {limits: {min_s: 5, max_s: 2}}", "5:22", "min_s=5 is more than max_s=2"),
         ("scaling: {enabld: true}", "5:13", "'enabld' in functions.scaling (rule: only its own keys; did you mean"),
@@ -48,7 +51,7 @@ def cluster(write: Write, functions: str) -> Path:
         ("local: {runtme: rollart}", "5:11", "did you mean 'runtime'?"),
         ("price: lambda", "5:10", "functions.price is 'lambda' (rule: a provider of the price list"),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_name_their_place(write: Write, functions: str, place: str, expected: str) -> None:
     with pytest.raises(SpecError) as caught:
         load_cluster(cluster(write, functions))

@@ -51,11 +51,22 @@ def test_the_entry_wins_then_the_decorator_then_defaults(base: Path) -> None:
 
 
 VALUES: dict[str, tuple[Any, Any]] = {
-    "memory_mb": (256, 2048), "cpu": (0.5, 3.0), "gpu": ("L4", "T4"), "trust": ("trusted", "untrusted"),
-    "timeout_s": (1.5, 40.0), "timeout_floor": (-1.0, 0.0), "init_timeout_s": (2.0, 30.0), "concurrency": (9, 40),
-    "queue": (5, 50), "warm": (0, 4), "keep_alive_s": (0.0, 5.0), "deterministic": (True, False),
-    "stateless": (True, False), "preload": (["json"], []), "takes": ("item", "samples"),
-}  # fmt: skip
+    "memory_mb": (256, 2048),
+    "cpu": (0.5, 3.0),
+    "gpu": ("L4", "T4"),
+    "trust": ("trusted", "untrusted"),
+    "timeout_s": (1.5, 40.0),
+    "timeout_floor": (-1.0, 0.0),
+    "init_timeout_s": (2.0, 30.0),
+    "concurrency": (9, 40),
+    "queue": (5, 50),
+    "warm": (0, 4),
+    "keep_alive_s": (0.0, 5.0),
+    "deterministic": (True, False),
+    "stateless": (True, False),
+    "preload": (["json"], []),
+    "takes": ("item", "samples"),
+}
 """Of each key the entry's value and the decorator's."""
 
 

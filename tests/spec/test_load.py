@@ -122,9 +122,18 @@ class TestOverrides:
     def test_paths_by_index_by_name_and_through_missing_mappings(self, write: Write) -> None:
         run = load_run(
             write(),
-            ["batch.trajectories=32", "domains.0.max_turns=5", "domains.lake.temperature=0.5", "training.loss.kind=tis",
-             "training.lr=1e-4", "domains.lake.stop=[a, b]", "batch.trajectories=64", "budget.usd=", "name=n=1"[:6]],
-        )  # fmt: skip
+            [
+                "batch.trajectories=32",
+                "domains.0.max_turns=5",
+                "domains.lake.temperature=0.5",
+                "training.loss.kind=tis",
+                "training.lr=1e-4",
+                "domains.lake.stop=[a, b]",
+                "batch.trajectories=64",
+                "budget.usd=",
+                "name=n=1"[:6],
+            ],
+        )
         assert run.batch.trajectories == 64
         assert run.domains[0].max_turns == 5
         assert run.domains[0].temperature == 0.5
@@ -172,7 +181,7 @@ class TestRules:
             ("functions:", "warm_start: {domains: [lak]}\nfunctions:", "12:24", "did you mean 'lake'?"),
             ("  - {name: exact,", "  - {name: exact, source: a, handler: b}\n  - {name: exact,", "13:12", "unique"),
         ],
-    )  # fmt: skip
+    )
     def test_rules_between_fields(self, write: Write, old: str, new: str, place: str, expected: str) -> None:
         assert old in RUN
         found = problems(write(RUN.replace(old, new)))

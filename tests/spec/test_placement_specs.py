@@ -87,7 +87,7 @@ class TestCluster:
             ("links:", "engines: {count: 1000000000}\nlinks:", "(rule: less than or equal to 100000)"),
             ("links:", "engines: {count: 0}\nlinks:", "engines.count is 0 (rule: greater than or equal to 1)"),
         ],
-    )  # fmt: skip
+    )
     def test_nonsense_has_a_place(self, write: Write, old: str, new: str, expected: str) -> None:
         assert old in CLUSTER
         path = write(CLUSTER.replace(old, new, 1), "c.yaml")

@@ -59,11 +59,19 @@ Make = Callable[..., Specs]
 class TestProblem:
     def test_wishes_become_the_problem(self, specs: Make) -> None:
         made = specs(
-            "placement.objective=min_cost", "placement.rate=2", "placement.budget_usd_per_hour=50",
-            "placement.in_flight=77", "placement.tensor_parallel=[4, 2]", "placement.prefill_decode=off",
-            "placement.utilisation=0.8", "hw_affinity={default: wide}", "placement.train={pool: H800, devices: 2}",
-            "staleness=3", "cluster.engines.max_slots=99", "cluster.engines.device=H20",
-        )  # fmt: skip
+            "placement.objective=min_cost",
+            "placement.rate=2",
+            "placement.budget_usd_per_hour=50",
+            "placement.in_flight=77",
+            "placement.tensor_parallel=[4, 2]",
+            "placement.prefill_decode=off",
+            "placement.utilisation=0.8",
+            "hw_affinity={default: wide}",
+            "placement.train={pool: H800, devices: 2}",
+            "staleness=3",
+            "cluster.engines.max_slots=99",
+            "cluster.engines.device=H20",
+        )
         found = problem_of(made.run, made.cluster, made.prices, base=made.base)
         assert (found.objective, found.rate, found.budget_usd_per_hour) == (Objective.MIN_COST, 2, 50)
         assert (found.trajectories_in_flight, found.tensor_parallel, found.utilisation) == (77, (2, 4), 0.8)
@@ -186,14 +194,23 @@ class TestWhatIf:
     def test_devices_prices_links_and_keys(self, specs: Make) -> None:
         made = changed(
             specs(),
-            ["h20=+4", "BIG=2", "price.h800=4.10", "link.wide-big=25", "link.big-big=7", "in_flight=9", "batch=128",
-             "train.devices=2"],
-        )  # fmt: skip
+            [
+                "h20=+4",
+                "BIG=2",
+                "price.h800=4.10",
+                "link.wide-big=25",
+                "link.big-big=7",
+                "in_flight=9",
+                "batch=128",
+                "train.devices=2",
+            ],
+        )
         big, wide = made.cluster.pools
         assert (big.count, wide.count, big.price, wide.price) == (2, 12, 4.10, None)
         assert [(link.a, link.b, link.gb_per_s) for link in made.cluster.links] == [
-            ("big", "wide", 25), ("big", "big", 7)
-        ]  # fmt: skip
+            ("big", "wide", 25),
+            ("big", "big", 7),
+        ]
         assert (made.run.placement.in_flight, made.run.batch.trajectories) == (9, 128)
         assert made.run.placement.train.devices == 2
 

@@ -73,13 +73,15 @@ def test_every_shipped_price_has_a_source_and_a_date() -> None:
 def test_quotas_are_whole_groups_that_fill_the_batch(domains: list[tuple[int, float]], batch: int) -> None:
     run = RunSpec.model_validate(
         {
-            "name": "q", "model": {"path": "m"}, "batch": {"trajectories": batch},
+            "name": "q",
+            "model": {"path": "m"},
+            "batch": {"trajectories": batch},
             "domains": [
                 {"name": f"d{i}", "environment": "a:B", "group_size": g, "weight": w}
                 for i, (g, w) in enumerate(domains)
             ],
         }
-    )  # fmt: skip
+    )
     try:
         filled = quotas(run)
     except SpecError:

@@ -24,10 +24,13 @@ def sample_lists(draw: st.DrawFn) -> list[TrainSample]:
     count = draw(st.integers(1, 8))
     out = [
         sample(
-            str(i), turns=draw(turn_lists), domain=draw(st.sampled_from("ab")), group=f"g{draw(st.integers(0, 2))}",
+            str(i),
+            turns=draw(turn_lists),
+            domain=draw(st.sampled_from("ab")),
+            group=f"g{draw(st.integers(0, 2))}",
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return out if any(any(s.loss_mask) for s in out) else [*out, sample("one")]
 
 
@@ -51,10 +54,12 @@ def test_returns_to_go_at_the_limits_of_gamma() -> None:
 
 
 def test_turn_level_by_hand() -> None:
-    made = batch([
-        sample("x", turns=[(2, 2), (1, 1)], rewards=[1, 3]),
-        sample("y", turns=[(2, 1), (1, 2)], rewards=[3, 5]),
-    ])  # fmt: skip
+    made = batch(
+        [
+            sample("x", turns=[(2, 2), (1, 1)], rewards=[1, 3]),
+            sample("y", turns=[(2, 1), (1, 2)], rewards=[3, 5]),
+        ]
+    )
     config = AdvantageSpec(level="turn", gamma=0.5, baseline="domain", normalize="none")
     # returns: x = 2.5, 3; y = 5.5, 5; each is the other's baseline
     assert batch_advantages(made, both(config)).tolist() == [-3.0, -3.0, -2.0, 3.0, 2.0, 2.0]
@@ -95,10 +100,12 @@ def test_a_group_without_spread_has_no_advantage() -> None:
 @pytest.mark.parametrize("normalize", ["none", "batch"])
 def test_a_unit_that_one_sample_alone_reaches_keeps_its_advantage(level: str, baseline: str, normalize: str) -> None:
     """Episodes of 2, 2, 3 and 4 turns of a token each; the last one wins with its fourth."""
-    made = batch([
-        sample(str(i), turns=[(1, 1)] * n, group="g", rewards=[0.0] * (n - 1) + [1.0 if n == 4 else 0.0])
-        for i, n in enumerate([2, 2, 3, 4])
-    ])  # fmt: skip
+    made = batch(
+        [
+            sample(str(i), turns=[(1, 1)] * n, group="g", rewards=[0.0] * (n - 1) + [1.0 if n == 4 else 0.0])
+            for i, n in enumerate([2, 2, 3, 4])
+        ]
+    )
     config = AdvantageSpec(level=level, baseline=baseline, normalize=normalize)  # type: ignore[arg-type]
     out = batch_advantages(made, both(config))
     winner, others = out[-4:], out[:-4]
@@ -168,11 +175,12 @@ def test_what_stands_at_masked_positions_never_matters(
     junk = data.draw(st.floats(-1e6, 1e6))
     dirty = [
         dataclasses.replace(
-            s, rewards=tuple(r if m else junk for r, m in zip(s.rewards, s.loss_mask, strict=True)),
+            s,
+            rewards=tuple(r if m else junk for r, m in zip(s.rewards, s.loss_mask, strict=True)),
             turn=tuple(t if m else 99 for t, m in zip(s.turn, s.loss_mask, strict=True)),
         )
         for s in samples
-    ]  # fmt: skip
+    ]
     clean_, dirty_ = batch_advantages(batch(samples), domains), batch_advantages(batch(dirty), domains)
     assert np.array_equal(clean_, dirty_)
 
@@ -198,7 +206,10 @@ def test_a_domain_is_blind_to_the_other() -> None:
 
 def test_no_baseline_gives_the_return_itself() -> None:
     out = advantages(
-        AdvantageSpec(level="token", gamma=1.0, baseline="none", normalize="none"), sample=np.array([3, 3]),
-        turn=np.array([0, 0]), rewards=np.array([1.0, 2.0]), group=np.zeros(4, np.int64),
-    )  # fmt: skip
+        AdvantageSpec(level="token", gamma=1.0, baseline="none", normalize="none"),
+        sample=np.array([3, 3]),
+        turn=np.array([0, 0]),
+        rewards=np.array([1.0, 2.0]),
+        group=np.zeros(4, np.int64),
+    )
     assert out.tolist() == [3.0, 2.0]

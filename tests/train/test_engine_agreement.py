@@ -105,9 +105,11 @@ def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainS
     rng = random.Random(0)
     for i in range(20):
         sampling = Sampling(
-            max_tokens=rng.randint(1, 30), temperature=temperature, seed=i,
+            max_tokens=rng.randint(1, 30),
+            temperature=temperature,
+            seed=i,
             allowed_token_ids=tuple(rng.sample(range(VOCAB), 4)) if i % 2 else None,
-        )  # fmt: skip
+        )
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
         runner.add(Job(GenerateRequest(str(i), str(i), prompt, sampling), ignore_eos=True))
     samples = []
@@ -118,12 +120,20 @@ def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainS
             mask = (False,) * shown + (True,) * said
             samples.append(
                 TrainSample(
-                    id=TrajectoryId(request.request_id), group=GroupId("g"), domain="a", v0=8,
-                    token_ids=(*request.token_ids, *drawn.token_ids), loss_mask=mask,
-                    logprobs=(*([0.0] * shown), *drawn.logprobs), versions=(*([-1] * shown), *([8] * said)),
-                    turn=(*([-1] * shown), *([0] * said)), rewards=(0.0,) * len(mask), score=0.0, success=None,
+                    id=TrajectoryId(request.request_id),
+                    group=GroupId("g"),
+                    domain="a",
+                    v0=8,
+                    token_ids=(*request.token_ids, *drawn.token_ids),
+                    loss_mask=mask,
+                    logprobs=(*([0.0] * shown), *drawn.logprobs),
+                    versions=(*([-1] * shown), *([8] * said)),
+                    turn=(*([-1] * shown), *([0] * said)),
+                    rewards=(0.0,) * len(mask),
+                    score=0.0,
+                    success=None,
                     allowed=(*([None] * shown), *([request.sampling.allowed_token_ids] * said)),
                 )
-            )  # fmt: skip
+            )
     assert len(samples) == 20
     return samples

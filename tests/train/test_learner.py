@@ -22,9 +22,7 @@ PG: dict[str, Any] = {"kind": "pg"}
 def mixed() -> list[TrainSample]:
     """Different lengths, both domains, restricted and free tokens, one sample without loss."""
     shapes = [[(3, 2), (2, 1)], [(9, 4)], [(2, 1), (2, 1), (2, 3)], [(5, 0)], [(1, 6), (4, 2)]]
-    return [
-        sample(str(i), turns=turns, domain="ab"[i % 2], restricted=i in (0, 2)) for i, turns in enumerate(shapes)
-    ]  # fmt: skip
+    return [sample(str(i), turns=turns, domain="ab"[i % 2], restricted=i in (0, 2)) for i, turns in enumerate(shapes)]
 
 
 def on_policy(learner: Learner, samples: list[TrainSample]) -> list[TrainSample]:
@@ -114,11 +112,16 @@ def test_nothing_at_masked_positions_or_after_the_last_action_changes_a_step() -
 
         dirty.append(
             dataclasses.replace(
-                s, token_ids=(*s.token_ids, 7, 8), loss_mask=mask, logprobs=junk(s.logprobs, -55.0),
-                versions=junk(s.versions, 12), turn=junk(s.turn, 3), rewards=junk(s.rewards, 1e9),
+                s,
+                token_ids=(*s.token_ids, 7, 8),
+                loss_mask=mask,
+                logprobs=junk(s.logprobs, -55.0),
+                versions=junk(s.versions, 12),
+                turn=junk(s.turn, 3),
+                rewards=junk(s.rewards, 1e9),
                 allowed=junk(s.allowed or (None,) * n, None),
             )
-        )  # fmt: skip
+        )
     clean, other = Learner(config(epochs=2)), Learner(config(epochs=2))
     a, b = clean.train(batch(samples), 0), other.train(batch(dirty), 0)
     assert torch.equal(weights(clean), weights(other))

@@ -49,9 +49,12 @@ def test_the_decoupled_weight_is_capped_and_clips_around_the_proximal_policy() -
     logprobs = torch.tensor([-1.0], requires_grad=True)
     config = LossSpec(kind="decoupled", cap=2.0)
     out = policy_loss(
-        config, logprobs=logprobs, behaviour=torch.tensor([-9.0]), advantage=torch.tensor([1.0]),
+        config,
+        logprobs=logprobs,
+        behaviour=torch.tensor([-9.0]),
+        advantage=torch.tensor([1.0]),
         proximal=torch.tensor([-1.0]),
-    )  # fmt: skip
+    )
     assert out.loss.item() == pytest.approx(-2.0)
     assert out.ratio.item() == 1.0
     with pytest.raises(ValueError, match="proximal"):

@@ -31,18 +31,32 @@ pytestmark = pytest.mark.slow  # starts processes that load torch
 SAMPLES = [
     sample(f"{i}", turns=[(2 + i % 3, 2), (3, i % 4)], group=f"g{i // 2}", restricted=i % 3 == 1, domain="ab"[i % 2])
     for i in range(9)
-]  # fmt: skip
+]
 SETUP: dict[str, Any] = {
-    "epochs": 2, "minibatches": 2, "lr": 1e-3, "betas": (0.9, 0.999), "warmup": 5, "weight_decay": 0.01, "eps": 1e-3,
+    "epochs": 2,
+    "minibatches": 2,
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "warmup": 5,
+    "weight_decay": 0.01,
+    "eps": 1e-3,
     "max_tokens_per_microbatch": 16,
-    "loss": {"kind": "decoupled", "entropy": 0.01}, "domain_balance": "domains",
-}  # fmt: skip
+    "loss": {"kind": "decoupled", "entropy": 0.01},
+    "domain_balance": "domains",
+}
 CLOSE = 1e-9
 """Of weights, after updates of some 1e-3; float32 would be 1e-7."""
 INIT = {
-    "vocab_size": 24, "hidden_size": 18, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 24,
+    "hidden_size": 18,
+    "intermediate_size": 35,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
 """Sizes that two ranks cannot halve evenly."""
 
 
@@ -50,14 +64,20 @@ def setup(root: Path, **changes: Any) -> dict[str, Any]:
     """`trainer.json` of two ranks. In float64 nothing hides behind rounding; with this eps Adam's updates depend on the
     gradient's scale, so that a mean in place of a sum over the ranks is seen. Activations are computed again, to
     the same effect."""
-    return {
-        "model": {"init": INIT, "seed": 3, "dtype": "float64"}, "weights_root": str(root), "durable": False,
-        "domains": {
-            "a": {"advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain"}},
-            "b": {"advantage": {"level": "turn", "baseline": "domain"}},
-        },
-        "parallel": {"ranks": 2, "activation_checkpointing": True},
-    } | SETUP | changes  # fmt: skip
+    return (
+        {
+            "model": {"init": INIT, "seed": 3, "dtype": "float64"},
+            "weights_root": str(root),
+            "durable": False,
+            "domains": {
+                "a": {"advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain"}},
+                "b": {"advantage": {"level": "turn", "baseline": "domain"}},
+            },
+            "parallel": {"ranks": 2, "activation_checkpointing": True},
+        }
+        | SETUP
+        | changes
+    )
 
 
 def alone(root: Path, **changes: Any) -> Learner:
@@ -77,8 +97,10 @@ class Ranks:
         self.log = (root / "log").open("wb")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rollart.train", "--config", str(path)],
-            stdout=subprocess.PIPE, stderr=self.log, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().split()
         assert line[:1] == ["ready"], Path(self.log.name).read_text()
@@ -217,10 +239,14 @@ def test_a_version_is_written_in_shares_that_engines_read(two: Ranks) -> None:
         names = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()} - {"COMPLETE"}
         assert marker["files"].keys() == names
         assert names == {
-            "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-            "model.safetensors.index.json", "trainer/optimizer-00001-of-00002.safetensors",
-            "trainer/optimizer-00002-of-00002.safetensors", "trainer/state.json",
-        }  # fmt: skip
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "trainer/optimizer-00001-of-00002.safetensors",
+            "trainer/optimizer-00002-of-00002.safetensors",
+            "trainer/state.json",
+        }
         sizes = [(path / f"model-0000{i}-of-00002.safetensors").stat().st_size for i in (1, 2)]
         assert max(sizes) < 0.6 * sum(sizes), "each rank writes about half"
         assert read_architecture(path).layers == INIT["num_hidden_layers"]

@@ -57,13 +57,22 @@ def filled(of: Learner, samples: list[TrainSample], *, reference: bool, advantag
 
 @COLUMNS
 @given(
-    seed=st.integers(0, 10_000), count=st.integers(1, 5), stream=st.booleans(), advantage=st.integers(0, 2),
-    kind=st.sampled_from(["pg", "ppo", "decoupled", "tis"]), which=st.sampled_from([(1, 0), (0, 1), (1, 1)]),
-)  # fmt: skip
+    seed=st.integers(0, 10_000),
+    count=st.integers(1, 5),
+    stream=st.booleans(),
+    advantage=st.integers(0, 2),
+    kind=st.sampled_from(["pg", "ppo", "decoupled", "tis"]),
+    which=st.sampled_from([(1, 0), (0, 1), (1, 1)]),
+)
 def test_columns_that_were_filled_before_give_the_bits_of_the_step_that_computes_them(
     tmp_path_factory: pytest.TempPathFactory,
-    seed: int, count: int, stream: bool, advantage: int, kind: str, which: tuple[int, int],
-) -> None:  # fmt: skip
+    seed: int,
+    count: int,
+    stream: bool,
+    advantage: int,
+    kind: str,
+    which: tuple[int, int],
+) -> None:
     root = tmp_path_factory.mktemp("w")
     options: dict[str, Any] = {"stream": stream, "advantage": advantage, "loss": {"kind": kind}}
     step, streamed = learner(root, **options), learner(root, **options)

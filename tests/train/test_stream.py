@@ -51,12 +51,18 @@ def groups(seed: int, count: int) -> list[list[TrainSample]]:
         out.append(
             [
                 sample(
-                    f"g{g}.{m}", turns=turns(), group=f"g{g}", domain="ab"[g % 2], seed=seed,
-                    restricted=bool(rng.getrandbits(1)), logprob=-rng.uniform(1, 5), version=rng.randint(0, 2),
+                    f"g{g}.{m}",
+                    turns=turns(),
+                    group=f"g{g}",
+                    domain="ab"[g % 2],
+                    seed=seed,
+                    restricted=bool(rng.getrandbits(1)),
+                    logprob=-rng.uniform(1, 5),
+                    version=rng.randint(0, 2),
                 )
                 for m in range(rng.randint(1, 4))
             ]
-        )  # fmt: skip
+        )
     out[0][0] = sample("g0.0", group="g0", domain="a", seed=seed)  # at least one has loss
     return out
 
@@ -81,21 +87,35 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), count=st.integers(1, 6), kind=st.sampled_from(["pg", "ppo", "decoupled", "tis"]),
-    dtype=st.sampled_from(["float64", "float32"]), advantage=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    balance=st.sampled_from(["tokens", "domains"]), shuffle=st.randoms(use_true_random=False),
+    seed=st.integers(0, 10_000),
+    count=st.integers(1, 6),
+    kind=st.sampled_from(["pg", "ppo", "decoupled", "tis"]),
+    dtype=st.sampled_from(["float64", "float32"]),
+    advantage=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    balance=st.sampled_from(["tokens", "domains"]),
+    shuffle=st.randoms(use_true_random=False),
     limit=st.sampled_from([1, 30, 2048]),
-)  # fmt: skip
+)
 def test_any_order_and_any_portions_give_the_bits_of_the_whole_batch(
-    seed: int, count: int, kind: str, dtype: str, advantage: tuple[int, int], balance: str, shuffle: random.Random,
+    seed: int,
+    count: int,
+    kind: str,
+    dtype: str,
+    advantage: tuple[int, int],
+    balance: str,
+    shuffle: random.Random,
     limit: int,
-) -> None:  # fmt: skip
+) -> None:
     made = groups(seed, count)
     a, b = advantage
     options: dict[str, Any] = {
-        "dtype": dtype, "kind": kind, "a": a, "b": b, "domain_balance": balance,
+        "dtype": dtype,
+        "kind": kind,
+        "a": a,
+        "b": b,
+        "domain_balance": balance,
         "max_tokens_per_microbatch": limit,
-    }  # fmt: skip
+    }
     whole, streamed = learner(**options), learner(**options)
     for version in (2, 3):
         one = whole.train(batch(flat(made)), version)

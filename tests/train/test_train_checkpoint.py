@@ -77,8 +77,12 @@ def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
     path = checkpoint.publish(learner, tmp_path, 3, checkpoint.tokenizer_files(str(tokenizer)))
     assert path.name == "v000003"
     assert {f.name for f in path.iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "trainer", "COMPLETE",
-    }  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "trainer",
+        "COMPLETE",
+    }
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     loaded = AutoModelForCausalLM.from_pretrained(path)
     ids = torch.tensor([[1, 2, 3]])
@@ -158,12 +162,15 @@ def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(
     gone = damaged("gone")
     (gone / "model.safetensors").unlink()
     for path, version, message in (
-        (torn, 1, "has no COMPLETE marker"), (cut, 1, "model.safetensors is damaged"),
-        (empty, 1, "COMPLETE is damaged"), (inference, 1, "has no trainer/optimizer.safetensors"),
+        (torn, 1, "has no COMPLETE marker"),
+        (cut, 1, "model.safetensors is damaged"),
+        (empty, 1, "COMPLETE is damaged"),
+        (inference, 1, "has no trainer/optimizer.safetensors"),
         (good, 2, "holds version 1, not 2"),
-        (tmp_path / "v000009", 9, "has no COMPLETE marker"), (gone, 1, "model.safetensors is not there"),
+        (tmp_path / "v000009", 9, "has no COMPLETE marker"),
+        (gone, 1, "model.safetensors is not there"),
         (unreadable, 1, "model.safetensors cannot be read: Too many levels of symbolic links"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(TrainerError, match=message) as caught:
             checkpoint.restore(learner, path, version)
         assert isinstance(caught.value, VersionDamaged) == (path != unreadable), "an error of the disk is no damage"

@@ -209,8 +209,15 @@ async def test_a_trainer_that_is_gone_is_a_trainer_error() -> None:
 
 
 def write_config(root: Path, **changes: Any) -> Path:
-    init = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-            "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    init = {
+        "vocab_size": 24,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     raw = {
         "model": {"init": init},
         "weights_root": str(root / "weights"),

@@ -20,7 +20,11 @@ FULL: dict[str, Any] = {
     "weights_root": "/w",
     "tokenizer": None,
     "seed": 1,
-    "lr": 1, "betas": [0.9, 0.95], "weight_decay": 0.1, "grad_clip": 0.5, "domain_balance": "domains",
+    "lr": 1,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.1,
+    "grad_clip": 0.5,
+    "domain_balance": "domains",
     "loss": {"kind": "decoupled", "clip_low": 0.2, "clip_high": 0.3, "cap": 5, "entropy": 0.02},
     "epochs": 2,
     "minibatches": 2,
@@ -35,7 +39,7 @@ FULL: dict[str, Any] = {
     "imitation": {"lr": 1e-3, "batch": 32},
     "threads": 1,
     "device": "cpu",
-}  # fmt: skip
+}
 
 
 def test_everything_is_understood() -> None:

@@ -18,11 +18,16 @@ VOCAB = 24
 def config(root: Path | str = "/nonexistent", *, hidden: int = 16, layers: int = 1, **changes: Any) -> TrainerConfig:
     """A trainer config on a model of some thousand parameters."""
     init = {
-        "vocab_size": changes.pop("vocab", VOCAB), "hidden_size": hidden, "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers, "num_attention_heads": max(1, hidden // 16),
-        "num_key_value_heads": max(1, hidden // 16), "head_dim": 16, "max_position_embeddings": 512,
+        "vocab_size": changes.pop("vocab", VOCAB),
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(1, hidden // 16),
+        "num_key_value_heads": max(1, hidden // 16),
+        "head_dim": 16,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     raw = {
         "model": {"init": init, "seed": 0},
         "weights_root": str(root),
@@ -37,10 +42,18 @@ def config(root: Path | str = "/nonexistent", *, hidden: int = 16, layers: int =
 
 
 def sample(
-    name: str, *, turns: Sequence[tuple[int, int]] = ((3, 2), (2, 1)), domain: str = "a", group: str | None = None,
-    seed: int = 0, version: int = 0, restricted: bool = False, vocab: int = VOCAB,
-    rewards: Sequence[float] | None = None, logprob: float = -1.0,
-) -> TrainSample:  # fmt: skip
+    name: str,
+    *,
+    turns: Sequence[tuple[int, int]] = ((3, 2), (2, 1)),
+    domain: str = "a",
+    group: str | None = None,
+    seed: int = 0,
+    version: int = 0,
+    restricted: bool = False,
+    vocab: int = VOCAB,
+    rewards: Sequence[float] | None = None,
+    logprob: float = -1.0,
+) -> TrainSample:
     """Alternating observations and actions: `turns` is (observation, action) tokens per turn; `rewards` per turn."""
     rng = random.Random(f"{seed}/{name}")
     tokens: list[int] = []
@@ -59,11 +72,20 @@ def sample(
         others = {(t + 1) % vocab for t in drawn} | {0, 1}
         allowed += [None] * shown + [tuple(sorted({t} | others)) if restricted else None for t in drawn[shown:]]
     return TrainSample(
-        id=TrajectoryId(name), group=GroupId(group or name), domain=domain, v0=version, token_ids=tuple(tokens),
-        loss_mask=tuple(mask), logprobs=tuple(logprob if m else 0.0 for m in mask),
-        versions=tuple(version if m else -1 for m in mask), turn=tuple(turn), rewards=tuple(paid), score=sum(paid),
-        success=None, allowed=tuple(allowed) if restricted else (),
-    )  # fmt: skip
+        id=TrajectoryId(name),
+        group=GroupId(group or name),
+        domain=domain,
+        v0=version,
+        token_ids=tuple(tokens),
+        loss_mask=tuple(mask),
+        logprobs=tuple(logprob if m else 0.0 for m in mask),
+        versions=tuple(version if m else -1 for m in mask),
+        turn=tuple(turn),
+        rewards=tuple(paid),
+        score=sum(paid),
+        success=None,
+        allowed=tuple(allowed) if restricted else (),
+    )
 
 
 def batch(samples: Sequence[TrainSample], vocab: int = VOCAB) -> Batch:

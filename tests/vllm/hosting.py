@@ -32,9 +32,17 @@ needs_vllm = pytest.mark.skipif(
 )
 
 CONFIG: dict[str, Any] = {
-    **QWEN, "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "max_position_embeddings": 256,
-    "hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "vocab_size": 64, "tie_word_embeddings": False,
-}  # fmt: skip
+    **QWEN,
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 256,
+    "hidden_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
 """What vLLM's CPU kernels take of a head is a multiple of 32."""
 
 TIED: dict[str, Any] = {**CONFIG, "tie_word_embeddings": True}
@@ -87,9 +95,13 @@ def server(
     with log.open("wb") as said:
         env = {**os.environ, **made.env, "HIDDEN": str(hidden)}
         started = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=said, text=True, env=env,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         assert started.stdout is not None
         word, _, url = started.stdout.readline().strip().partition(" ")

@@ -42,9 +42,15 @@ CONTEXT = 64
 
 
 LARGER: dict[str, Any] = {
-    **tiny()["model"]["init"], "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-}  # fmt: skip
+    **tiny()["model"]["init"],
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "head_dim": 128,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 """A model that speed matters to: of the tiny one a step takes the same everywhere."""
 
 
@@ -113,9 +119,12 @@ def test_a_server_of_other_options_is_not_taken(urls: list[str], root: Path) -> 
         finally:
             await part.close()
         for said in (
-            urls[0], "--max-model-len is 64 (rule: at least model.context, 512)", "--max-num-seqs is 16",
-            "--block-size is 32 (rule: 16)", "--kv-transfer-config is None",
-        ):  # fmt: skip
+            urls[0],
+            "--max-model-len is 64 (rule: at least model.context, 512)",
+            "--max-num-seqs is 16",
+            "--block-size is 32 (rule: 16)",
+            "--kv-transfer-config is None",
+        ):
             assert said in str(refused.value)
         engine = VllmEngine(EngineId("asked"), urls[1])
         try:
@@ -168,8 +177,14 @@ def test_the_proxy_captures_what_vllm_sampled(urls: list[str], root: Path, tmp_p
 
 def test_agent_programs_are_trained_on_vllm(urls: list[str], tmp_path: Path) -> None:
     """Through the run's own proxy, with the engines of the run."""
-    domain = {"name": "two", "environment": {"harness": "tests.proxy.agents:two_answers"}, "group_size": 2,
-              "max_turns": 4, "max_tokens": 1, "trajectories": BATCH}  # fmt: skip
+    domain = {
+        "name": "two",
+        "environment": {"harness": "tests.proxy.agents:two_answers"},
+        "group_size": 2,
+        "max_turns": 4,
+        "max_tokens": 1,
+        "trajectories": BATCH,
+    }
     home = Home(tmp_path)
     try:
         run = home.launch(tiny(steps=FEW, domains=[domain], functions=[]), cluster=cluster(urls))
@@ -198,9 +213,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     try:
         host, port = moto.get_host_and_port()
         for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setenv(name, value)
         boto3.client("s3").create_bucket(Bucket="weights")
         yield {**local, "url": "s3://weights/runs"}
@@ -247,10 +264,18 @@ def test_turns_go_by_the_shares_of_a_plan_for_engines_of_different_speed(urls: l
     model = {**tiny()["model"], "config": LARGER}
     speeds = {"quick": 3.0, "slow": 1.0, "trains": 40.0}
     devices = [
-        {"name": name, "generation": "cpu", "source": "made up", "tflops_bf16": times, "memory_gb": 8,
-         "memory_tb_per_s": 0.02 * times, "link_gb_per_s": 10, "devices_per_host": 1}
+        {
+            "name": name,
+            "generation": "cpu",
+            "source": "made up",
+            "tflops_bf16": times,
+            "memory_gb": 8,
+            "memory_tb_per_s": 0.02 * times,
+            "link_gb_per_s": 10,
+            "devices_per_host": 1,
+        }
         for name, times in speeds.items()
-    ]  # fmt: skip
+    ]
     pools = [{"name": f"of-{name}", "device": name, "count": 1, "price": 1.0} for name in speeds]
     fleet = {**cluster(urls), "devices": devices, "pools": pools, "trainer": {"device": "trains", "threads": 1}}
     home = Home(tmp_path)

@@ -73,9 +73,11 @@ def test_on_ray_with_weights_in_object_storage(home: Home, monkeypatch: pytest.M
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     try:
         boto3.client("s3").create_bucket(Bucket="weights")

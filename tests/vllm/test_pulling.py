@@ -56,9 +56,14 @@ class Site:
         self.events = Events()
         self.place = Place("files", str(root / "store"), str(root / "host"))
         self.stored = StoredWeights(
-            root / "weights", self.place, Leases(self.events), self.events,  # type: ignore[arg-type]
-            bucket_bytes=BUCKET, ahead=ahead, pull_s=60.0,
-        )  # fmt: skip
+            root / "weights",
+            self.place,
+            Leases(self.events),
+            self.events,  # type: ignore[arg-type]
+            bucket_bytes=BUCKET,
+            ahead=ahead,
+            pull_s=60.0,
+        )
         self.host = VllmHost(EngineId("engine-0"), url, self.place)
         self.stored.join(self.host)
         self.workers = [plugin(), plugin()]
@@ -244,8 +249,15 @@ async def test_a_pull_whose_controller_died_lets_the_next_one_pull(tmp_path: Pat
     worker = plugin()
     worker.DESERTED_S = 0.0
     manifest = json.dumps({"schema": 1, "version": 1, "files": [["one", 3, 3, ["0" * 64]]]})
-    told = {"root": str(tmp_path / "host"), "manifest": manifest, "keep": [], "in_flight": 0, "sources": {},
-            "over": False, "whole": False}  # fmt: skip
+    told = {
+        "root": str(tmp_path / "host"),
+        "manifest": manifest,
+        "keep": [],
+        "in_flight": 0,
+        "sources": {},
+        "over": False,
+        "whole": False,
+    }
     pull = worker.Pull(told)
     pull.join(60)
     assert pull.look()["error"] == "nobody waits for it any more"
@@ -301,8 +313,17 @@ async def failing(said: str, request: web.Request) -> web.Response:
 async def test_a_name_that_leads_out_of_the_version_is_refused(tmp_path: Path) -> None:
     worker = plugin()
     manifest = json.dumps({"schema": 1, "version": 1, "files": [["../../out", 0, 1, []]]})
-    pull = worker.Pull({"root": str(tmp_path / "host"), "manifest": manifest, "keep": [], "in_flight": 0,
-                        "sources": {}, "over": True, "whole": True})  # fmt: skip
+    pull = worker.Pull(
+        {
+            "root": str(tmp_path / "host"),
+            "manifest": manifest,
+            "keep": [],
+            "in_flight": 0,
+            "sources": {},
+            "over": True,
+            "whole": True,
+        }
+    )
     pull.join(60)
     assert "no name of a file" in pull.look()["error"]
     assert not (tmp_path / "out").exists()
@@ -336,8 +357,17 @@ async def test_a_store_that_breaks_off_is_asked_again_and_a_pull_always_ends(
     manifest = json.dumps({"schema": 1, "version": 1, "files": [["model", len(BYTES), len(BYTES), [digest]]]})
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = "http://127.0.0.1:{1}/bucket?Signature=secret".format(*server.sockets[0].getsockname())
-        pull = worker.Pull({"root": str(tmp_path / "host"), "manifest": manifest, "keep": [], "in_flight": 0,
-                            "sources": {digest: url}, "over": True, "whole": True})  # fmt: skip
+        pull = worker.Pull(
+            {
+                "root": str(tmp_path / "host"),
+                "manifest": manifest,
+                "keep": [],
+                "in_flight": 0,
+                "sources": {digest: url},
+                "over": True,
+                "whole": True,
+            }
+        )
         await asyncio.to_thread(pull.join, 60)
     seen = pull.look()
     assert pull.ended

@@ -19,9 +19,16 @@ __all__ = ["Version", "another_model", "open_version"]
 MARKER = "COMPLETE"
 
 SHAPE = (
-    "architectures", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 """Keys of config.json that fix names and shapes: those of the running model and of a new version must agree."""
 
 

@@ -100,10 +100,16 @@ class Pull:
         with self._changed:
             self._heard = time.monotonic()
             return {
-                "path": self._path, "error": self._error, "buckets": self._buckets, "open": self._open,
-                "longest_s": self._longest_s, "received": self._received, "accumulated_s": self._accumulated_s,
-                "bytes": sum(size for _, size, _, _ in self._files), "seconds": self._seconds,
-            }  # fmt: skip
+                "path": self._path,
+                "error": self._error,
+                "buckets": self._buckets,
+                "open": self._open,
+                "longest_s": self._longest_s,
+                "received": self._received,
+                "accumulated_s": self._accumulated_s,
+                "bytes": sum(size for _, size, _, _ in self._files),
+                "seconds": self._seconds,
+            }
 
     def join(self, seconds: float | None = None) -> None:
         self._thread.join(seconds)

@@ -55,10 +55,13 @@ class Events:
             version = self._drawing()
             spans = [VersionSpan(self._first if version is None else version, 0, len(self._ids))] if self._ids else []
         return Completion(
-            tuple(self._ids), tuple(self._logprobs), tuple(spans), self._finish,
+            tuple(self._ids),
+            tuple(self._logprobs),
+            tuple(spans),
+            self._finish,
             self._usage.get("prompt_tokens", 0),
             (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        )  # fmt: skip
+        )
 
     def _add(self, choice: Mapping[str, Any]) -> None:
         ids = tuple(choice.get("token_ids") or ())

@@ -99,9 +99,11 @@ def _environment(
     lacking = [name for name in METHODS if not callable(getattr(made, name, None))]
     if lacking:
         yield Trouble(
-            domain, "", f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
-            "async reset(seed), step(action) and close())"
-        )  # fmt: skip
+            domain,
+            "",
+            f"'{path}' makes {type(made).__name__} without {', '.join(lacking)} (rule: an environment has "
+            "async reset(seed), step(action) and close())",
+        )
     if worked:
         yield from _example(domain, path, made)
     return made

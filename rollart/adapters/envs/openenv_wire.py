@@ -146,8 +146,9 @@ class Session:
             raise await self._lost(f"no answer to a {what} within {seconds:g} s") from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             code = self._socket.close_code
-            raise await self._lost(f"the session was closed at its {what} (code {code}, {message.type.name.lower()})",
-                                   begun=self._begun)  # fmt: skip
+            raise await self._lost(
+                f"the session was closed at its {what} (code {code}, {message.type.name.lower()})", begun=self._begun
+            )
         try:
             frame = json.loads(message.data)
         except ValueError:

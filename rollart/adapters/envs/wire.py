@@ -18,9 +18,19 @@ from typing import Any
 from rollart.model import Observation, Step
 
 __all__ = [
-    "Answer", "Ask", "Op", "Told", "observation_of", "pack", "packed_observation", "packed_step", "read_frame",
-    "step_of", "unpack", "write_frame",
-]  # fmt: skip
+    "Answer",
+    "Ask",
+    "Op",
+    "Told",
+    "observation_of",
+    "pack",
+    "packed_observation",
+    "packed_step",
+    "read_frame",
+    "step_of",
+    "unpack",
+    "write_frame",
+]
 
 LARGEST = 64 * 2**20
 """Bytes of a frame. An observation of so many would fill any context; a length beyond it is a broken frame."""

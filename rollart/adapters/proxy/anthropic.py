@@ -27,8 +27,13 @@ __all__ = ["Events", "ask", "body", "error", "failed", "prompt_of"]
 
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-         503: "overloaded_error"}  # fmt: skip
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 """The API's word for a status; others are "api_error"."""
 
 
@@ -84,8 +89,12 @@ class Events:
         """The type of the block that is."""
 
     def begin(self) -> Iterator[bytes]:
-        counts = {"input_tokens": len(self._head.prompt_ids), "cache_read_input_tokens": 0,
-                  "cache_creation_input_tokens": 0, "output_tokens": 0}  # fmt: skip
+        counts = {
+            "input_tokens": len(self._head.prompt_ids),
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 0,
+        }
         message = {**_head(self._head), "content": [], "stop_reason": None, "usage": counts}
         yield _send("message_start", message=message)
 
@@ -144,8 +153,7 @@ def _send(kind: str, **fields: Any) -> bytes:
 
 
 def _head(head: Head) -> dict[str, Any]:
-    return {"id": head.id("msg"), "type": "message", "role": "assistant", "model": head.model,
-            "stop_sequence": None}  # fmt: skip
+    return {"id": head.id("msg"), "type": "message", "role": "assistant", "model": head.model, "stop_sequence": None}
 
 
 def _usage(answer: Answer) -> dict[str, int]:
@@ -182,8 +190,14 @@ def _messages(given: Mapping[str, Any]) -> list[Message]:
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
     if "input_schema" not in given:
-        raise BadRequest(f"tools: {given.get('type') or given.get('name')} is run by a server (rule: tools of the "
-                         "caller's, with an input_schema)", field="tools")  # fmt: skip
-    function = {"name": given.get("name"), "description": given.get("description") or "",
-                "parameters": given["input_schema"]}  # fmt: skip
+        raise BadRequest(
+            f"tools: {given.get('type') or given.get('name')} is run by a server (rule: tools of the "
+            "caller's, with an input_schema)",
+            field="tools",
+        )
+    function = {
+        "name": given.get("name"),
+        "description": given.get("description") or "",
+        "parameters": given["input_schema"],
+    }
     return {"type": "function", "function": function}

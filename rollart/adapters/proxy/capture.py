@@ -125,9 +125,14 @@ class Capture:
             )
         stopped = completion.finish is FinishReason.STOP and completion.token_ids[-1:] != ()
         turn = Turn(
-            len(self.turns), planned, answer, planned.token_ids + completion.token_ids, tuple(segments), depth,
+            len(self.turns),
+            planned,
+            answer,
+            planned.token_ids + completion.token_ids,
+            tuple(segments),
+            depth,
             stopped and completion.token_ids[-1] in self._form.stops,
-        )  # fmt: skip
+        )
         self.turns.append(turn)
         self.tokens += len(turn.token_ids)
         self.size += _size(turn)

@@ -43,8 +43,11 @@ class ChatFormat:
         source = template if template is not None else _own_template(folder, config)
         self.plain = source is None
         self._template = _compiled(PLAIN if source is None else source)
-        self._special = {name: _text(config[name]) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-                         if config.get(name)}  # fmt: skip
+        self._special = {
+            name: _text(config[name])
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if config.get(name)
+        }
         self.spelling = tools or parser_for(source or "")
         self.parse = PARSERS[self.spelling]
         self.stop_ids = self._stop_ids(folder, config)

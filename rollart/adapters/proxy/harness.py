@@ -66,9 +66,13 @@ class Episode:
     """Implements `HarnessEpisode`."""
 
     def __init__(
-        self, proxy: Proxy, session: ProxySession, policy: _Asking, task: asyncio.Task[None],
+        self,
+        proxy: Proxy,
+        session: ProxySession,
+        policy: _Asking,
+        task: asyncio.Task[None],
         end: Callable[[asyncio.Task[None]], Awaitable[None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._proxy, self._session, self._policy, self._task, self._end = proxy, session, policy, task, end
 
     async def wanted(self) -> Wanted | None:

@@ -13,18 +13,36 @@ from typing import Any
 from rollart.model import Completion, FinishReason
 
 __all__ = [
-    "Answer", "Ask", "BadRequest", "Begun", "Call", "Done", "Head", "Message", "More", "Part", "Prompt", "Said", "Text",
-    "conversation", "read_json",
-]  # fmt: skip
+    "Answer",
+    "Ask",
+    "BadRequest",
+    "Begun",
+    "Call",
+    "Done",
+    "Head",
+    "Message",
+    "More",
+    "Part",
+    "Prompt",
+    "Said",
+    "Text",
+    "conversation",
+    "read_json",
+]
 
 
 class BadRequest(Exception):
     """A request that can never be served; `field` is the part of the body that is wrong, `code` OpenAI's word."""
 
     def __init__(
-        self, message: str, *, field: str | None = None, code: str | None = None, status: int = 400,
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        status: int = 400,
         retry_after: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`retry_after`: seconds after which it may be served after all."""
         super().__init__(message)
         self.field, self.code, self.status, self.retry_after = field, code, status, retry_after

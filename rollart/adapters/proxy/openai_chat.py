@@ -111,9 +111,13 @@ class Events:
         return None
 
     def _chunk(
-        self, delta: Mapping[str, Any], finish: str | None = None, *, choice: Mapping[str, Any] | None = None,
+        self,
+        delta: Mapping[str, Any],
+        finish: str | None = None,
+        *,
+        choice: Mapping[str, Any] | None = None,
         shown: bool = False,
-    ) -> bytes:  # fmt: skip
+    ) -> bytes:
         one = {"index": 0, "delta": delta, "finish_reason": finish, **(choice or {})}
         more = {"prompt_token_ids": list(self._head.prompt_ids)} if shown else {}
         return event({**_head(self._head, "chat.completion.chunk"), **more, "choices": [one]})

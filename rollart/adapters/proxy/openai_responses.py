@@ -144,8 +144,9 @@ class Events:
 
 def failed(message: str, status: int) -> bytes:
     """The error of an answer whose stream has begun."""
-    return event({"type": "error", "code": "server_error", "message": message, "param": None,
-                  "sequence_number": 0}, "error")  # fmt: skip
+    return event(
+        {"type": "error", "code": "server_error", "message": message, "param": None, "sequence_number": 0}, "error"
+    )
 
 
 def _status(answer: Answer) -> str:

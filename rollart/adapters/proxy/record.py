@@ -40,8 +40,9 @@ class Recording:
         self._write({"session": session.name, **_turn_body(turn)})
 
     def ended(self, session: ProxySession) -> None:
-        self._write({"session": session.name, "ended": True, "reward": session.ending.reward,
-                     "success": session.ending.success})  # fmt: skip
+        self._write(
+            {"session": session.name, "ended": True, "reward": session.ending.reward, "success": session.ending.success}
+        )
 
     def close(self) -> None:
         if self._file is not None:
@@ -92,12 +93,17 @@ def session_body(session: ProxySession) -> dict[str, Any]:
         "success": session.ending.success,
         "abandoned": session.abandoned,
         "turns": [
-            {"turn": t.number, "after": t.planned.after, "begun": t.planned.begun.value, "reason": t.planned.reason,
-             "answer": t.answer.for_template()}
+            {
+                "turn": t.number,
+                "after": t.planned.after,
+                "begun": t.planned.begun.value,
+                "reason": t.planned.reason,
+                "answer": t.answer.for_template(),
+            }
             for t in session.capture.turns
         ],
         "branches": branches,
-    }  # fmt: skip
+    }
 
 
 def segment(s: Segment) -> dict[str, Any]:
@@ -150,9 +156,12 @@ def _turn_body(turn: Turn) -> dict[str, Any]:
 
 def _segment(value: dict[str, Any]) -> Segment:
     return Segment(
-        SegmentKind(value["kind"]), value["turn"], tuple(value["token_ids"]), value.get("policy_version"),
+        SegmentKind(value["kind"]),
+        value["turn"],
+        tuple(value["token_ids"]),
+        value.get("policy_version"),
         tuple(value.get("logprobs", ())),
-    )  # fmt: skip
+    )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

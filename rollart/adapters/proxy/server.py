@@ -146,10 +146,18 @@ class Proxy:
         return _json({"input_tokens": len(session.plan(prompt).token_ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model,
-                 "created": 0, "created_at": "1970-01-01T00:00:00Z", "owned_by": "rollart"}  # fmt: skip
-        return _json({"object": "list", "data": [model], "has_more": False, "first_id": self._model,
-                      "last_id": self._model})  # fmt: skip
+        model = {
+            "id": self._model,
+            "object": "model",
+            "type": "model",
+            "display_name": self._model,
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "rollart",
+        }
+        return _json(
+            {"object": "list", "data": [model], "has_more": False, "first_id": self._model, "last_id": self._model}
+        )
 
     async def _list(self, request: web.Request) -> web.Response:
         shown = [

@@ -86,8 +86,10 @@ class ProxySession:
             self.full = room < 1
             raise BadRequest(
                 f"the prompt has {len(planned.token_ids)} tokens (rule: at least 1, and room for an answer within "
-                f"{self.policy.context})", code="context_length_exceeded", field="messages",
-            )  # fmt: skip
+                f"{self.policy.context})",
+                code="context_length_exceeded",
+                field="messages",
+            )
         head = Head(planned.token_ids, self.name, self._asked, ask.model, created)
         self._asked += 1
         unfolding = Unfolding(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
@@ -166,16 +168,26 @@ class ProxySession:
             raise
         self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
-        answer = Answer(head.prompt_ids, head.session, head.number, head.model, head.created, message, completion,
-                        tokens, turn.number, parts, rest, min(unfolding.shown, len(ids)))  # fmt: skip
+        answer = Answer(
+            head.prompt_ids,
+            head.session,
+            head.number,
+            head.model,
+            head.created,
+            message,
+            completion,
+            tokens,
+            turn.number,
+            parts,
+            rest,
+            min(unfolding.shown, len(ids)),
+        )
         if not all(c.whole for c in calls):
             self._broken.update(dict.fromkeys((c.id for c in calls), answer))
         return answer
 
 
-def _named(
-    head: Head, parts: tuple[Part, ...], rest: tuple[Said, ...]
-) -> tuple[tuple[Part, ...], tuple[Said, ...]]:  # fmt: skip
+def _named(head: Head, parts: tuple[Part, ...], rest: tuple[Said, ...]) -> tuple[tuple[Part, ...], tuple[Said, ...]]:
     """Calls with the ids that the harness is given."""
     number = itertools.count()
     named = tuple(replace(p, id=head.call_id(next(number))) if isinstance(p, Call) else p for p in parts)

@@ -82,8 +82,10 @@ class Shelf:
             self.counts["refused"] += 1
             raise BadRequest(
                 f"the proxy is full: {what} (rule: end sessions with POST /sessions/ID/end, or DELETE them, or name "
-                "more room)", status=503 if begins else 429, retry_after=RETRY_AFTER_S,
-            )  # fmt: skip
+                "more room)",
+                status=503 if begins else 429,
+                retry_after=RETRY_AFTER_S,
+            )
 
     def metrics(self) -> str:
         """Prometheus text."""

@@ -150,11 +150,17 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     for i, length in enumerate(lengths):
         at = slice(start, start + length)
         start += length
-        rows.append({
-            "token_ids": pack(tokens[at]), "loss_mask": pack(array("B", mask[at])), "logprobs": pack(logprobs[at]),
-            "versions": pack(versions[at]), "score": score[i], "group": group[i],
-            "domain": samples["domains"][domain[i]],
-        })  # fmt: skip
+        rows.append(
+            {
+                "token_ids": pack(tokens[at]),
+                "loss_mask": pack(array("B", mask[at])),
+                "logprobs": pack(logprobs[at]),
+                "versions": pack(versions[at]),
+                "score": score[i],
+                "group": group[i],
+                "domain": samples["domains"][domain[i]],
+            }
+        )
     return rows
 
 
@@ -197,9 +203,13 @@ def _answering(
         try:
             status, answer = 200, await work(msgpack.unpackb(await request.read()))
         except TrainerError as error:
-            status, answer = 400 if isinstance(error, TrainerRefused) else 500, {
-                "error": error.message, "remedy": error.remedy,
-            }  # fmt: skip
+            status, answer = (
+                400 if isinstance(error, TrainerRefused) else 500,
+                {
+                    "error": error.message,
+                    "remedy": error.remedy,
+                },
+            )
         except Refused as error:
             status, answer = error.status, {"error": str(error), "remedy": ""}
         except (msgpack.UnpackException, ValueError, TypeError, LookupError) as error:

@@ -34,8 +34,11 @@ class Cells:
     def same(self, row: str, values: Mapping[str, Any]) -> bool:
         """Whether it has all of these already."""
         held = self._rows.get(row)
-        return bool(values) and held is not None and all(c in held and self._read(held[c]) == pack(v)
-                                                         for c, v in values.items())  # fmt: skip
+        return (
+            bool(values)
+            and held is not None
+            and all(c in held and self._read(held[c]) == pack(v) for c, v in values.items())
+        )
 
     def given(self, row: str, columns: Sequence[str]) -> dict[str, Any]:
         held = self._rows[row]

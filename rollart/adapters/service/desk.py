@@ -26,7 +26,7 @@ from rollart.adapters.service.terms import (
     setup_body,
     setup_of,
     these,
-)  # fmt: skip
+)
 from rollart.adapters.service.waiting import Waiting
 from rollart.packed import pack
 from rollart.policy.staleness import StalenessBound
@@ -325,9 +325,14 @@ class Desk:
     def status(self) -> dict[str, Any]:
         ready = {name: len(self.table.ready(name).rows) for name in self.setup.tasks}
         return {
-            "version": self.version, "path": self.path, "rows": len(self.table), "room": self.table.room(),
-            "ready": ready, "leases": len(self._loans.open), "counts": dict(sorted(self.counts.items())),
-        }  # fmt: skip
+            "version": self.version,
+            "path": self.path,
+            "rows": len(self.table),
+            "room": self.table.room(),
+            "ready": ready,
+            "leases": len(self._loans.open),
+            "counts": dict(sorted(self.counts.items())),
+        }
 
     def _drop_stale(self) -> None:
         if self._bound is not None:

@@ -125,8 +125,13 @@ class Store:
         self._last += 1
         self._do(
             "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)",
-            row.id, self._last, row.group, row.group_size, row.tokens, row.version,
-        )  # fmt: skip
+            row.id,
+            self._last,
+            row.group,
+            row.group_size,
+            row.tokens,
+            row.version,
+        )
         self.cells(row.id, values)
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:

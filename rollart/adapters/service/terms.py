@@ -10,8 +10,18 @@ from rollart.policy.samplers import Balanced, Fifo, WholeGroups
 from rollart.policy.table import Sampler, Selection
 
 __all__ = [
-    "Given", "Refused", "Setup", "Task", "Wish", "positive", "rules", "sampler_of", "setup_body", "setup_of", "these",
-]  # fmt: skip
+    "Given",
+    "Refused",
+    "Setup",
+    "Task",
+    "Wish",
+    "positive",
+    "rules",
+    "sampler_of",
+    "setup_body",
+    "setup_of",
+    "these",
+]
 
 
 class Refused(Exception):

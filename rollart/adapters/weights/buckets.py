@@ -90,9 +90,13 @@ class BucketPusher:
     at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
 
     def __init__(
-        self, objects: Objects, *, bucket_bytes: int = BUCKET_BYTES, in_flight: InFlight = "auto",
+        self,
+        objects: Objects,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        in_flight: InFlight = "auto",
         wanted: Callable[[str], bool] = serving,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"buckets of {bucket_bytes} bytes (rule: at least 1)")
         self._objects = objects

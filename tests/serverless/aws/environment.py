@@ -203,8 +203,10 @@ class Environment:
                 return self._out_of_memory(request_id)
             if time.monotonic() - began > self.timeout_s:
                 used = self._used_mb()
-                failed = _failed("Sandbox.Timedout", f"RequestId: {request_id} Error: Task timed out after "
-                                 f"{self.timeout_s:.2f} seconds")  # fmt: skip
+                failed = _failed(
+                    "Sandbox.Timedout",
+                    f"RequestId: {request_id} Error: Task timed out after {self.timeout_s:.2f} seconds",
+                )
                 failed.status, failed.used_mb = "timeout", used
                 return failed
 
